@@ -1,0 +1,1 @@
+"""One node of a job: the agent, its worker processes, their logs."""

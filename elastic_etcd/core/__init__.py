@@ -1,0 +1,1 @@
+"""The rules: pure functions on immutable values, standard library only, no clock, no I/O."""

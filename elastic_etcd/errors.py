@@ -1,0 +1,67 @@
+"""The one error tree. Each message says what happened, where, and what to do about it.
+
+    ElasticEtcdError
+    ├── UsageError            a flag, a value or a file that the user gave is wrong
+    ├── EtcdError
+    │   ├── EtcdUnreachable   no endpoint answered in time
+    │   ├── EtcdDenied        password, permission or certificate refused
+    │   ├── EtcdRefused       a request that etcd will not serve (quota, size)
+    │   └── ForkedClient      a client used in a process that forked after it was made
+    ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
+    └── TrainingFailed        a worker failed and no restart was allowed
+        └── BudgetUsedUp      a worker failed once more than --max-restarts
+
+An agent's exit status is the error's `exit_code`; docs/failures.md lists them.
+"""
+
+
+class ElasticEtcdError(Exception):
+    """Anything this program tells its user; `exit_code` is the process's exit status."""
+
+    exit_code = 1
+
+
+class UsageError(ElasticEtcdError):
+    """A flag, a value or a file that the user gave is wrong."""
+
+    exit_code = 2
+
+
+class EtcdError(ElasticEtcdError):
+    """Something between this program and etcd."""
+
+    exit_code = 5
+
+
+class EtcdUnreachable(EtcdError):
+    """No endpoint answered in time."""
+
+
+class EtcdDenied(EtcdError):
+    """etcd refused the password, the permission or the certificate."""
+
+
+class EtcdRefused(EtcdError):
+    """etcd answered that it will not serve this request (quota, size, unknown lease)."""
+
+
+class ForkedClient(EtcdError):
+    """A client was used in a process that forked after the client was made."""
+
+
+class TrainingFailed(ElasticEtcdError):
+    """A worker failed and no restart was allowed."""
+
+    exit_code = 1
+
+
+class BudgetUsedUp(TrainingFailed):
+    """A worker failed once more than --max-restarts allows."""
+
+    exit_code = 3
+
+
+class RendezvousTimeout(ElasticEtcdError):
+    """Fewer than the minimum of nodes for longer than --join-timeout."""
+
+    exit_code = 4

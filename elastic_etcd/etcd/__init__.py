@@ -1,0 +1,1 @@
+"""etcd v3 for one job: client, lease session, mirror, embedded server."""

@@ -1,0 +1,1 @@
+"""What runs in or beside training scripts; the only package that imports torch."""
