@@ -1,0 +1,91 @@
+"""What one agent is told to do, as plain data. `launch` makes it, the agent only reads it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from enum import IntFlag
+from string import Template
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_etcd.etcd.config import EtcdConfig
+
+
+class Streams(IntFlag):
+    """Which of a worker's output streams; the numbers are torchrun's."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True)
+class StreamChoice:
+    """A choice of streams for every local rank, or for some of them."""
+
+    everywhere: Streams = Streams.NONE
+    by_local_rank: tuple[tuple[int, Streams], ...] = ()
+
+    def __getitem__(self, local_rank: int) -> Streams:
+        return dict(self.by_local_rank).get(local_rank, self.everywhere)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where the workers' output goes.
+
+    A redirected stream goes to a file only, a teed one to a file and the console, and the
+    filter (None: no filter) names the local ranks whose output the console shows.
+    """
+
+    log_dir: str | None = None
+    redirects: StreamChoice = StreamChoice()
+    tee: StreamChoice = StreamChoice()
+    local_ranks_filter: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Everything an agent is told. Times are seconds.
+
+    `etcd` None means an embedded etcd for this run; `argv` is a worker's whole command, still
+    with torchrun's `${local_rank}` in it (see `substitute`); `etcd_timeout` None waits for ever
+    for an etcd that went away; `shutdown_timeout` None leaves the grace to the reason of the stop.
+    """
+
+    etcd: EtcdConfig | None
+    job: str
+    argv: tuple[str, ...]
+    node: str
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    prefix: str = "/elastic_etcd"
+    advertise: str | None = None
+    role: str = "default"
+    topology_label: str = ""
+    max_restarts: int = 3
+    restart_window: float = 3600
+    min_uptime: float = 10
+    lease_ttl: int = 5
+    settle: float = 3
+    join_timeout: float = 600
+    etcd_timeout: float | None = None
+    shutdown_timeout: float | None = None
+    virtual_local_rank: bool = False
+    signals: tuple[signal.Signals, ...] = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    )
+    log: LogConfig = field(default_factory=LogConfig)
+    log_level: str = "INFO"
+
+
+def substitute(argv: tuple[str, ...], local_rank: int) -> list[str]:
+    """A worker's command with `${local_rank}` filled in, where torchrun does: in the arguments."""
+    program, *arguments = argv
+    return [program, *(Template(a).safe_substitute(local_rank=local_rank) for a in arguments)]
