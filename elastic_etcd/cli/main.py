@@ -1,0 +1,40 @@
+"""`elastic-etcd`: launch a job's agent on this node, or look at a job."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from elastic_etcd import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_USAGE = """\
+usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
+       elastic-etcd status [options] JOB                     what a job does and went through
+       elastic-etcd --version
+
+Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names; gives the exit code."""
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command == "launch":
+        from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
+
+        return launch.main(rest, prog="elastic-etcd launch")
+    if command == "status":
+        from elastic_etcd.cli import status  # noqa: PLC0415 - as above
+
+        return status.main(rest)
+    if command == "--version":
+        print(f"elastic-etcd {__version__}")
+        return 0
+    if command in ("-h", "--help", "help"):
+        print(_USAGE)
+        return 0
+    print(f"error: {command}: no such command\n{_USAGE}", file=sys.stderr)
+    return 2

@@ -1,0 +1,221 @@
+"""`python -m elastic_etcd.launch`: torchrun's command line, for an elastic job over etcd."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from argparse import ArgumentTypeError
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_etcd.agent.config import AgentConfig, LogConfig
+from elastic_etcd.agent.devices import count_devices
+from elastic_etcd.cli import flags, values
+from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.etcd.config import EtcdConfig
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Mapping, Sequence
+
+log = logging.getLogger("elastic_etcd")
+
+# What torchrun's c10d and etcd backends read from --rdzv-conf, and the flag it is here.
+_RDZV_CONF = {
+    "join_timeout": "join_timeout",
+    "timeout": "join_timeout",
+    "last_call_timeout": "settle",
+    "cacert": "cacert",
+    "cert": "cert",
+    "key": "key",
+}
+
+
+def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
+    """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
+    try:
+        args = _read(sys.argv[1:] if argv is None else argv, os.environ, prog)
+        _set_up_logging(args.node_name, args.log_level)
+        for remark in _remarks(args):
+            log.warning(remark)
+        config = _config(args, os.environ)
+        from elastic_etcd.agent.agent import run  # noqa: PLC0415 - a wrong flag is told at once
+
+        return run(config)
+    except ElasticEtcdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:
+    """The agent's orders from a command line and an environment.
+
+    Raises UsageError for what cannot work, before anything has started.
+    """
+    return _config(_read(argv, env, flags.COMMAND), env)
+
+
+def _read(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
+    parser = flags.build_parser(env, prog)
+    args = parser.parse_args(argv)
+    conf = {_RDZV_CONF[k]: v for k, v in args.rdzv_conf.items() if k in _RDZV_CONF}
+    if conf:  # as defaults, so that a flag given by itself is the stronger one
+        parser.set_defaults(**conf)
+        args = parser.parse_args(argv)
+    args.node_name = args.node_name or os.uname().nodename
+    args.log_level = args.log_level or _log_level(env)
+    return args
+
+
+def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
+    least, most = _nodes(args)
+    etcd = None if args.standalone else _etcd(args, env)
+    given: dict[str, Any] = vars(args) | {
+        "etcd": etcd,
+        "job": _job(args, most, etcd),
+        "argv": _worker_command(args, env),
+        "node": args.node_name,
+        "min_nodes": least,
+        "max_nodes": most,
+        "shutdown_timeout": _shutdown_timeout(args, env),
+        "signals": args.signals_to_handle,
+        "log": LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
+        "nproc": count_devices(args.nproc_per_node, env),  # last, as it may take seconds
+    }
+    return AgentConfig(**{field.name: given[field.name] for field in fields(AgentConfig)})
+
+
+def _nodes(args: Namespace) -> tuple[int, int]:
+    least, most = args.nnodes
+    if not args.standalone:
+        return least, most
+    if least > 1:
+        raise UsageError(f"--standalone is one node, --nnodes asks for at least {least}")
+    return 1, 1
+
+
+def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
+    etcd = EtcdConfig.parse(
+        args.etcd,
+        cacert=args.cacert,
+        cert=args.cert,
+        key=args.key,
+        user=args.user,
+        password_file=args.password_file,
+        env=env,
+    )
+    if etcd is None and args.nnodes[1] > 1 and args.master_addr is not None:
+        raise UsageError(
+            f"--master-addr {args.master_addr}: nodes meet through etcd here, not at a master.\n"
+            "Give --etcd HOST:2379 and --job ID instead, the same on every node."
+        )
+    return etcd
+
+
+def _job(args: Namespace, most: int, etcd: EtcdConfig | None) -> str:
+    if args.job and not args.standalone:
+        return str(args.job)
+    if etcd is not None and most > 1:
+        raise UsageError(
+            "no job id: nodes that meet in one etcd need it to tell their job from others.\n"
+            "Add --job ID, the same on every node, for example --job resnet-7"
+        )
+    return f"run-{os.urandom(4).hex()}"  # nobody else has to know it
+
+
+def _worker_command(args: Namespace, env: Mapping[str, str]) -> tuple[str, ...]:
+    script, arguments = args.training_script, args.training_script_args
+    if args.no_python and not args.run_path:
+        if args.module:
+            raise UsageError("--no-python and --module exclude each other; give one of them")
+        if shutil.which(script, path=env.get("PATH")) is None:
+            raise UsageError(f"{script}: no such program, or not executable (--no-python)")
+        return (script, *arguments)
+    python = sys.executable if args.run_path else env.get("PYTHON_EXEC", sys.executable)
+    if shutil.which(python, path=env.get("PATH")) is None:
+        raise UsageError(f"PYTHON_EXEC={python}: no such program, or not executable")
+    if args.module and not args.run_path:
+        return (python, "-u", "-m", script, *arguments)
+    _check_script(script)
+    return (python, "-u", script, *arguments)
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise UsageError(f"{script}: is a directory, not a training script")
+    if not path.exists():
+        raise UsageError(
+            f"{script}: no such training script (looked from {Path.cwd()}).\n"
+            "With -m it may be a module, with --no-python a program."
+        )
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{script}: the training script cannot be read: permission denied")
+
+
+def _log_dir(args: Namespace) -> str | None:
+    if args.log_dir is None:
+        return None
+    try:
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.log_dir).close()
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {args.log_dir}: cannot be written to: {error.strerror}.\n"
+            "Give a directory that this user may write to."
+        ) from error
+    return str(args.log_dir)
+
+
+def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
+    variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    if args.shutdown_timeout is not None or not env.get(variable):
+        return args.shutdown_timeout  # type: ignore[no-any-return] # a Namespace is untyped
+    try:
+        return values.seconds(env[variable])
+    except ArgumentTypeError as error:
+        raise UsageError(f"{variable}: {error}") from error
+
+
+def _log_level(env: Mapping[str, str]) -> str:
+    try:
+        return values.log_level(env.get("LOGLEVEL", "INFO"))
+    except ArgumentTypeError:
+        return "INFO"  # other programs read LOGLEVEL too, and other words
+
+
+def _remarks(args: Namespace) -> Iterator[str]:
+    """One line for each thing given that has no meaning here, and why."""
+    for dest, reason in flags.WITHOUT_MEANING.items():
+        if getattr(args, dest) not in (None, "null"):
+            yield f"--{dest.replace('_', '-')} has no meaning here: {reason}"
+    for key in args.rdzv_conf.keys() - _RDZV_CONF.keys():
+        yield f"--rdzv-conf {key} has no meaning here"
+
+
+class _Lines(logging.Formatter):
+    """`elastic_etcd[node]: message`, with the level where it is not the usual one."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"elastic_etcd[{self._node}]: {level}{super().format(record)}"
+
+
+def _set_up_logging(node: str, level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines(node))
+    log.addHandler(handler)
+    log.setLevel(level)
+    log.propagate = False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
