@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_etcd.cli import values
+from elastic_etcd.core.keys import PREFIX
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _etcd(group: _Group) -> None:
     )
     group.flag(
         "--prefix",
-        default="/elastic_etcd",
+        default=PREFIX,
         type=values.prefix,
         help="all keys are under it (default: %(default)s)",
     )
@@ -256,8 +257,8 @@ def _failures(group: _Group) -> None:
         ("--settle", 3, "the first formation waits so long after the last node joined"),
         ("--join-timeout", 600, "give up when fewer than MIN nodes were there for so long"),
     ):
-        text += f" (default: {default})"
-        group.flag(name, type=values.seconds, default=default, metavar="SECONDS", help=text)
+        told = f"{text} (default: {default})"
+        group.flag(name, type=values.seconds, default=default, metavar="SECONDS", help=told)
     group.flag(
         "--shutdown-timeout",
         type=values.seconds,

@@ -8,6 +8,7 @@ import signal
 from argparse import ArgumentTypeError
 
 from elastic_etcd.agent.config import StreamChoice, Streams
+from elastic_etcd.core.keys import valid_job, valid_prefix
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -27,7 +28,7 @@ def nnodes(text: str) -> tuple[int, int]:
 
 def job_id(text: str) -> str:
     """A job's id, which is one part of a key in etcd."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", text) or set(text) <= {"."}:
+    if not valid_job(text):
         raise ArgumentTypeError(
             f"{text!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a part "
             "of a key in etcd"
@@ -37,10 +38,10 @@ def job_id(text: str) -> str:
 
 def prefix(text: str) -> str:
     """A prefix of keys: `/a` or `/a/b`."""
-    if not re.fullmatch(r"(/[^/\s\x00]+)+", text):
+    if not valid_prefix(text):
         raise ArgumentTypeError(
-            f"{text!r}: a prefix starts with one '/', does not end with one, and has no empty "
-            "parts; for example /elastic_etcd"
+            f"{text!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or several "
+            "times, without a '/' at its end; for example /elastic_etcd"
         )
     return text
 
