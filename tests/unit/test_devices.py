@@ -1,0 +1,127 @@
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import devices
+from elastic_etcd.agent.devices import count_devices
+from elastic_etcd.errors import UsageError
+
+FOUR_GPUS = "\n".join(
+    f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}a2b3c4d-0000-1111-2222-333344445555)"
+    for i in range(4)
+)
+MIG = FOUR_GPUS + "\n  MIG 1g.10gb     Device  0: (UUID: MIG-aaaa-bbbb)"
+CPUS = len(os.sched_getaffinity(0))
+
+Machine = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """An environment in which nvidia-smi and the workers' Python are programs of the test's."""
+    monkeypatch.setattr(devices, "_DEVICE_NODES", ())
+
+    def program(name: str, body: str) -> str:
+        file = tmp_path / name
+        file.write_text("#!/bin/sh\n" + body)
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        return str(file)
+
+    def make(smi: str | None = None, torch: str | None = None, **env: str) -> dict[str, str]:
+        if smi is not None:
+            program("nvidia-smi", f"cat <<'END'\n{smi}\nEND\n")
+        if torch is not None:
+            monkeypatch.setattr(devices, "_DEVICE_NODES", ("null",))
+            env["PYTHON_EXEC"] = program("python-with-torch", torch)
+        return {"PATH": f"{tmp_path}:/usr/bin:/bin", **env}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("0,1", 2),
+        ("3", 1),
+        (" 2 , 0 ", 2),
+        ("0,1,7,2", 2),  # CUDA stops at the first that is not there
+        ("0,-1,2", 1),
+        ("1,1", 0),  # and sees none when one is repeated
+        ("GPU-0a2b3c4d-0000-1111-2222-333344445555,GPU-2a2b", 2),
+        ("GPU-ffff", 0),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_gpus_are_counted_as_cuda_shows_them(
+    machine: Machine, visible: str | None, count: int
+) -> None:
+    env = machine(FOUR_GPUS)
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    if count:
+        assert count_devices("gpu", env) == count
+        assert count_devices("auto", env) == count
+    else:
+        with pytest.raises(UsageError, match=r"no GPU found on this machine \(CUDA_VISIBLE"):
+            count_devices("gpu", env)
+        assert count_devices("auto", env) == CPUS
+
+
+def test_nvidia_smi_is_preferred_to_importing_torch(machine: Machine) -> None:
+    assert count_devices("gpu", machine(FOUR_GPUS, torch="exit 1")) == 4
+
+
+@pytest.mark.parametrize("visible", [None, "MIG-aaaa-bbbb"])
+def test_torch_counts_parts_of_gpus(machine: Machine, visible: str | None) -> None:
+    env = machine(MIG, torch="echo 1")
+    if visible:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    assert count_devices("gpu", env) == 1
+
+
+@pytest.mark.parametrize("spec", ["gpu", "auto", "xpu"])
+def test_torch_counts_where_nvidia_smi_is_missing_or_broken(machine: Machine, spec: str) -> None:
+    env = machine(smi="", torch='echo warning from a library; echo "$3" >&2; echo 6')
+    assert count_devices(spec, env) == 6
+
+
+def test_torch_is_asked_for_the_kind(machine: Machine) -> None:
+    env = machine(torch='[ "$3" = xpu ] && echo 2 || echo 0')
+    assert count_devices("xpu", env) == 2
+    with pytest.raises(UsageError, match="no GPU found"):
+        count_devices("gpu", env)
+
+
+def test_torch_that_cannot_be_asked(machine: Machine) -> None:
+    with pytest.raises(UsageError, match=r"No module named .torch.\nGive a number") as caught:
+        count_devices("gpu", machine(torch="echo \"No module named 'torch'\" >&2; exit 1"))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.timeout(120)
+def test_the_real_torch_answers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_DEVICE_NODES", ("null",))
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    assert devices._ask_torch("gpu", env) == 0
+    assert devices._ask_torch("auto", env) == 0
+
+
+def test_a_machine_without_devices(machine: Machine) -> None:
+    env = machine()
+    with pytest.raises(UsageError, match=r"no GPU found on this machine\.\nGive a number"):
+        count_devices("gpu", env)
+    assert count_devices("auto", env) == CPUS
+    assert count_devices("cpu", env) == CPUS
+
+
+def test_numbers() -> None:
+    assert count_devices("3") == 3
+    for bad in ("0", "-1", "2.5", "many", "", "٣"):
+        with pytest.raises(UsageError, match="at least 1, or gpu, cpu, xpu or auto"):
+            count_devices(bad)
