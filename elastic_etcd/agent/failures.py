@@ -1,0 +1,70 @@
+"""Why a worker failed, in its own words: its torchelastic error file or its last traceback.
+
+Pure, but for reading that file.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_LONGEST = 1 << 13
+# torch.distributed puts "[rank0]: " before the lines of an uncaught exception.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_HEADER = "Traceback (most recent call last):"
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+def failure_message(code: int, error_file: str, stderr: bytes) -> str:
+    """The cause of exit `code`, "" when it is not known or there was no failure; at most 8 KiB.
+
+    `stderr` is the end of the worker's standard error.
+    """
+    if code == 0:
+        return ""
+    text = stderr.decode(errors="replace")
+    message = _from_file(error_file) or last_traceback(text)
+    if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
+        message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return message[-_LONGEST:].strip()
+
+
+def last_traceback(text: str) -> str:
+    """The last "Traceback (most recent call last)" block, up to the empty line after it.
+
+    Those of exceptions that Python ignored while it shut down are no cause of anything.
+    """
+    lines = text.splitlines()
+    bare = [_RANK.sub("", line) for line in lines]
+    for start in reversed(range(len(lines))):
+        if bare[start] == _HEADER and not (
+            start and bare[start - 1].startswith("Exception ignored in")
+        ):
+            return "\n".join(bare[start : _end(lines, bare, start)])
+    return ""
+
+
+def _end(lines: list[str], bare: list[str], start: int) -> int:
+    ranked = _RANK.match(lines[start]) is not None
+    for at in range(start + 1, len(lines)):
+        if not bare[at].strip() or ranked != (_RANK.match(lines[at]) is not None):
+            return at
+    return len(lines)
+
+
+def _from_file(path: str) -> str:
+    """What torch's ErrorHandler wrote there (it has written plain strings and objects)."""
+    try:
+        record = json.loads(Path(path).read_bytes()) if path else None
+    except (OSError, ValueError):  # none, or cut off by the worker's death
+        return ""
+    message = _get(record, "message")
+    if isinstance(message, str):
+        return message
+    stack = _get(_get(message, "extraInfo"), "py_callstack")
+    cause = stack if isinstance(stack, str) and stack.strip() else _get(message, "message")
+    return cause if isinstance(cause, str) else ""
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None

@@ -1,0 +1,260 @@
+"""Workers' output: to the console with a prefix, and to one file per generation, rank and stream.
+
+The agent reads the workers' pipes itself, so that a full disk or a terminal that nobody reads
+never reaches the training, and so that the last traceback is at hand when a worker fails.
+"""
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+from string import Template
+from typing import Self
+
+from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
+from elastic_etcd.agent.console import Console, open_consoles
+from elastic_etcd.agent.lines import LinePrefixer
+from elastic_etcd.errors import UsageError
+
+DEFAULT_TEMPLATE = "[${node} ${rank}]: "
+
+_CHUNK = 1 << 16
+_TAIL = 1 << 16
+_DRAIN = 1 << 21
+
+log = logging.getLogger(__name__)
+
+
+class LogFile:
+    """One log file. When the disk is full it says so once and drops what doesn't fit."""
+
+    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
+        self._path = path
+        self._failed = failed
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: bytes) -> None:
+        """Append as much of `data` as the disk takes."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            self._failed(self._path, error)
+
+    def close(self) -> None:
+        """Close it; an error that only closing shows (NFS) is told like one of writing."""
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            self._failed(self._path, error)
+
+
+class WorkerStream:
+    """One output pipe of one worker, read whenever there is something in it."""
+
+    def __init__(self, prefix: bytes, console: Console | None, file: LogFile | None) -> None:
+        self._console = console
+        self._file = file
+        self._lines = LinePrefixer(prefix)
+        self._tail = bytearray()
+        self._read, self.child_fd = os.pipe()
+        os.set_blocking(self._read, False)
+
+    def begin(self) -> None:
+        """The worker has its end: close ours of it, and read."""
+        os.close(self.child_fd)
+        asyncio.get_running_loop().add_reader(self._read, self._readable)
+
+    def tail(self) -> bytes:
+        """The last 64 KiB that were read."""
+        return bytes(self._tail[-_TAIL:])
+
+    def drain(self) -> None:
+        """Take what lies in the pipe now, however full the console is.
+
+        Bounded, because a process that left the group may hold the pipe open and go on writing.
+        """
+        taken = 0
+        while self._read >= 0 and taken < _DRAIN:
+            size = self._take()
+            if not size:
+                return
+            taken += size
+
+    def close(self) -> None:
+        """Stop reading, whoever still holds the other end, and write out the last line."""
+        if self._read < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._read)
+        os.close(self._read)
+        self._read = -1
+        if self._console is not None:
+            self._console.write(self._lines.finish())
+        if self._file is not None:
+            self._file.close()
+
+    def _readable(self) -> None:
+        self._take()
+        if self._read >= 0 and self._console is not None and self._console.full:
+            asyncio.get_running_loop().remove_reader(self._read)
+            self._console.when_room(self._resume)
+
+    def _resume(self) -> None:
+        if self._read >= 0:
+            asyncio.get_running_loop().add_reader(self._read, self._readable)
+
+    def _take(self) -> int:
+        try:
+            chunk = os.read(self._read, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if not chunk:
+            self.close()
+            return 0
+        self._tail += chunk
+        del self._tail[: -2 * _TAIL]
+        if self._file is not None:
+            self._file.write(chunk)
+        if self._console is not None:
+            self._console.write(self._lines.feed(chunk))
+        return len(chunk)
+
+
+class WorkerLog:
+    """stdout and stderr of one worker."""
+
+    def __init__(self, out: WorkerStream, err: WorkerStream) -> None:
+        self.out = out
+        self.err = err
+
+    def begin(self) -> None:
+        """Both ends are with the worker (or it could not be started): read them."""
+        self.out.begin()
+        self.err.begin()
+
+    def drain(self) -> None:
+        """Take what lies in both pipes."""
+        self.out.drain()
+        self.err.drain()
+
+    def close(self) -> None:
+        """Stop reading both."""
+        self.out.close()
+        self.err.close()
+
+
+class Logs:
+    """Where the output of an agent's workers goes, for its whole life.
+
+    `async with Logs.open(...) as logs`; leaving it writes out what the console has not taken yet,
+    for at most two seconds.
+    """
+
+    def __init__(self, config: LogConfig, names: dict[str, str], directory: Path | None) -> None:
+        self._config = config
+        self._names = names
+        self.directory = directory
+        self._template = Template(names.pop("template"))
+        self._told = False
+        self.stdout, self.stderr = open_consoles()
+
+    @classmethod
+    def open(
+        cls, config: LogConfig, *, job: str, node: str, role: str, template: str | None = None
+    ) -> Self:
+        """Make this run's own directory `<log_dir>/<job>_<random>`.
+
+        `template` is torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: `${role_name}`, `${rank}`,
+        `${local_rank}`, and here also `${node}` and `${generation}`. Raises UsageError when the
+        directory can't be made.
+        """
+        template = DEFAULT_TEMPLATE if template is None else template
+        names = {"node": node, "role_name": role, "template": template}
+        return cls(config, names, _make_directory(config.log_dir, job))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stdout.close(timeout=1)
+        await self.stderr.close(timeout=1)
+        if self.directory is not None and not self._keeps_files:
+            rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def _keeps_files(self) -> bool:
+        """Without --log-dir, --redirects or --tee the directory only holds error files."""
+        config = self._config
+        nothing = StreamChoice()
+        return config.log_dir is not None or config.redirects != nothing or config.tee != nothing
+
+    def error_file(self, generation: int, rank: int) -> str:
+        """The worker's TORCHELASTIC_ERROR_FILE; "" when there is no place for it."""
+        place = self._place(generation, rank)
+        return "" if place is None else str(place / "error.json")
+
+    def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
+        """Pipes for one worker, and the files and consoles that they lead to."""
+        place = self._place(generation, rank)
+        prefix = self._template.safe_substitute(
+            self._names, generation=generation, rank=rank, local_rank=local_rank
+        ).encode()
+
+        def stream(which: Streams, name: str, console: Console) -> WorkerStream:
+            to_console, to_file = self._destinations(which, local_rank)
+            file = self._open_file(place / name) if to_file and place is not None else None
+            return WorkerStream(prefix, console if to_console else None, file)
+
+        out = stream(Streams.OUT, "stdout.log", self.stdout)
+        return WorkerLog(out, stream(Streams.ERR, "stderr.log", self.stderr))
+
+    def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
+        """Whether a stream goes to (the console, a file)."""
+        config = self._config
+        teed = bool(config.tee[local_rank] & which)
+        redirected = bool(config.redirects[local_rank] & which)
+        shown = config.local_ranks_filter is None or local_rank in config.local_ranks_filter
+        to_file = teed or redirected or config.log_dir is not None
+        return shown and (teed or not redirected), to_file
+
+    def _place(self, generation: int, rank: int) -> Path | None:
+        if self.directory is None:
+            return None
+        place = self.directory / f"generation_{generation}" / str(rank)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._tell(place, error)
+            return None
+        return place
+
+    def _open_file(self, path: Path) -> LogFile | None:
+        try:
+            return LogFile(path, self._tell)
+        except OSError as error:
+            self._tell(path, error)
+            return None
+
+    def _tell(self, path: Path, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            reason = error.strerror
+            log.warning("can't write %s (%s): training goes on without log files", path, reason)
+
+
+def _make_directory(log_dir: str | None, job: str) -> Path | None:
+    if log_dir == os.devnull:
+        return None
+    base = Path(tempfile.gettempdir() if log_dir is None else log_dir)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))
+    except OSError as error:
+        raise UsageError(
+            f"can't write logs under {base}: {error.strerror}. "
+            "Name a directory that can be written with --log-dir, or --log-dir /dev/null for none."
+        ) from error
