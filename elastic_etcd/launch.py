@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
     try:
         args = _read(sys.argv[1:] if argv is None else argv, os.environ, prog)
-        _set_up_logging(args.node_name, args.log_level)
+        config = _config(args, os.environ)
+        _set_up_logging(config)
         for remark in _remarks(args):
             log.warning(remark)
-        config = _config(args, os.environ)
         from elastic_etcd.agent.agent import run  # noqa: PLC0415 - a wrong flag is told at once
 
         return run(config)
@@ -209,11 +209,11 @@ class _Lines(logging.Formatter):
         return f"elastic_etcd[{self._node}]: {level}{super().format(record)}"
 
 
-def _set_up_logging(node: str, level: str) -> None:
+def _set_up_logging(config: AgentConfig) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines(node))
+    handler.setFormatter(_Lines(config.node))
     log.addHandler(handler)
-    log.setLevel(level)
+    log.setLevel(config.log_level)
     log.propagate = False
 
 

@@ -38,3 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"error: {command}: no such command\n{_USAGE}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

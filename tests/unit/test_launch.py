@@ -1,0 +1,273 @@
+"""The command line means what torchrun's means, compared with torchrun's own parser."""
+
+import logging
+import re
+import signal
+import sys
+from argparse import Action, ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_etcd import launch
+from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
+from elastic_etcd.cli import flags
+from elastic_etcd.errors import UsageError
+
+# A value for each of torchrun's flags, where "1" is none.
+VALUES = {
+    "nnodes": "1:4",
+    "start_method": "fork",
+    "numa_binding": "node",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "rdzv_conf": "join_timeout=30,last_call_timeout=5,read_timeout=60",
+    "rdzv_id": "a-job",
+    "rdzv_endpoint": "etcd1:2379",
+    "rdzv_backend": "c10d",
+}
+
+Parse = Callable[..., AgentConfig]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return "train.py"
+
+
+@pytest.fixture
+def parse(script: str) -> Parse:
+    """Parses flags for an existing script, in an environment of the test's own."""
+
+    def run(*argv: str, **env: str) -> AgentConfig:
+        env.setdefault("PATH", "/usr/bin:/bin")
+        return launch.parse([*argv, script], env)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    parser: ArgumentParser = get_args_parser()
+    return parser
+
+
+def torchrun_options(torchrun: ArgumentParser) -> list[tuple[str, Action]]:
+    actions = [a for a in torchrun._actions if a.option_strings and a.dest != "help"]
+    return [(name, action) for action in actions for name in action.option_strings]
+
+
+def given(name: str, action: Action) -> list[str]:
+    return [name] if action.nargs == 0 else [name, VALUES.get(action.dest, "1")]
+
+
+@pytest.mark.timeout(120)
+def test_every_flag_of_torchrun_is_accepted(torchrun: ArgumentParser, parse: Parse) -> None:
+    options = torchrun_options(torchrun)
+    assert len(options) > 50
+    for name, action in options:
+        more = ["--no-python"] if action.dest == "no_python" else []
+        if more or action.dest == "module":
+            continue  # they change what the script is: see the commands below
+        config = parse(*given(name, action))
+        assert config.argv == (sys.executable, "-u", "train.py"), name
+
+
+def test_flags_of_the_same_meaning_give_what_torchrun_gives(
+    torchrun: ArgumentParser, parse: Parse
+) -> None:
+    argv = ["--nnodes=2:4", "--nproc_per_node", "2", "--max-restarts=7", "--role", "trainer"]
+    argv += ["--rdzv-id=j", "--local_addr=10.0.0.7", "--shutdown-timeout=9", "--rdzv-endpoint=e:1"]
+    argv += ["--virtual-local-rank", "--log-dir", "logs"]
+    theirs, ours = torchrun.parse_args([*argv, "train.py"]), parse(*argv)
+    assert (ours.min_nodes, ours.max_nodes, ours.nproc) == (2, 4, int(theirs.nproc_per_node))
+    assert (ours.job, ours.role, ours.advertise) == (theirs.rdzv_id, theirs.role, theirs.local_addr)
+    assert ours.max_restarts == theirs.max_restarts
+    assert ours.shutdown_timeout == theirs.shutdown_timeout
+    assert ours.virtual_local_rank is theirs.virtual_local_rank is True
+    assert ours.log.log_dir == theirs.log_dir
+    assert ours.etcd is not None
+    assert ours.etcd.endpoints == ("e:1",)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train.py", "--nnodes", "3", "--job", "x", "-m", "--", "-h"],
+        ["-m", "package.module", "--standalone"],
+        ["--no-python", "bash", "-c", "true"],
+        ["--module", "train", "a", "--b=c"],
+    ],
+)
+@pytest.mark.parametrize("python", [None, "/bin/sh"])
+def test_the_workers_command_is_torchruns(
+    torchrun: ArgumentParser,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    python: str | None,
+) -> None:
+    from torch.distributed.run import config_from_args
+
+    env = {"PATH": "/usr/bin:/bin"}
+    if python:
+        env["PYTHON_EXEC"] = python
+        monkeypatch.setenv("PYTHON_EXEC", python)
+    _, command, arguments = config_from_args(torchrun.parse_args(argv))
+    assert launch.parse(argv, env).argv == (command, *arguments)
+
+
+def test_run_path_takes_this_python(parse: Parse) -> None:
+    config = parse("--run-path", "--no-python", PYTHON_EXEC="/bin/sh")
+    assert config.argv == (sys.executable, "-u", "train.py")
+
+
+def test_local_rank_is_filled_in_as_by_torchrun() -> None:
+    from torch.distributed.elastic.utils import macros
+
+    arguments = ["--rank=${local_rank}", "$local_rank", "$other ${x} $$", "${"]
+    expected = macros.substitute(arguments, "3")
+    assert substitute(("${local_rank}", *arguments), 3) == ["${local_rank}", *expected]
+
+
+@pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:2"])
+def test_streams_are_torchruns(parse: Parse, text: str) -> None:
+    from torch.distributed.elastic.multiprocessing.api import Std, to_map
+
+    config = parse("-r", text, f"--tee={text}")
+    expected = {rank: int(std) for rank, std in to_map(Std.from_str(text), 3).items()}
+    assert {rank: int(config.log.redirects[rank]) for rank in range(3)} == expected
+    assert config.log.tee == config.log.redirects
+
+
+def test_every_pet_variable_of_torchrun_is_read(torchrun: ArgumentParser, parse: Parse) -> None:
+    switches = {"module", "no_python", "run_path", "standalone", "virtual_local_rank"}
+    for _, action in torchrun_options(torchrun):
+        if action.dest in switches - {"standalone", "virtual_local_rank"}:
+            continue
+        value = "1" if action.dest in switches else VALUES.get(action.dest, "1")
+        args = launch._read(["x"], {f"PET_{action.dest.upper()}": value}, "x")
+        plain = launch._read(["x"], {}, "x")
+        same = {"role": "1", "nproc_per_node": "1", "redirects": "1", "tee": "1"}
+        assert vars(args) != vars(plain) or value == same.get(action.dest), action.dest
+
+
+def test_pet_variables(parse: Parse) -> None:
+    env = {
+        "PET_NNODES": "2:3",
+        "PET_RDZV_ID": "j",
+        "PET_RDZV_ENDPOINT": "e:1",
+        "PET_LEASE_TTL": "9",
+    }
+    config = parse(**env)
+    assert (config.min_nodes, config.max_nodes, config.job, config.lease_ttl) == (2, 3, "j", 9)
+    assert parse("--nnodes=1", "--job=k", **env).job == "k"
+    assert parse(PET_NNODES="").max_nodes == 1
+    assert parse(PET_VIRTUAL_LOCAL_RANK="1").virtual_local_rank
+    assert not parse(PET_VIRTUAL_LOCAL_RANK="0").virtual_local_rank
+    with pytest.raises(UsageError, match="PET_STANDALONE=yes in the environment: give 1 or 0"):
+        parse(PET_STANDALONE="yes")
+    with pytest.raises(UsageError, match=r"PET_NNODES=4:2 in the environment: .* 2:4"):
+        parse(PET_NNODES="4:2")
+
+
+@pytest.mark.parametrize(
+    "short", ["--nnode=1:3", "--nproc-per=1", "--rdzv-e=e", "--stand", "--tee=0"]
+)
+def test_torchruns_abbreviations_work(parse: Parse, short: str) -> None:
+    parse(short, "--rdzv-id", "j")
+
+
+def test_our_flags(parse: Parse) -> None:
+    argv = "--etcd e:1,f:2 --job j --lease-ttl 7 --settle 1.5 --join_timeout 20 --restart-window 60"
+    argv += " --min-uptime 2 --prefix /a/b --topology-label rack1 --etcd-timeout 30 --node-name n1"
+    argv += " --advertise 10.0.0.1 --log-level debug --local-ranks-filter 0,2"
+    config = parse(*argv.split())
+    assert config.etcd is not None
+    assert config.etcd.endpoints == ("e:1", "f:2")
+    assert (config.job, config.lease_ttl, config.settle, config.join_timeout) == ("j", 7, 1.5, 20)
+    assert (config.restart_window, config.min_uptime, config.prefix) == (60, 2, "/a/b")
+    assert (config.topology_label, config.etcd_timeout, config.node) == ("rack1", 30, "n1")
+    assert (config.advertise, config.log_level) == ("10.0.0.1", "DEBUG")
+    assert config.log.local_ranks_filter == frozenset({0, 2})
+
+
+def test_defaults(parse: Parse) -> None:
+    config = parse()
+    assert config.etcd is None
+    assert re.fullmatch("run-[0-9a-f]{8}", config.job)
+    assert (config.min_nodes, config.max_nodes, config.nproc) == (1, 1, 1)
+    # The data class and the flags agree on every default.
+    told = AgentConfig(None, config.job, config.argv, config.node, 1, 1, 1)
+    assert config == told
+    assert config.log.redirects == StreamChoice(Streams.NONE)
+
+
+def test_signals(parse: Parse) -> None:
+    config = parse("--signals-to-handle", "SIGTERM, SIGUSR1,SIGTERM")
+    assert config.signals == (signal.SIGTERM, signal.SIGUSR1)
+
+
+def test_standalone_is_one_node_with_its_own_etcd(parse: Parse) -> None:
+    config = parse("--standalone", "--etcd=e:1", "--job=j", "--nnodes=1:4")
+    assert (config.etcd, config.min_nodes, config.max_nodes) == (None, 1, 1)
+    assert config.job != "j"
+
+
+def test_job_id_is_needed_where_others_must_know_it(parse: Parse) -> None:
+    assert parse("--etcd=e:1").job.startswith("run-")
+    assert parse("--nnodes=2").job.startswith("run-")  # an embedded etcd prints it
+    with pytest.raises(UsageError, match="Add --job ID"):
+        parse("--nnodes=2", ETCDCTL_ENDPOINTS="e:1")
+
+
+def test_rdzv_conf(parse: Parse) -> None:
+    config = parse("--rdzv-conf", "join_timeout=30, last_call_timeout=5,is_host=1")
+    assert (config.join_timeout, config.settle) == (30, 5)
+    assert parse("--rdzv-conf", "timeout=30", "--join-timeout=8").join_timeout == 8
+
+
+def test_shutdown_timeout_from_torchs_variable(parse: Parse) -> None:
+    assert parse(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 12
+    assert parse("--shutdown-timeout=3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 3
+
+
+def test_log_level(parse: Parse) -> None:
+    assert parse(LOGLEVEL="warning").log_level == "WARNING"
+    assert parse(LOGLEVEL="chatty").log_level == "INFO"
+    assert parse("--log-level=error", LOGLEVEL="debug").log_level == "ERROR"
+
+
+def remarks(*argv: str, **env: str) -> list[str]:
+    return list(launch._remarks(launch._read([*argv, "train.py"], env, "x")))
+
+
+@pytest.mark.parametrize("dest", flags.WITHOUT_MEANING)
+def test_a_flag_without_meaning_is_remarked_on_when_given(dest: str) -> None:
+    name = "--" + dest.replace("_", "-")
+    assert remarks() == []
+    for said in (remarks(name, "1"), remarks(**{f"PET_{dest.upper()}": "1"})):
+        assert said == [f"{name} has no meaning here: {flags.WITHOUT_MEANING[dest]}"]
+
+
+def test_keys_of_rdzv_conf_without_meaning_are_remarked_on() -> None:
+    conf = "join_timeout=3,read_timeout=60"
+    assert remarks("--rdzv-conf", conf) == ["--rdzv-conf read_timeout has no meaning here"]
+
+
+def test_torchruns_default_event_handler_needs_no_remark() -> None:
+    assert remarks("--event-log-handler", "null") == []
+
+
+def test_lines_of_the_agent() -> None:
+    def line(level: int, text: str, *args: Any) -> str:
+        record = logging.LogRecord("elastic_etcd", level, "", 0, text, args, None)
+        return launch._Lines("node%1").format(record)
+
+    assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
+    assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
