@@ -1,0 +1,316 @@
+"""The etcd client: a handful of RPCs that outlive frozen members, elections and restarts.
+
+One channel to one endpoint at a time. An attempt that fails, or gets no answer in 1-2 s,
+moves everything to the next endpoint (one channel with many addresses stays with a frozen
+member for ever: etcd#8980). The two streams, keepalive and watch, are in session.py and
+mirror.py.
+"""
+
+import math
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+
+from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
+from elastic_etcd.errors import EtcdRefused, EtcdUnreachable, ForkedClient
+from elastic_etcd.etcd import channel, faults, wire
+from elastic_etcd.etcd.auth import ANONYMOUS, Login, Token
+from elastic_etcd.etcd.channel import Answer, Connection, Request, Rpc, Stream
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.faults import Compacted, TokenRefused, Unanswered, Untrusted
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.retry import jitter, now, retrying
+
+PAGE = 1000
+ATTEMPT_TIMEOUT = (1.0, 2.0)
+LOGIN_TIMEOUT = 5.0  # a login costs etcd 60 ms, and many agents may come at once
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """`gets` has one tuple for each Get of the branch that ran.
+
+    `ambiguous`: an earlier attempt may have been applied, so `succeeded=False` may mean that
+    this very Txn succeeded before. Read again and compare.
+    """
+
+    succeeded: bool
+    revision: int
+    ambiguous: bool
+    gets: tuple[tuple[KeyValue, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease and the TTL that etcd granted, in seconds (it has a minimum)."""
+
+    id: int
+    ttl: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A snapshot, and which history of which cluster it belongs to."""
+
+    snapshot: Snapshot
+    cluster: int
+    term: int
+
+
+class Client:
+    """`async with Client(config) as client`, in the event loop that will use it.
+
+    Every request takes a `timeout` in seconds; None tries for ever. Raises EtcdUnreachable
+    when it is over, EtcdDenied, EtcdRefused, and ForkedClient in a forked child.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._credentials = channel.credentials(config)
+        self._login = Login(config)
+        self._pid = os.getpid()
+        self._at = jitter.randrange(len(config.endpoints))  # agents spread over the members
+        self._connection: Connection | None = None
+        self._retired: set[Connection] = set()
+        self._answered = False
+        self._untrusted: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._pid:  # gRPC's threads did not come along
+            return
+        connections = {*self._retired, *filter(None, [self._connection])}
+        self._connection = None
+        self._retired.clear()
+        for connection in connections:
+            await connection.close()
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in use, `host:port`."""
+        return self._config.endpoints[self._at]
+
+    async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
+        """Do `txn`; see TxnResult about a Txn that may have been done twice."""
+        request = wire.txn_request(txn)
+        answer, applied = await self.call(channel.TXN, request, _keys(txn), _deadline(timeout))
+        writes = any(isinstance(operation, Put | Delete) for operation in txn.then)
+        return TxnResult(
+            answer.succeeded, answer.header.revision, writes and applied, wire.gets(answer)
+        )
+
+    async def range(self, *ranges: Get, timeout: float | None = None) -> Snapshot:
+        """All of `ranges` as they stand at one revision, linearizable, read in pages."""
+        return (await self.list(*ranges, timeout=timeout)).snapshot
+
+    async def list(self, *ranges: Get, timeout: float | None = None) -> Listing:
+        """As `range`, with the cluster's identity."""
+        deadline = _deadline(timeout)
+        while True:
+            try:
+                return await self._pages(ranges, deadline)
+            except Compacted:  # between two pages; the first page's revision is a new one
+                continue
+
+    async def grant(self, ttl: int, timeout: float | None = None) -> Lease:
+        """A new lease of at least `ttl` seconds. One that got lost on the way back expires."""
+        request = pb.LeaseGrantRequest(ttl=ttl)
+        answer, _ = await self.call(channel.LEASE_GRANT, request, "a lease", _deadline(timeout))
+        return Lease(answer.id, answer.ttl)
+
+    async def revoke(self, lease: int, timeout: float | None = None) -> None:
+        """End the lease and delete its keys; fine if it is gone already."""
+        request = pb.LeaseRevokeRequest(id=lease)
+        what = f"lease {lease:x}"
+        try:
+            await self.call(channel.LEASE_REVOKE, request, what, _deadline(timeout))
+        except EtcdRefused as error:
+            if faults.LEASE_NOT_FOUND not in str(error):
+                raise
+
+    def local_address(self) -> str:
+        """This machine's IP address on the way to etcd."""
+        host, _, port = self.endpoint.rpartition(":")
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # UDP: chooses a route, sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise EtcdUnreachable(
+                f"no way to etcd at {self.endpoint} ({error.strerror}).\n"
+                "Check --etcd and this machine's network, or give --advertise."
+            ) from None
+
+    async def call(
+        self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float
+    ) -> tuple[Answer, bool]:
+        """The answer, and whether an earlier attempt may have been applied as well."""
+        self._check_process()
+        began = now()
+        applied = False
+        try:
+            async for attempt in retrying(deadline):
+                with attempt:
+                    try:
+                        return await self._attempt(rpc, request, what, began, deadline), applied
+                    except Unanswered as error:
+                        applied = applied or error.applied
+                        raise
+        except Unanswered as error:
+            raise self._unreachable(error, now() - began) from error
+        raise AssertionError("tenacity ends with a result or an error")
+
+    @asynccontextmanager
+    async def stream(
+        self, rpc: Rpc[Request, Answer], what: str, metadata: channel.Metadata = ()
+    ) -> AsyncIterator[Stream[Request, Answer]]:
+        """A stream on the current connection.
+
+        Inside, Unanswered gives the endpoint up if it is to blame, and TokenRefused means
+        EtcdDenied if the token is not older than `stream.began` (set that after each
+        success); gRPC's errors become these.
+        """
+        self._check_process()
+        began = now()
+        token = await self._token(now() + LOGIN_TIMEOUT)
+        connection = self.connection()
+        stream = connection.open(rpc, token.metadata + metadata, began)
+        try:
+            yield stream
+        except grpc.aio.AioRpcError as error:
+            fault = faults.translate(error, connection.endpoint, what, self._login.user)
+            raise self._judged(fault, connection, what, token, stream.began) from error
+        except Unanswered as fault:
+            raise self._judged(fault, connection, what, token, stream.began) from fault.__cause__
+        finally:
+            stream.close()
+
+    def connection(self) -> Connection:
+        """The connection in use; made without waiting for it to be established."""
+        if self._connection is None:
+            self._connection = Connection(self.endpoint, self._credentials)
+        return self._connection
+
+    def give_up(self, connection: Connection) -> None:
+        """`connection` does not answer: everything on it moves to the next endpoint."""
+        if connection.retired:
+            return
+        if connection is self._connection:
+            self._connection = None
+            self._at = (self._at + 1) % len(self._config.endpoints)
+        self._retired = {old for old in self._retired if not old.closed} | {connection}
+        connection.retire()
+
+    async def _attempt(
+        self, rpc: Rpc[Request, Answer], request: Request, what: str, began: float, deadline: float
+    ) -> Answer:
+        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
+        token = await self._token(deadline)
+        connection = self.connection()
+        patience = jitter.uniform(*ATTEMPT_TIMEOUT)
+        limit = min(patience, max(deadline - now(), 0.001))
+        try:
+            answer = await connection.unary(rpc, request, limit, token.metadata)
+        except grpc.aio.AioRpcError as error:
+            fault = faults.translate(error, connection.endpoint, what, self._login.user)
+            if isinstance(fault, Unanswered) and limit < patience:
+                fault.move = False  # the caller was in a hurry: not the endpoint's fault
+            raise self._judged(fault, connection, what, token, began) from error
+        self._answered = True
+        return answer
+
+    async def _token(self, deadline: float) -> Token:
+        """The token for a request at the current endpoint."""
+
+        async def authenticate(request: pb.AuthenticateRequest) -> str:
+            connection = self.connection()
+            limit = min(LOGIN_TIMEOUT, max(deadline - now(), 0.001))
+            try:
+                answer = await connection.unary(channel.AUTHENTICATE, request, limit, ())
+            except grpc.aio.AioRpcError as error:
+                if error.details() == faults.AUTH_NOT_ENABLED:
+                    return ""  # as etcdctl: a user who is not asked for is no error
+                fault = faults.translate(error, connection.endpoint, "a login", request.name)
+                raise self._judged(fault, connection, "a login", ANONYMOUS, now()) from error
+            return answer.token
+
+        return await self._login.token(authenticate)
+
+    def _judged(
+        self, fault: Exception, connection: Connection, what: str, token: Token, began: float
+    ) -> Exception:
+        """What to raise for `fault`, once its consequences have been drawn."""
+        endpoint = connection.endpoint
+        if isinstance(fault, TokenRefused):
+            self._login.forget(token)
+            if self._login.user is None or token.issued >= began:
+                return faults.denied(endpoint, what, self._login.user)
+        if isinstance(fault, Untrusted) and not self._answered:
+            self._untrusted.add(endpoint)
+            if self._untrusted.issuperset(self._config.endpoints):
+                return faults.untrusted(endpoint, fault.reason)
+        if isinstance(fault, Unanswered) and fault.move:
+            self.give_up(connection)
+        return fault
+
+    async def _pages(self, ranges: tuple[Get, ...], deadline: float) -> Listing:
+        """The first page of every range in one Txn, the others at its revision."""
+        wire.check_size(len(ranges))
+        what = ", ".join(get.key for get in ranges)
+        request = pb.TxnRequest(
+            success=[pb.RequestOp(range=wire.range_request(get, limit=PAGE)) for get in ranges]
+        )
+        first, _ = await self.call(channel.TXN, request, what, deadline)
+        revision = first.header.revision
+        kvs: list[pb.KeyValue] = []
+        for get, answer in zip(ranges, first.responses, strict=True):
+            page = answer.range
+            kvs.extend(page.kvs)
+            while page.more:
+                rest = wire.range_request(get, limit=PAGE)
+                rest.key, rest.revision = page.kvs[-1].key + b"\0", revision
+                page, _ = await self.call(channel.RANGE, rest, what, deadline)
+                kvs.extend(page.kvs)
+        found = {kv.key: kv for kv in map(wire.key_value, kvs)}
+        return Listing(Snapshot(revision, found), first.header.cluster_id, first.header.raft_term)
+
+    def _unreachable(self, error: Unanswered, seconds: float) -> EtcdUnreachable:
+        return EtcdUnreachable(
+            f"no answer from etcd at {', '.join(self._config.endpoints)} for {seconds:.1f} s "
+            f"({error.reason}).\nIs it running there, and can this machine reach it? See --etcd."
+        )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedClient(
+                f"the etcd client of process {self._pid} is used in its forked child "
+                f"{os.getpid()}: gRPC does not survive a fork; make a Client in the child"
+            )
+
+
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else now() + timeout
+
+
+def _keys(txn: Txn) -> str:
+    """The first key that `txn` is about, for messages."""
+    for part in (txn.then, txn.compare, txn.otherwise):
+        if part:
+            return part[0].key
+    return "nothing"

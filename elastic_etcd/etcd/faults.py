@@ -1,0 +1,138 @@
+"""What a failed RPC means: try again, log in again, or tell the user. gRPC's errors end here."""
+
+import grpc
+
+from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused
+
+Code = grpc.StatusCode
+
+# Only these say that the request never left this machine, so that it was surely not applied.
+NEVER_SENT = ("failed to connect to all addresses", "connections to all backends failing")
+AUTH_NOT_ENABLED = "etcdserver: authentication is not enabled"
+LEASE_NOT_FOUND = "etcdserver: requested lease not found"
+TOKEN_ERRORS = (
+    "etcdserver: invalid auth token",
+    "etcdserver: user name is empty",
+    "etcdserver: revision of auth store is old",
+    "etcdserver: permission denied",  # 3.5 says this for an expired token, too
+)
+# gRPC's names for a peer that the certificates exclude, at either end.
+UNTRUSTED = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "is not in peer certificate",
+    "Ssl handshake failed",
+    "SSL_ERROR_SSL",
+    "CERTIFICATE_REQUIRED",
+    "BAD_CERTIFICATE",
+)
+
+
+class Unanswered(Exception):
+    """This attempt failed, another one may not. Never leaves the package.
+
+    `applied`: the request may have been applied all the same.
+    `move`: the endpoint is to blame, go to another one.
+    """
+
+    def __init__(self, reason: str, *, applied: bool = True, move: bool = True) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.applied = applied
+        self.move = move
+
+
+class TokenRefused(Unanswered):
+    """The authentication token has expired, or was not enough: log in again, once."""
+
+
+class Untrusted(Unanswered):
+    """The TLS handshake failed: nothing that another attempt at this endpoint would cure."""
+
+
+class Compacted(Exception):
+    """The revision that was asked for is no longer kept. Never leaves the package."""
+
+
+def translate(error: grpc.aio.AioRpcError, endpoint: str, what: str, user: str | None) -> Exception:
+    """The exception to raise for `error`, which the RPC for `what` met at `endpoint`."""
+    code, details = error.code(), error.details() or ""
+    if details in TOKEN_ERRORS or code is Code.UNAUTHENTICATED:
+        return TokenRefused(details, applied=False, move=False)
+    if code is Code.OUT_OF_RANGE and "compacted" in details:
+        return Compacted(details)
+    if details == "etcdserver: too many requests":
+        return Unanswered(details, applied=False, move=False)
+    if transient(code, details):
+        never_sent = any(text in details for text in NEVER_SENT)
+        kind = Untrusted if any(text in details for text in UNTRUSTED) else Unanswered
+        return kind(brief(details) or code.name, applied=not never_sent)
+    return fatal(code, details, endpoint, what, user)
+
+
+def transient(code: grpc.StatusCode, details: str) -> bool:
+    """Whether another attempt, or another endpoint, may succeed."""
+    if code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL):
+        return True
+    if code is Code.UNKNOWN:  # Go's own errors, passed through by a member that is going down
+        return any(
+            text in details
+            for text in (
+                "context deadline exceeded",
+                "context canceled",
+                "stopped",
+                "Stream removed",
+            )
+        )
+    return code is Code.FAILED_PRECONDITION and details == "etcdserver: not leader"
+
+
+def fatal(
+    code: grpc.StatusCode, details: str, endpoint: str, what: str, user: str | None
+) -> EtcdError:
+    """What the user has to put right."""
+    if details == "etcdserver: authentication failed, invalid user ID or password":
+        return EtcdDenied(
+            f"etcd at {endpoint} refuses the password of user {user!r}.\n"
+            "Check --user and ELASTIC_ETCD_PASSWORD (or --password-file)."
+        )
+    if code is Code.UNIMPLEMENTED:
+        return EtcdRefused(
+            f"the server at {endpoint} does not speak the etcd v3 API ({brief(details)}).\n"
+            "Check --etcd: it takes etcd's client port (2379), etcd 3.4 or newer."
+        )
+    if "database space exceeded" in details:
+        return EtcdRefused(
+            f"etcd at {endpoint} is full ({details}), {what} was not written.\n"
+            "Compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes."
+        )
+    return EtcdRefused(f"etcd at {endpoint} refused {what}: {details or code.name}")
+
+
+def denied(endpoint: str, what: str, user: str | None) -> EtcdDenied:
+    """After a fresh login: the user really may not."""
+    if user is None:
+        return EtcdDenied(
+            f"etcd at {endpoint} asks for a user to access {what}.\n"
+            "Give --user NAME and its password in ELASTIC_ETCD_PASSWORD."
+        )
+    return EtcdDenied(
+        f"etcd at {endpoint} denies user {user!r} access to {what}.\n"
+        "Let an administrator run `etcdctl role grant-permission ROLE --prefix=true readwrite "
+        "PREFIX` for a role of this user, or use another --prefix."
+    )
+
+
+def untrusted(endpoint: str, reason: str) -> EtcdDenied:
+    """No endpoint of the configuration could be trusted at the first contact."""
+    if "WRONG_VERSION_NUMBER" in reason or "wrong version" in reason:
+        hint = "It does not seem to speak TLS: try http://."
+    elif "not in peer certificate" in reason or "Peer name" in reason:
+        hint = "Its certificate is for another host name: use a name that the certificate lists."
+    else:
+        hint = "Give the authority that signed its certificate with --cacert."
+    return EtcdDenied(f"etcd at {endpoint} is not trusted ({reason}).\n{hint}")
+
+
+def brief(details: str) -> str:
+    """The last, most specific part of gRPC's text."""
+    return details.rpartition("last error: ")[2].strip()
