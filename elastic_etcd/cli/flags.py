@@ -62,8 +62,8 @@ class Parser(argparse.ArgumentParser):
     """Raises UsageError with a hint where argparse prints its whole usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
-            message = "no training script given"
+        if missing := re.match(r"the following arguments are required: (\w+)", message):
+            message = f"no {missing[1].lower()} given"
         message = re.sub(r"/--[a-z]+(?:_[a-z]+)+", "", message).removeprefix("argument ")
         unknown = re.match(r"unrecognized arguments: (-[^ =]+)", message)
         hint = self._nearest(unknown[1]) if unknown else ""
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
-class _Group:
+class Group:
     """A group of flags; each option also gets its underscore form and its PET_ variable."""
 
     def __init__(self, parser: Parser, title: str, env: Mapping[str, str]) -> None:
@@ -127,12 +127,12 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
         epilog=EPILOG,
         formatter_class=_Help,
     )
-    _job(_Group(parser, "job and nodes", env))
-    _etcd(_Group(parser, "etcd", env))
-    _worker(_Group(parser, "workers", env))
-    _failures(_Group(parser, "failures and times", env))
-    _output(_Group(parser, "output", env))
-    _ignored(_Group(parser, "accepted from torchrun, without a meaning here", env))
+    _job(Group(parser, "job and nodes", env))
+    _etcd(Group(parser, "etcd", env))
+    _worker(Group(parser, "workers", env))
+    _failures(Group(parser, "failures and times", env))
+    _output(Group(parser, "output", env))
+    _ignored(Group(parser, "accepted from torchrun, without a meaning here", env))
     parser.add_argument("training_script", metavar="script", help="the training program")
     parser.add_argument(
         "training_script_args",
@@ -143,7 +143,7 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
     return parser
 
 
-def _job(group: _Group) -> None:
+def _job(group: Group) -> None:
     group.flag(
         "--job",
         "--rdzv-id",
@@ -194,13 +194,14 @@ def _job(group: _Group) -> None:
     )
 
 
-def _etcd(group: _Group) -> None:
+def connection(group: Group) -> None:
+    """The flags that say which etcd, as whom, and under which prefix."""
     group.flag(
         "--etcd",
         "--rdzv-endpoint",
         metavar="HOST:PORT,...",
         help="etcd's endpoints, also http(s)://...; also ETCDCTL_ENDPOINTS "
-        "(default: an etcd of its own for this run)",
+        "(without: launch starts one for this run)",
     )
     group.flag(
         "--prefix",
@@ -213,6 +214,10 @@ def _etcd(group: _Group) -> None:
     group.flag("--key", metavar="FILE", help="its key")
     group.flag("--user", metavar="NAME", help="etcd user; its password is in ELASTIC_ETCD_PASSWORD")
     group.flag("--password-file", metavar="FILE", help="or in this file")
+
+
+def _etcd(group: Group) -> None:
+    connection(group)
     group.flag(
         "--lease-ttl",
         type=values.count,
@@ -228,7 +233,7 @@ def _etcd(group: _Group) -> None:
     )
 
 
-def _worker(group: _Group) -> None:
+def _worker(group: Group) -> None:
     group.switch("-m", "--module", help="script is a module: python -m script")
     group.switch("--no-python", help="script is a program of its own, not Python")
     group.switch("--run-path", help="run with this Python, whatever PYTHON_EXEC says")
@@ -242,7 +247,7 @@ def _worker(group: _Group) -> None:
     )
 
 
-def _failures(group: _Group) -> None:
+def _failures(group: Group) -> None:
     group.flag(
         "--max-restarts",
         type=values.natural,
@@ -268,7 +273,7 @@ def _failures(group: _Group) -> None:
     )
 
 
-def _output(group: _Group) -> None:
+def _output(group: Group) -> None:
     group.flag("--log-dir", metavar="DIR", help="a file per generation, rank and stream")
     for short, name, text in (
         ("-r", "--redirects", "streams that go to a file only"),
@@ -297,6 +302,6 @@ def _output(group: _Group) -> None:
     )
 
 
-def _ignored(group: _Group) -> None:
+def _ignored(group: Group) -> None:
     for dest, reason in WITHOUT_MEANING.items():
         group.flag("--" + dest.replace("_", "-"), metavar="X", help=reason)

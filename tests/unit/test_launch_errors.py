@@ -72,7 +72,7 @@ def directory(tmp_path: Path) -> Path:
         ("--standalone --nnodes 2 train.py", "--standalone is one node"),
         ("--nnodes 2 --master-addr h train.py", "--master-addr h: nodes meet through etcd here"),
         ("--etcd e:notaport train.py", "notaport"),
-        ("", "no training script given"),
+        ("", "no script given"),
         ("nothere.py", "nothere.py: no such training script (looked from "),
         ("folder", "folder: is a directory, not a training script"),
         ("--no-python nothere", "nothere: no such program, or not executable (--no-python)"),

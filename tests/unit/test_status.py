@@ -1,0 +1,131 @@
+"""`elastic-etcd status` from the keys of a job to what its user reads."""
+
+import json
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from elastic_etcd.cli import main, status
+from elastic_etcd.core.keys import Keys, encode
+from elastic_etcd.core.txn import KeyValue, Snapshot
+from elastic_etcd.core.view import (
+    EVERYTHING,
+    Ledger,
+    Member,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+    Spec,
+    View,
+    view_of,
+)
+
+KEYS = Keys("/elastic_etcd/j")
+FINAL = Round(
+    generation=4,
+    phase=Phase.FINAL,
+    coordinator=0xA,
+    reason="node2 left",
+    run="r",
+    participants=(Participant(0xA, "node1", 2), Participant(0xB, "node3", 1)),
+    master=("10.0.0.1", 4242),
+    restarts=1,
+)
+RUNNING = {
+    KEYS.spec: Spec("r", 1, 2, "node1").encode(),
+    KEYS.round: FINAL.encode(),
+    KEYS.generation: Ledger(4, 4, (0xA, 0xB), 1).encode(),
+    KEYS.member(0xA): Member(0xA, "node1", 2, "10.0.0.1", run="r").encode(),
+    KEYS.member(0xC): Member(0xC, "node4", 1, "10.0.0.4", run="r").encode(),
+    KEYS.history(3): encode(
+        {
+            "generation": 3,
+            "began": "first formation",
+            "began_at": "2026-11-21T08:00:00Z",
+            "nodes": ["node1", "node2"],
+            "world_size": 3,
+            "ended": "node2 left",
+        }
+    ),
+    KEYS.history(4): encode({"generation": 4, "nodes": ["node1", "node3"], "world_size": 3}),
+}
+OUTCOME = Outcome("failed", "no restarts left", "r", 4, 3, at="2026-11-21T09:00:00Z")
+
+
+def view(values: Mapping[str, str]) -> View:
+    kvs = {key: KeyValue(key, value, 1, 1, 0) for key, value in values.items()}
+    return view_of(Snapshot(17, kvs), KEYS, EVERYTHING)
+
+
+def test_a_running_job() -> None:
+    state = status.describe("j", view(RUNNING))
+    assert (state["phase"], state["generation"], state["reason"]) == ("final", 4, "node2 left")
+    assert (state["coordinator"], state["master"]) == ("node1", "10.0.0.1:4242")
+    assert (state["restarts"], state["min_nodes"], state["max_nodes"]) == (1, 1, 2)
+    nodes = [(n["node"], n["state"], n["group_rank"], n["ranks"]) for n in state["nodes"]]
+    assert nodes == [
+        ("node1", "training", 0, [0, 1]),
+        ("node3", "gone", 1, [2]),
+        ("node4", "spare", None, []),
+    ]
+    assert [entry["generation"] for entry in state["history"]] == [3, 4]
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_a_forming_job_has_members_that_wait() -> None:
+    joinable = Round(1, Phase.JOINABLE, 0xA, "first formation", "r")
+    state = status.describe("j", view(RUNNING | {KEYS.round: joinable.encode()}))
+    assert [node["state"] for node in state["nodes"]] == ["waiting", "waiting"]
+
+
+def test_a_finished_job() -> None:
+    kept = {KEYS.outcome: OUTCOME.encode(), KEYS.history(3): "not json"}
+    state = status.describe("j", view(kept))
+    assert (state["phase"], state["reason"], state["nodes"]) == ("closed", "no restarts left", [])
+    assert state["outcome"]["exit_code"] == 3
+    assert state["history"][0]["ended"].startswith("unreadable: ")
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    status._show(status.describe("j", view(RUNNING | {KEYS.outcome: OUTCOME.encode()})))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        "job j: final, generation 4",
+        "because node2 left",
+        "1 to 2 nodes, 1 restarts used",
+    ]
+    assert "failed at 2026-11-21T09:00:00Z: no restarts left" in lines
+    assert "node1 training 0 0-1 2 10.0.0.1" in lines
+    assert "node4 spare - - 1 10.0.0.4" in lines
+    assert lines[-1] == "generation 4: world of 3 on node1, node3 goes on"
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
+
+    def call(*argv: str) -> tuple[int, str]:
+        code = main.main(["status", *argv])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["j"], 2, "error: which etcd? Give --etcd HOST:2379"),
+        (["a/b", "--etcd", "e"], 2, "a job id is 1 to 128"),
+        (["--etcd", "e"], 2, "error: no job given"),
+        (["j", "--etcd", "127.0.0.1:9", "--timeout", "1"], 5, "127.0.0.1:9"),
+    ],
+)
+def test_errors(
+    run: Callable[..., tuple[int, str]], argv: list[str], code: int, message: str
+) -> None:
+    returned, said = run(*argv)
+    assert (returned, message in said) == (code, True), said
+    assert len(said.splitlines()) <= 3
