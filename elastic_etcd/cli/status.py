@@ -137,7 +137,7 @@ def _show(state: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     for line in _summary(state):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
@@ -146,7 +146,7 @@ def _show(state: dict[str, Any]) -> None:
             table.add_row(node["node"], *cells, node["address"] or "-")
         console.print(table)
     for entry in state["history"][-_HISTORY:]:
-        console.print(_line(entry), markup=False)
+        console.print(_line(entry), markup=False, soft_wrap=True)
 
 
 def _summary(state: dict[str, Any]) -> Iterator[str]:
