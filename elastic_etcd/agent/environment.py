@@ -1,9 +1,10 @@
 """A worker's environment: every variable that torchrun gives, and three of our own."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from signal import Signals
 
 from elastic_etcd.errors import UsageError
 
@@ -46,11 +47,15 @@ def worker_env(
     max_restarts: int,
     virtual_local_rank: bool,
     error_file: str,
+    signals: Sequence[Signals] = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGHUP, Signals.SIGQUIT),
 ) -> dict[str, str]:
     """The whole environment of the worker `local_rank`, made from the agent's own, `base`.
 
-    There is one role, so role ranks are the world's. Raises UsageError when `virtual_local_rank`
-    finds fewer devices in CUDA_VISIBLE_DEVICES than workers.
+    There is one role, so role ranks are the world's. `signals` are those that the agent handles
+    (torchrun's --signals-to-handle, which its workers see, too).
+
+    Raises UsageError when `virtual_local_rank` finds fewer devices in CUDA_VISIBLE_DEVICES than
+    workers.
     """
     rank = str(ranks.first_rank + local_rank)
     world_size = str(ranks.world_size)
@@ -77,6 +82,7 @@ def worker_env(
         TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
+        TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in signals),
         ELASTIC_ETCD_JOB=job,
         ELASTIC_ETCD_GENERATION=str(generation),
         ELASTIC_ETCD_NODE=node,

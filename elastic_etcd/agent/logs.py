@@ -21,7 +21,7 @@ from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 15
 _TAIL = 1 << 16
 _DRAIN = 1 << 21
 

@@ -318,7 +318,7 @@ async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs) -> None:
 
 
 async def test_an_exit_is_seen_at_once_and_nothing_is_left_open(logs: Logs) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = set(Path("/proc/self/fd").iterdir())
     watched = Watched(logs, ["sleep", "1000"])
     watched.group.start()
     (pid,) = watched.group.pids.values()
@@ -327,4 +327,4 @@ async def test_an_exit_is_seen_at_once_and_nothing_is_left_open(logs: Logs) -> N
     await watched.exit()
     assert asyncio.get_running_loop().time() - begin < 0.2
     await watched.emptied()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(Path("/proc/self/fd").iterdir()) == before

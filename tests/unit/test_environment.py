@@ -1,0 +1,145 @@
+"""What a worker finds in its environment, compared with what a real torchrun gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import environment
+from elastic_etcd.agent.environment import GroupRanks, without_secrets, worker_env
+from elastic_etcd.errors import UsageError
+
+RANKS = GroupRanks(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
+
+
+def env(
+    base: dict[str, str] | None = None, *, local_rank: int = 1, virtual: bool = False
+) -> dict[str, str]:
+    return worker_env(
+        base or {},
+        job="j",
+        generation=7,
+        node="host-a",
+        role="trainer",
+        local_rank=local_rank,
+        ranks=RANKS,
+        master=("10.0.0.1", 1234),
+        restarts=2,
+        max_restarts=3,
+        virtual_local_rank=virtual,
+        error_file="/tmp/error.json",
+    )
+
+
+def test_every_variable() -> None:
+    assert env({"HOME": "/root", "RANK": "77", "LOCAL_RANK": "78"}) == {
+        "HOME": "/root",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "9",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "9",
+        "ROLE_NAME": "trainer",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "j",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "ELASTIC_ETCD_JOB": "j",
+        "ELASTIC_ETCD_GENERATION": "7",
+        "ELASTIC_ETCD_NODE": "host-a",
+    }
+
+
+def test_torchrun_sets_nothing_else(tmp_path: Path) -> None:
+    script = tmp_path / "dump.py"
+    script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))")
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCH", "PET_", "ELASTIC_ETCD_"))
+    }
+    plain.pop("OMP_NUM_THREADS", None)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=2", "--log-dir", str(tmp_path), str(script)]
+
+    def dump(*command: str) -> dict[str, str]:
+        out = tmp_path / "environment.json"
+        subprocess.run([*command, str(out)], env=plain, check=True, capture_output=True)
+        found: dict[str, str] = json.loads(out.read_text())
+        return found
+
+    ours = env(plain, local_rank=0)
+    # What importing torch in torchrun's own process leaves behind is not torchrun's to give.
+    imported = dump(sys.executable, "-c", f"import torch; exec(open({str(script)!r}).read())")
+    theirs = dump(*torchrun)
+    assert set(theirs) - set(imported) <= set(ours)  # an older torch gives fewer
+    for same in (
+        "OMP_NUM_THREADS",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
+        assert theirs[same] == ours[same]
+
+
+def test_what_the_user_set_stays() -> None:
+    mine = env({"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    assert (mine["OMP_NUM_THREADS"], mine["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("8", "3")
+
+
+def test_one_worker_may_use_every_core(caplog: pytest.LogCaptureFixture) -> None:
+    alone = GroupRanks(0, 1, 0, 1, 1)
+    found = worker_env(
+        {}, job="j", generation=1, node="n", role="r", local_rank=0, ranks=alone,
+        master=("::1", 1), restarts=0, max_restarts=0, virtual_local_rank=False, error_file="",
+    )  # fmt: skip
+    assert "OMP_NUM_THREADS" not in found
+    assert caplog.records == []
+
+
+def test_omp_num_threads_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    environment._tell_omp_num_threads.cache_clear()
+    env(local_rank=0)
+    env(local_rank=1)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "OMP_NUM_THREADS" in caplog.text
+
+
+def test_secrets_stay_with_the_agent() -> None:
+    base = {
+        "ELASTIC_ETCD_PASSWORD": "s3cret",
+        "ETCDCTL_PASSWORD": "s3cret",
+        "ETCDCTL_USER": "root:s3cret",
+        "ETCDCTL_ENDPOINTS": "a:1",
+    }
+    assert "s3cret" not in str(env(base))
+    assert without_secrets(base) == {"ETCDCTL_USER": "root", "ETCDCTL_ENDPOINTS": "a:1"}
+    assert base["ETCDCTL_USER"] == "root:s3cret"
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"), [(None, "1"), ("4,6", "6"), ("GPU-a, GPU-b,GPU-c", "GPU-b")]
+)
+def test_a_virtual_local_rank_sees_one_device(visible: str | None, device: str) -> None:
+    base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = env(base, virtual=True)
+    assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+    assert found["RANK"] == "5"
+    assert env(base).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_more_workers_than_visible_devices_is_told() -> None:
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4 "):
+        env({"CUDA_VISIBLE_DEVICES": "4"}, virtual=True)

@@ -1,0 +1,401 @@
+"""Lines, files and consoles, with real pipes, terminals and disks."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
+from elastic_etcd.agent.console import Console, ConsoleHandler
+from elastic_etcd.agent.failures import failure_message, last_traceback
+from elastic_etcd.agent.lines import LinePrefixer
+from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.workers import WorkerExit, WorkerGroup, WorkerSpec
+from elastic_etcd.errors import UsageError
+
+DEADLINE = 30.0
+
+
+def prefixed(*chunks: bytes) -> bytes:
+    lines = LinePrefixer(b"[p] ")
+    return b"".join([*map(lines.feed, chunks), lines.finish()])
+
+
+def test_each_line_gets_the_prefix_and_the_last_one_an_end() -> None:
+    assert prefixed(b"a\nb", b"c\n\nd") == b"[p] a\n[p] bc\n[p] \n[p] d\n"
+    assert prefixed(b"") == b""
+    assert prefixed(b"\xff\x00\xfe\n") == b"[p] \xff\x00\xfe\n"
+
+
+def test_a_progress_bar_keeps_its_carriage_returns() -> None:
+    assert prefixed(b"\r 10%", b"\r 20%", b"\r 30%\n") == b"\r[p]  10%\r[p]  20%\r[p]  30%\n"
+    assert prefixed(b"10%\r20%\r") == b"[p] 10%\r[p] 20%\r"
+
+
+def test_a_windows_line_end_is_one_line_end_however_it_is_cut() -> None:
+    for chunks in ([b"a\r\nb\r\n"], [b"a\r", b"\nb\r", b"\n"], [b"a", b"\r\n", b"b\r\n"]):
+        assert prefixed(*chunks) == b"[p] a\r\n[p] b\r\n"
+
+
+def test_a_very_long_line_is_passed_on_in_pieces() -> None:
+    lines = LinePrefixer(b"[p] ")
+    assert lines.feed(b"x" * 70_000) == b"[p] " + b"x" * 70_000 + b"\n"
+    assert lines.feed(b"y\n") == b"[p] y\n"
+
+
+@given(st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"\r", b"\r\n", b"a\n"])))
+def test_no_byte_is_lost_however_the_stream_is_cut(chunks: list[bytes]) -> None:
+    whole = b"".join(chunks).replace(b"[p] ", b"")
+    out = prefixed(*chunks).replace(b"[p] ", b"")
+    assert out.removesuffix(b"\n") == whole.removesuffix(b"\n")
+    for line in re.split(rb"[\r\n]+", prefixed(*chunks)):
+        assert not line or line.startswith(b"[p] ")
+
+
+def test_the_last_traceback_is_found() -> None:
+    block = 'Traceback (most recent call last):\n  File "a", line 1\nValueError: x\nmore of it'
+    older = block.replace("ValueError", "KeyError")
+    assert last_traceback(f"noise\n{older}\n\nThen:\n\n{block}\n\nW0000 after") == block
+    assert last_traceback("Traceback of nothing\n") == ""
+    ignored = block.replace("ValueError", "OSError")
+    assert last_traceback(f"{block}\n\nException ignored in: <x>\n{ignored}\n") == block
+
+
+def test_the_rank_prefix_of_torch_is_taken_off_and_ends_the_block() -> None:
+    text = (
+        "[rank3]: Traceback (most recent call last):\n"
+        '[rank3]:   File "a", line 1\n'
+        "[rank3]: ValueError: x\n"
+        "[W1121 ProcessGroup.cpp] warning"
+    )
+    assert last_traceback(text) == (
+        'Traceback (most recent call last):\n  File "a", line 1\nValueError: x'
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"message": "plain", "timestamp": "1"}', "plain"),
+        ('{"message": {"message": "E: m", "extraInfo": {"py_callstack": "stack"}}}', "stack"),
+        ('{"message": {"message": "E: m", "extraInfo": {"py_callstack": ""}}}', "E: m"),
+        ('{"message": {"message": ["odd"]}}', "from stderr"),
+        ('["odd"]', "from stderr"),
+        ('{"message": "cut o', "from stderr"),
+        ("", "from stderr"),
+    ],
+)
+def test_the_error_file_has_the_first_word(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "error.json"
+    file.write_text(content)
+    assert failure_message(127, str(file), b"x\nfrom stderr\n") == message
+    assert failure_message(0, str(file), b"") == ""
+
+
+class Run:
+    """Commands run as workers, whose console is a pipe of the test's."""
+
+    def __init__(self, logs: Logs) -> None:
+        self.logs = logs
+        self.exits: list[WorkerExit] = []
+        self.empty = asyncio.Event()
+
+    def start(self, *codes: str) -> WorkerGroup:
+        specs = [
+            WorkerSpec((sys.executable, "-I", "-S", "-c", code), dict(os.environ), 4 + n, n, "")
+            for n, code in enumerate(codes)
+        ]
+        group = WorkerGroup(7, specs, self.logs, self.exits.append, lambda _: self.empty.set())
+        group.start()
+        return group
+
+    async def run(self, *codes: str) -> None:
+        self.start(*codes)
+        await asyncio.wait_for(self.empty.wait(), DEADLINE)
+
+
+@contextmanager
+def descriptor(number: int, fd: int) -> Iterator[None]:
+    """Descriptor `number` of this process leads where `fd` does."""
+    saved = os.dup(number)
+    os.dup2(fd, number)
+    try:
+        yield
+    finally:
+        os.dup2(saved, number)
+        os.close(saved)
+
+
+@asynccontextmanager
+async def running(config: LogConfig, out: int, err: int | None = None) -> AsyncIterator[Run]:
+    with descriptor(1, out), descriptor(2, out if err is None else err):
+        logs = Logs.open(config, job="job", node="node0", role="trainer")
+    async with logs:
+        yield Run(logs)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110 - turns of the loop, not time
+            await asyncio.sleep(0)
+
+
+BOTH = "import sys; print('out'); print('err', file=sys.stderr)"
+
+
+def files(logs: Logs) -> dict[str, str]:
+    assert logs.directory is not None
+    return {
+        str(path.relative_to(logs.directory)): path.read_text()
+        for path in logs.directory.rglob("*.log")
+    }
+
+
+def choice(everywhere: int = 0, **by_local_rank: int) -> StreamChoice:
+    chosen = tuple((int(k.strip("r")), Streams(v)) for k, v in by_local_rank.items())
+    return StreamChoice(Streams(everywhere), chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "err", "kept"),
+    [
+        ({}, "45", "45", ""),
+        ({"log_dir": "D"}, "45", "45", "4o 4e 5o 5e"),
+        ({"redirects": choice(3)}, "", "", "4o 4e 5o 5e"),
+        ({"redirects": choice(1)}, "", "45", "4o 5o"),
+        ({"redirects": choice(0, r0=2, r1=1), "log_dir": "D"}, "4", "5", "4o 4e 5o 5e"),
+        ({"tee": choice(0, r1=3)}, "45", "45", "5o 5e"),
+        ({"tee": choice(3), "redirects": choice(3)}, "45", "45", "4o 4e 5o 5e"),
+        ({"tee": choice(3), "local_ranks_filter": frozenset({1})}, "5", "5", "4o 4e 5o 5e"),
+        ({"local_ranks_filter": frozenset({0})}, "4", "4", ""),
+        ({"log_dir": os.devnull}, "45", "45", ""),
+        ({"log_dir": os.devnull, "redirects": choice(3)}, "", "", ""),
+    ],
+)
+async def test_where_output_goes(  # noqa: PLR0917 - the columns of the table
+    tmp_path: Path, options: dict[str, object], out: str, err: str, kept: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if options.get("log_dir") == "D":
+        options = {**options, "log_dir": str(tmp_path / "new" / "logs")}
+    with (tmp_path / "o").open("wb") as o, (tmp_path / "e").open("wb") as e:
+        async with running(LogConfig(**options), o.fileno(), e.fileno()) as run:  # type: ignore[arg-type]
+            await run.run(BOTH, BOTH)
+            found = files(run.logs) if run.logs.directory is not None else {}
+    assert sorted((tmp_path / "o").read_text().splitlines()) == [f"[node0 {r}]: out" for r in out]
+    assert sorted((tmp_path / "e").read_text().splitlines()) == [f"[node0 {r}]: err" for r in err]
+    assert found == {
+        f"generation_7/{k[0]}/std{n}.log": f"{n}\n"
+        for k in kept.split()
+        for n in ("out" if k[1] == "o" else "err",)
+    }
+    if kept:
+        assert run.logs.directory is not None
+        assert run.logs.directory.name.startswith("job_")
+        assert run.logs.directory.is_dir()
+    elif run.logs.directory is not None:
+        assert not run.logs.directory.exists(), "it held error files only"
+
+
+async def test_the_prefix_template_is_torchruns(tmp_path: Path) -> None:
+    with (tmp_path / "o").open("wb") as o, descriptor(1, o.fileno()):
+        template = "${role_name}/${rank}/${local_rank}/${generation}/${node}/$what|"
+        logs = Logs.open(LogConfig(), job="j", node="n", role="trainer", template=template)
+    async with logs:
+        await Run(logs).run("print('x')")
+    assert (tmp_path / "o").read_text() == "trainer/4/0/7/n/$what|x\n"
+
+
+async def test_lines_of_many_workers_stay_whole_on_one_pipe() -> None:
+    code = "import sys\nfor i in range(20000): sys.STD.write(f'{i} ' + 'x' * (i % 300) + '\\n')"
+    r, w = os.pipe()
+    seen: dict[bytes, list[int]] = {}
+    lines = asyncio.get_running_loop().run_in_executor(None, _read_all, r)
+    async with running(LogConfig(), w) as run:
+        os.close(w)
+        await run.run(*[code.replace("STD", name) for name in ("stdout", "stderr", "stdout")])
+    for line in (await lines).splitlines():
+        who, number, x = re.fullmatch(rb"\[node0 (\d)\]: (\d+) (x*)", line).groups()  # type: ignore[union-attr]
+        assert len(x) == int(number) % 300
+        seen.setdefault(who, []).append(int(number))
+    assert seen == {who: list(range(20000)) for who in (b"4", b"5", b"6")}
+
+
+async def test_a_console_that_nobody_reads_holds_up_neither_the_loop_nor_an_exit() -> None:
+    r, w = os.pipe()
+    begin = asyncio.get_running_loop().time()
+    try:
+        async with running(LogConfig(), w) as run:
+            os.close(w)
+            endless = "while True: print('x' * 1000)"
+            group = run.start(endless, "import sys; sys.exit('not stuck')")
+            await until(lambda: run.logs.stdout.full)
+            await until(lambda: run.exits)
+            assert not run.empty.is_set()
+            group.stop(5)
+            await asyncio.wait_for(run.empty.wait(), DEADLINE)
+            assert sorted(e.code for e in run.exits) == [-15, 1]
+        # leaving the scope gives up on the console after its second, never later
+        assert asyncio.get_running_loop().time() - begin < 10
+    finally:
+        os.close(r)
+
+
+async def test_what_waits_is_written_when_the_reader_goes_on() -> None:
+    r, w = os.pipe()
+    async with running(LogConfig(), w) as run:
+        os.close(w)
+        group = run.start("for i in range(50000): print(f'{i:0100}')")
+        await until(lambda: run.logs.stdout.full)
+        reading = asyncio.get_running_loop().run_in_executor(None, _read_all, r)
+        await asyncio.wait_for(run.empty.wait(), DEADLINE)
+        assert not group.pids
+    lines = (await reading).splitlines()
+    assert [int(line.split(b": ")[1]) for line in lines] == list(range(50000))
+
+
+def _read_all(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+async def test_a_reader_that_goes_away_ends_the_output_not_the_training(tmp_path: Path) -> None:
+    r, w = os.pipe()
+    async with running(LogConfig(log_dir=str(tmp_path)), w) as run:
+        os.close(w)
+        os.close(r)
+        await run.run("for i in range(50000): print(i)")
+        assert [e.code for e in run.exits] == [0]
+        (text,) = filter(None, files(run.logs).values())
+        assert text.count("\n") == 50000
+
+
+async def test_a_terminal_is_written_without_blocking_and_its_mode_is_left_alone() -> None:
+    primary, terminal = pty.openpty()
+    async with running(LogConfig(), terminal) as run:
+        flags = fcntl.fcntl(terminal, fcntl.F_GETFL)
+        assert not flags & os.O_NONBLOCK
+        group = run.start("while True: print('x' * 100)")
+        await until(lambda: run.logs.stdout.full)  # nobody reads the terminal
+        group.kill()
+        await asyncio.wait_for(run.empty.wait(), DEADLINE)
+        assert os.read(primary, 100).startswith(b"[node0 4]: xxx")
+        assert fcntl.fcntl(terminal, fcntl.F_GETFL) == flags
+    os.close(primary)
+    os.close(terminal)
+
+
+async def test_a_socket_as_stdout_gets_everything() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        async with running(LogConfig(), theirs.fileno()) as run:
+            theirs.close()
+            reading = asyncio.get_running_loop().run_in_executor(
+                None, _read_all, os.dup(ours.fileno())
+            )
+            await run.run("for i in range(50000): print(i)")
+        assert (await reading).count(b"\n") == 50000
+
+
+async def test_a_closed_stdout_is_no_error() -> None:
+    with (Path(os.devnull)).open("wb") as null, descriptor(1, null.fileno()):
+        os.close(1)
+        console = Console.open(1)
+        os.dup2(null.fileno(), 1)
+    console.write(b"x\n")
+    await console.close(timeout=1)
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=16", "tmpfs", str(path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("can't mount a tmpfs here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+async def test_a_full_disk_is_told_once_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk), (tmp_path / "o").open("wb") as o:
+        async with running(LogConfig(log_dir=str(disk)), o.fileno()) as run:
+            talk = "for i in range(50000): print(i)"
+            await run.run(talk, talk)
+            assert [e.code for e in run.exits] == [0, 0]
+            # The next generation can't even have a directory; it runs.
+            assert [run.logs.error_file(n, 0) for n in range(100, 110)][-1] == ""
+            run.empty.clear()
+            await run.run(talk)
+            assert [e.code for e in run.exits] == [0, 0, 0]
+    assert (tmp_path / "o").read_text().count("\n") == 150_000
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "No space left on device" in caplog.text
+
+
+async def test_the_log_directory_must_be_writable(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for bad in (file, file / "below", Path("/proc/nothing")):
+        with pytest.raises(UsageError, match="--log-dir"):
+            Logs.open(LogConfig(log_dir=str(bad)), job="j", node="n", role="r")
+
+
+async def test_log_records_go_through_the_console_in_order() -> None:
+    r, w = os.pipe()
+    with descriptor(2, w):
+        console = Console.open(2)
+    os.close(w)
+    handler = ConsoleHandler(console)
+    console.write(b"before\n")
+    handler.emit(logging.makeLogRecord({"msg": "said %s", "args": ("ü",)}))
+    console.write(b"after\n")
+    await console.close(timeout=1)
+    assert _read_all(r).decode() == "before\nsaid ü\nafter\n"
+
+
+async def test_a_hundred_megabytes_never_stall_the_loop(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    worst, last = 0.0, time.process_time()
+
+    def tick() -> None:  # CPU time: the machine's other work is not ours to answer for
+        nonlocal worst, last
+        now = time.process_time()
+        worst, last = max(worst, now - last), now
+        if not run.empty.is_set():
+            loop.call_soon(tick)
+
+    r, w = os.pipe()
+    reader = subprocess.Popen(["wc", "-c"], stdin=r, stdout=subprocess.PIPE)
+    os.close(r)
+    async with running(LogConfig(log_dir=str(tmp_path)), w) as run:
+        os.close(w)
+        block = "import sys; block = b'x' * 99 + b'\\n'\n"
+        run.start(block + "for _ in range(1000): sys.stdout.buffer.write(block * 1000)")
+        tick()
+        await asyncio.wait_for(run.empty.wait(), DEADLINE)
+        assert run.logs.directory is not None
+        kept = run.logs.directory / "generation_7/4/stdout.log"
+        assert kept.stat().st_size == 100_000_000
+        kept.unlink()
+    assert reader.communicate()[0].strip() == b"111000000"
+    assert worst < 0.05, f"one turn of the loop took {worst:.3f} s"

@@ -1,0 +1,239 @@
+"""The store host with real torch processes."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import store
+from elastic_etcd.agent.store import StoreHost, bind
+
+# Processes that import torch while other things run on a small machine.
+DEADLINE = 50.0
+
+SUM = """
+    import sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert dist.distributed_c10d._get_default_store().add("seen", 1) <= 2, "a used store"
+    print(value.item())
+    dist.destroy_process_group()
+"""
+
+EARLY = """
+import sys
+from torch.distributed import TCPStore
+print("ready", flush=True)
+sys.stdin.read(1)
+print(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False).add("n", 5))
+"""
+
+
+class Host:
+    def __init__(self) -> None:
+        self.deaths: list[str] = []
+        self.died = asyncio.Event()
+        self.store = StoreHost(self._on_death)
+
+    def _on_death(self, text: str) -> None:
+        self.deaths.append(text)
+        self.died.set()
+
+    @property
+    def pid(self) -> int:
+        assert self.store._child is not None
+        return self.store._child._process.pid
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    host = Host()
+    yield host
+    host.store.close()
+
+
+async def worker(rank: int, port: int) -> Process:
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(SUM), env=env, stdout=subprocess.PIPE
+    )
+
+
+async def results(*workers: Process) -> list[bytes]:
+    async with asyncio.timeout(DEADLINE):
+        return [(await process.communicate())[0] for process in workers]
+
+
+def is_refused(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def test_two_generations_have_a_store_each_from_one_child(host: Host) -> None:
+    ports: list[int] = []
+    pids: set[int] = set()
+    for generation in (1, 2):
+        sock, port = bind("127.0.0.1")
+        ports.append(port)
+        workers = [await worker(rank, port) for rank in (0, 1)]
+        host.store.serve(generation, sock)
+        assert sock.fileno() == -1, "the agent kept the socket, so the port could never close"
+        pids.add(host.pid)
+        assert await results(*workers) == [b"2.0\n"] * 2
+    assert len(pids) == 1
+    assert is_refused(ports[0])
+    assert not is_refused(ports[1])
+    assert host.deaths == []
+    host.store.close()
+    assert is_refused(ports[1])
+
+
+async def test_a_client_that_comes_before_the_child_waits_for_it(host: Host) -> None:
+    sock, port = bind("127.0.0.1")
+    client = subprocess.Popen(
+        [sys.executable, "-c", EARLY, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    with client:
+        assert client.stdout.readline() == b"ready\n"
+        client.stdin.write(b"x")
+        client.stdin.flush()
+        await connected(port)
+        host.store.serve(1, sock)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(DEADLINE):
+            assert await loop.run_in_executor(None, client.stdout.read) == b"5\n"
+
+
+async def connected(port: int) -> None:
+    """Until a connection to the port is in the kernel's queue."""
+    wanted = f":{port:04X} "
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            if any(f"{row[1]} ".endswith(wanted) and row[3] == "01" for row in rows):
+                return
+            await asyncio.sleep(0)
+
+
+async def test_the_end_of_the_child_is_told_with_its_last_words(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: no such file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sock, _ = bind("127.0.0.1")
+    host.store.serve(1, sock)
+    async with asyncio.timeout(DEADLINE):
+        await host.died.wait()
+    (text,) = host.deaths
+    assert "exit code 1: torch cannot be imported by" in text
+    assert text.endswith("libcudart.so.99: no such file")
+
+
+async def test_a_killed_child_is_told_and_another_one_can_be_started(host: Host) -> None:
+    host.store.warm()
+    first = host.pid
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE):
+        await host.died.wait()
+    assert "exit code -9" in host.deaths[0]
+    host.store.warm()
+    assert host.pid != first
+    host.store.close()
+    host.store.close()
+    assert len(host.deaths) == 1
+
+
+async def test_a_file_in_the_working_directory_is_not_taken_for_a_module(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
+    monkeypatch.chdir(tmp_path)
+    sock, port = bind("127.0.0.1")
+    host.store.serve(1, sock)
+    sock, newer = bind("127.0.0.1")
+    host.store.serve(2, sock)
+    await asyncio.get_running_loop().run_in_executor(None, ping, newer)
+    assert is_refused(port)
+    assert host.deaths == []
+
+
+def ping(port: int) -> None:
+    code = f"import torch.distributed as d; d.TCPStore('127.0.0.1', {port}, is_master=False)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=DEADLINE)
+
+
+async def test_a_child_that_cannot_be_started_is_told(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store.sys, "executable", "/no/such/python")  # type: ignore[attr-defined]
+    sock, _ = bind("127.0.0.1")
+    host.store.serve(1, sock)
+    assert sock.fileno() == -1
+    async with asyncio.timeout(DEADLINE):
+        await host.died.wait()
+    assert "can't be started: No such file" in host.deaths[0]
+
+
+def test_the_child_dies_with_a_killed_agent() -> None:
+    agent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent("""
+                import asyncio
+                from elastic_etcd.agent.store import StoreHost, bind
+
+                async def main() -> None:
+                    host = StoreHost(print)
+                    sock, port = bind("127.0.0.1")
+                    host.serve(1, sock)
+                    print(host._child._process.pid, flush=True)
+                    await asyncio.Event().wait()
+
+                asyncio.run(main())
+            """),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    with agent:
+        assert agent.stdout is not None
+        pidfd = os.pidfd_open(int(agent.stdout.readline()))
+        agent.kill()
+    assert select.select([pidfd], [], [], DEADLINE)[0]
+    os.close(pidfd)
+
+
+def test_an_address_of_another_machine_or_a_name_means_all_interfaces() -> None:
+    for address in ("192.0.2.1", "name.invalid"):
+        sock, port = bind(address)
+        with sock, socket.create_connection(("127.0.0.1", port)):
+            assert sock.getsockname()[0] in {"::", "0.0.0.0"}
+    sock, port = bind("127.0.0.1")
+    with sock:
+        assert sock.getsockname() == ("127.0.0.1", port)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_ipv6_address() -> None:
+    sock, port = bind("::1")
+    with sock, socket.create_connection(("::1", port)):
+        pass
