@@ -271,3 +271,15 @@ def test_lines_of_the_agent() -> None:
 
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
+
+
+def test_the_readme_has_every_flag_with_a_meaning() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    options = [a.option_strings for a in flags.build_parser({})._actions if a.option_strings]
+    shown = {
+        name for names in options for name in names if name.startswith("--") and "_" not in name
+    }
+    dropped = {"--" + dest.replace("_", "-") for dest in flags.WITHOUT_MEANING} | {"--help"}
+    short = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
+    missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in readme]
+    assert missing == []

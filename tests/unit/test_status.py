@@ -1,13 +1,17 @@
 """`elastic-etcd status` from the keys of a job to what its user reads."""
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from elastic_etcd.cli import main, status
 from elastic_etcd.core.keys import Keys, encode
-from elastic_etcd.core.txn import KeyValue, Snapshot
+from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
 from elastic_etcd.core.view import (
     EVERYTHING,
     Ledger,
@@ -20,6 +24,9 @@ from elastic_etcd.core.view import (
     View,
     view_of,
 )
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 KEYS = Keys("/elastic_etcd/j")
 FINAL = Round(
@@ -129,3 +136,23 @@ def test_errors(
     returned, said = run(*argv)
     assert (returned, message in said) == (code, True), said
     assert len(said.splitlines()) <= 3
+
+
+async def test_from_a_real_etcd() -> None:
+    async def call(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "elastic_etcd.cli.main", "status", *argv]
+        env = dict(
+            os.environ, PYTHONPATH=os.pathsep.join(sys.path), ETCDCTL_ENDPOINTS=etcd.endpoint
+        )
+        return await asyncio.to_thread(
+            subprocess.run, command, env=env, capture_output=True, text=True, check=False
+        )
+
+    async with EmbeddedEtcd() as etcd, Client(EtcdConfig((etcd.endpoint,))) as client:
+        await client.txn(Txn((), tuple(Put(key, value) for key, value in RUNNING.items())), 5)
+        shown, nobody = await call("j", "--json"), await call("k")
+    assert shown.returncode == 0, shown.stderr
+    state = json.loads(shown.stdout)
+    assert state | {"revision": 17} == status.describe("j", view(RUNNING))
+    assert nobody.returncode == 1
+    assert nobody.stderr == f"error: {etcd.endpoint} has no job at /elastic_etcd/k\n"
