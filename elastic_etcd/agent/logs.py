@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from string import Template
@@ -154,13 +155,18 @@ class Logs:
     for at most two seconds.
     """
 
-    def __init__(self, config: LogConfig, names: dict[str, str], directory: Path | None) -> None:
+    def __init__(
+        self,
+        config: LogConfig,
+        prefix: Callable[..., str],
+        directory: Path | None,
+        consoles: tuple[Console, Console],
+    ) -> None:
         self._config = config
-        self._names = names
+        self._prefix = prefix
         self.directory = directory
-        self._template = Template(names.pop("template"))
+        self.stdout, self.stderr = consoles
         self._told = False
-        self.stdout, self.stderr = open_consoles()
 
     @classmethod
     def open(
@@ -172,9 +178,12 @@ class Logs:
         `${local_rank}`, and here also `${node}` and `${generation}`. Raises UsageError when the
         directory can't be made.
         """
-        template = DEFAULT_TEMPLATE if template is None else template
-        names = {"node": node, "role_name": role, "template": template}
-        return cls(config, names, _make_directory(config.log_dir, job))
+        text = DEFAULT_TEMPLATE if template is None else template
+        prefix = partial(Template(text).safe_substitute, node=node, role_name=role)
+        logs = cls(config, prefix, _make_directory(config.log_dir, job), open_consoles())
+        if logs.directory is not None and logs._keeps_files:
+            log.info("the workers' output is kept in %s", logs.directory)
+        return logs
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,9 +209,8 @@ class Logs:
     def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to."""
         place = self._place(generation, rank)
-        prefix = self._template.safe_substitute(
-            self._names, generation=generation, rank=rank, local_rank=local_rank
-        ).encode()
+        facts = {"generation": generation, "rank": rank, "local_rank": local_rank}
+        prefix = self._prefix(**facts).encode()
 
         def stream(which: Streams, name: str, console: Console) -> WorkerStream:
             to_console, to_file = self._destinations(which, local_rank)

@@ -275,6 +275,34 @@ async def test_a_grandchild_that_left_the_group_delays_nothing(logs: Logs, fifo:
     await gone(pid)
 
 
+async def test_a_dead_child_that_nobody_reaps_delays_nothing(logs: Logs, fifo: Path) -> None:
+    # As in a container whose first process is no init: orphans stay in their group as zombies.
+    watched = Watched(
+        logs,
+        python(f"""
+            import os, signal
+            if not os.fork():
+                if not os.fork():
+                    signal.pause()  # in the worker's group, but a child of the one below
+                os.setpgid(0, 0)
+                with open({str(fifo)!r}, "w") as f:
+                    f.write(f"{{os.getpid()}}\\n")
+                signal.pause()
+            signal.pause()
+        """),
+    )
+    watched.group.start()
+    careless = int(await line(fifo))
+    (leader,) = watched.group.pids.values()
+    try:
+        watched.group.kill()
+        await watched.emptied()
+        os.killpg(leader, 0)  # the zombie is still there
+    finally:
+        os.kill(careless, signal.SIGKILL)
+    await gone(careless)
+
+
 async def test_workers_die_with_a_killed_agent(tmp_path: Path, fifo: Path) -> None:
     agent = subprocess.Popen(
         [
