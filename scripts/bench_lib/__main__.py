@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from importlib.metadata import version
+from math import isinf
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ def arguments() -> argparse.Namespace:
     recovery.add_argument("--node-kills", type=int, default=1, help="torchrun's, 46 s each")
     recovery.add_argument("--idle", type=float, default=20, help="seconds to measure CPU over")
     recovery.add_argument("--only", choices=("torchrun", "elastic_etcd"))
-    recovery.add_argument("--json", type=Path, help="write all samples to this file")
+    recovery.add_argument("--json", type=Path, help="write all samples; null: never")
     args = parser.parse_args()
     return args if args.benchmark else parser.parse_args(["recovery", *sys.argv[1:]])
 
@@ -36,7 +37,7 @@ def main() -> int:
     plan = Plan(args.repeat, args.node_kills, args.idle, launchers)
     # One thread for each worker under both launchers: two cores are few.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console, progress = Console(), Console(stderr=True)
+    console, progress = Console(width=110), Console(stderr=True)
 
     async def run() -> dict[str, dict[str, list[float]]]:
         async with EmbeddedEtcd() as etcd:
@@ -48,7 +49,11 @@ def main() -> int:
     title = f"recovery: torch {version('torch')}, {machine}, {plan.repeat} repetitions"
     console.print(table(title, MEASURES, here, torchrun))
     if args.json:
-        args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
+        finite = {
+            name: {m: [None if isinf(v) else v for v in values] for m, values in found.items()}
+            for name, found in samples.items()
+        }
+        args.json.write_text(json.dumps({"title": title, "samples": finite}, indent=1) + "\n")
     missed = [
         m for m in MEASURES if verdict(m, here.get(m.name, []), torchrun.get(m.name, [])) is False
     ]

@@ -17,9 +17,13 @@ from typing import TypeVar
 from tests.e2e.processes import MARK, Changes, marked, send
 
 WORKER = Path(__file__).with_name("worker.py")
-PATIENCE = 150.0  # more than any launcher takes
+PATIENCE = 120.0  # torchrun needs 46 s for a killed node; what takes longer has not recovered
 
 T = TypeVar("T")
+
+
+class NotRecovered(Exception):
+    """The job did not train again in time; with what its agents said."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Step:
 
     number: int
     at: float
-    rank: int
+    world: int
     agent: int
     pid: int
 
@@ -93,16 +97,19 @@ class Run:
         found = []
         for path in self._directory.glob("*.steps"):
             lines = path.read_text().rpartition("\n")[0].splitlines()
-            for number, at, rank, agent in map(str.split, lines):
-                step = Step(int(number), float(at), int(rank), int(agent), int(path.stem))
+            for number, at, world, agent in map(str.split, lines):
+                step = Step(int(number), float(at), int(world), int(agent), int(path.stem))
                 found.append(step)
         return sorted((s for s in found if s.pid not in self._old), key=lambda s: s.at)
 
     def first_step(self, world: int) -> float:
-        """When each of `world` new processes had done its first step."""
+        """When each new process of a world of this size had done its first step.
+
+        Raises NotRecovered when that does not happen.
+        """
 
         def done() -> float | None:
-            firsts = {s.pid: s.at for s in reversed(self.new_steps())}
+            firsts = {s.pid: s.at for s in reversed(self.new_steps()) if s.world == world}
             return max(firsts.values()) if len(firsts) >= world else None
 
         return self._wait(done)
@@ -136,7 +143,7 @@ class Run:
         value = self._changes.wait(until, PATIENCE)
         if value is None:
             logs = [p.read_text()[-3000:] for p in sorted(self._directory.glob("agent*.log"))]
-            raise TimeoutError("\n".join(["the job did not get there in time", *logs]))
+            raise NotRecovered("\n".join([f"nothing happened within {PATIENCE} s", *logs]))
         return value
 
 

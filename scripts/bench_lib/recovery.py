@@ -4,8 +4,10 @@ Both run the same worker script, with two agents and one CPU worker each, in tur
 machine. Times are from the fault to the first step of the slowest worker of the new world.
 """
 
+import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from select import poll
 from elastic_etcd.core.keys import PREFIX
 
 from .first_request import Proxy
-from .nodes import Run, elastic, torchrun
+from .nodes import NotRecovered, Run, elastic, torchrun
 from .processes import cpu_seconds, resident
 from .rounds import RoundsWatch
 from .table import Measure, Samples
@@ -56,7 +58,7 @@ def measure(endpoint: str, plan: Plan, say: Callable[[str], None]) -> dict[str, 
             say(f"repetition {number + 1} of {plan.repeat}: {name}")
             idle = plan.idle_seconds if number == 0 else 0.0
             if name == "torchrun":
-                kill_node = number < plan.torchrun_node_kills
+                kill_node = len(found.get(NODE, [])) < plan.torchrun_node_kills
                 _faults(Run(torchrun()), found, kill_node=kill_node, idle=idle)
                 _first_request(None, found)
             else:
@@ -75,7 +77,11 @@ def _add(found: Samples, name: str, *values: float) -> None:
 
 
 def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> None:
-    """One job: start, kill a worker, kill a node, finish."""
+    """One job: start, kill a worker, kill a node, finish. A job that hangs counts as infinite.
+
+    (torchrun's does so now and then: its workers share a store over restarts, pytorch#135712.)
+    """
+    fault = START
     try:
         survivor, victim = run.start(), run.start()
         _add(found, START, run.first_step(world=2) - survivor.started)
@@ -84,17 +90,21 @@ def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> None:
         if idle:
             _add(found, CPU, *_cpu([node.pid for node in run.nodes], idle))
 
-        killed = time.monotonic()
+        fault, killed = WORKER, time.monotonic()
         os.kill(next(pid for pid, agent in workers.items() if agent == victim.pid), signal.SIGKILL)
         _add(found, WORKER, run.first_step(world=2) - killed)
         run.settled(world=2)
         if kill_node:
-            killed = victim.kill()  # node 0 has torchrun's store, whose death would end the job
+            # Node 0 has torchrun's store: with it the job would end.
+            fault, killed = NODE, victim.kill()
             _add(found, NODE, run.first_step(world=1) - killed)
             run.settled(world=1)
         code = run.finish(survivor)
         if code:
             raise RuntimeError(f"the surviving agent exited {code}")
+    except NotRecovered as hung:
+        print(f"{fault}: {hung}", file=sys.stderr)
+        _add(found, fault, math.inf)
     finally:
         run.close()
 

