@@ -1,18 +1,19 @@
 """One gRPC channel to one endpoint, and the RPCs of etcd that are used."""
 
 import asyncio
+import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
-from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.etcd.faults import RpcFailed, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 
 Request = TypeVar("Request")
@@ -76,15 +77,11 @@ class Connection:
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.endpoint = endpoint
         self.retired = False
+        self._channel = _channel(endpoint, credentials)
         self._methods: dict[str, Any] = {}
         self._streams: set[Any] = set()
         self._under_way = 0
         self._closing: asyncio.Task[None] | None = None
-        self._channel: Any  # grpc-stubs describe another version of grpc.aio
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target(endpoint), OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(target(endpoint), credentials, OPTIONS)
 
     @property
     def closed(self) -> bool:
@@ -94,7 +91,7 @@ class Connection:
     async def unary(
         self, rpc: Rpc[Request, Answer], request: Request, timeout: float, metadata: Metadata
     ) -> Answer:
-        """One request and its answer. Raises grpc.aio.AioRpcError."""
+        """One request and its answer. Raises RpcFailed, Unanswered."""
         method = self._methods.get(rpc.path)
         if method is None:
             method = self._methods[rpc.path] = self._channel.unary_unary(
@@ -102,7 +99,7 @@ class Connection:
             )
         self._under_way += 1
         try:
-            answer: Answer = await method(request, timeout=timeout, metadata=metadata)
+            answer: Answer = await _outcome(method(request, timeout=timeout, metadata=metadata))
             return answer
         finally:
             self._under_way -= 1
@@ -119,8 +116,9 @@ class Connection:
         self._streams.add(call)
         return Stream(self, call, began)
 
-    def forget(self, call: Any) -> None:
-        """A stream has ended."""
+    def end(self, call: Any) -> None:
+        """Cancel a stream."""
+        call.cancel()
         self._streams.discard(call)
 
     def retire(self) -> None:
@@ -143,36 +141,67 @@ class Connection:
 
 
 class Stream(Generic[Request, Answer]):
-    """A stream of requests and answers on one connection."""
+    """A stream of requests and answers on one connection. Raises RpcFailed, Unanswered."""
 
     def __init__(self, connection: Connection, call: Any, began: float) -> None:
-        self.connection = connection
         self.began = began  # when the attempt began that has not succeeded yet
+        self._connection = connection
         self._call = call
 
     async def write(self, request: Request) -> None:
-        """Raises Unanswered or grpc.aio.AioRpcError when the stream has ended."""
-        try:
-            await self._call.write(request)
-        except (asyncio.InvalidStateError, asyncio.CancelledError) as error:
-            _raise_if_ended(error)
-            raise
+        """Send a request."""
+        await _outcome(self._call.write(request))
 
     async def read(self) -> Answer:
-        """The next answer. Raises Unanswered or grpc.aio.AioRpcError when there is none."""
-        try:
-            answer: Answer = await self._call.read()
-        except asyncio.CancelledError as error:
-            _raise_if_ended(error)
-            raise
+        """The next answer."""
+        answer = await _outcome(self._call.read())
         if answer is EOF:
             raise Unanswered("the server ended the stream")
-        return answer
+        return cast("Answer", answer)
 
     def close(self) -> None:
-        """Cancels what is under way."""
-        self._call.cancel()
-        self.connection.forget(self._call)
+        """Cancel what is under way."""
+        call, self._call = self._call, None  # a traceback may keep this object, not the call
+        self._connection.end(call)
+
+
+async def _outcome(work: Awaitable[Any]) -> Any:
+    """The result of `work`, or gRPC's error in our words.
+
+    The new exception is raised outside of the handler on purpose: a chain to gRPC's would
+    keep its call alive, and that lets a closed channel connect again and again.
+    """
+    failure: Exception
+    try:
+        return await work
+    except grpc.aio.AioRpcError as error:
+        failure = RpcFailed(error.code(), error.details() or "")
+    except asyncio.InvalidStateError:
+        failure = Unanswered("the stream has ended")
+    except asyncio.CancelledError:
+        # A call that we cancelled looks in gRPC as if this task were cancelled.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        failure = Unanswered("the connection was given up")
+    raise failure
+
+
+def _channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> Any:
+    """A channel. gRPC's own log, which repeats our errors, is off unless it was asked for.
+
+    gRPC reads the variable at the first channel; left in place, workers would inherit it.
+    """
+    quiet = "GRPC_VERBOSITY" not in os.environ
+    if quiet:
+        os.environ["GRPC_VERBOSITY"] = "NONE"
+    try:
+        if credentials is None:
+            return grpc.aio.insecure_channel(target(endpoint), OPTIONS)
+        return grpc.aio.secure_channel(target(endpoint), credentials, OPTIONS)
+    finally:
+        if quiet:
+            del os.environ["GRPC_VERBOSITY"]
 
 
 def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
@@ -194,13 +223,6 @@ def target(endpoint: str) -> str:
     if host.replace(".", "").isdigit():
         return f"ipv4:{endpoint}"
     return f"dns:///{endpoint}"
-
-
-def _raise_if_ended(error: BaseException) -> None:
-    """A stream that we cancelled looks in gRPC as if this task were cancelled."""
-    task = asyncio.current_task()
-    if task is None or not task.cancelling():
-        raise Unanswered("the connection was given up") from error
 
 
 def _pem(flag: str, path: str | None) -> bytes | None:

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
-
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.errors import EtcdRefused, EtcdUnreachable, ForkedClient
 from elastic_etcd.etcd import channel, faults, wire
 from elastic_etcd.etcd.auth import ANONYMOUS, Login, Token
 from elastic_etcd.etcd.channel import Answer, Connection, Request, Rpc, Stream
 from elastic_etcd.etcd.config import EtcdConfig
-from elastic_etcd.etcd.faults import Compacted, TokenRefused, Unanswered, Untrusted
+from elastic_etcd.etcd.faults import Compacted, RpcFailed, TokenRefused, Unanswered, Untrusted
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.retry import jitter, now, retrying
 
@@ -193,11 +191,8 @@ class Client:
         stream = connection.open(rpc, token.metadata + metadata, began)
         try:
             yield stream
-        except grpc.aio.AioRpcError as error:
-            fault = faults.translate(error, connection.endpoint, what, self._login.user)
-            raise self._judged(fault, connection, what, token, stream.began) from error
-        except Unanswered as fault:
-            raise self._judged(fault, connection, what, token, stream.began) from fault.__cause__
+        except (RpcFailed, Unanswered) as error:
+            raise self._judged(error, connection, what, token, stream.began) from error
         finally:
             stream.close()
 
@@ -227,11 +222,9 @@ class Client:
         limit = min(patience, max(deadline - now(), 0.001))
         try:
             answer = await connection.unary(rpc, request, limit, token.metadata)
-        except grpc.aio.AioRpcError as error:
-            fault = faults.translate(error, connection.endpoint, what, self._login.user)
-            if isinstance(fault, Unanswered) and limit < patience:
-                fault.move = False  # the caller was in a hurry: not the endpoint's fault
-            raise self._judged(fault, connection, what, token, began) from error
+        except (RpcFailed, Unanswered) as error:
+            hurry = limit < patience  # the caller's: not the endpoint's fault
+            raise self._judged(error, connection, what, token, began, hurry=hurry) from error
         self._answered = True
         return answer
 
@@ -243,29 +236,36 @@ class Client:
             limit = min(LOGIN_TIMEOUT, max(deadline - now(), 0.001))
             try:
                 answer = await connection.unary(channel.AUTHENTICATE, request, limit, ())
-            except grpc.aio.AioRpcError as error:
-                if error.details() == faults.AUTH_NOT_ENABLED:
+            except (RpcFailed, Unanswered) as error:
+                if isinstance(error, RpcFailed) and error.details == faults.AUTH_NOT_ENABLED:
                     return ""  # as etcdctl: a user who is not asked for is no error
-                fault = faults.translate(error, connection.endpoint, "a login", request.name)
-                raise self._judged(fault, connection, "a login", ANONYMOUS, now()) from error
+                raise self._judged(error, connection, "a login", ANONYMOUS, now()) from error
             return answer.token
 
         return await self._login.token(authenticate)
 
     def _judged(
-        self, fault: Exception, connection: Connection, what: str, token: Token, began: float
+        self,
+        error: RpcFailed | Unanswered,
+        connection: Connection,
+        what: str,
+        token: Token,
+        began: float,
+        *,
+        hurry: bool = False,
     ) -> Exception:
-        """What to raise for `fault`, once its consequences have been drawn."""
-        endpoint = connection.endpoint
+        """What to raise for `error`, once its consequences have been drawn."""
+        endpoint, user = connection.endpoint, self._login.user
+        fault = faults.translate(error, endpoint, what, user)
         if isinstance(fault, TokenRefused):
             self._login.forget(token)
-            if self._login.user is None or token.issued >= began:
-                return faults.denied(endpoint, what, self._login.user)
+            if user is None or token.issued >= began:
+                return faults.denied(endpoint, what, user)
         if isinstance(fault, Untrusted) and not self._answered:
             self._untrusted.add(endpoint)
             if self._untrusted.issuperset(self._config.endpoints):
                 return faults.untrusted(endpoint, fault.reason)
-        if isinstance(fault, Unanswered) and fault.move:
+        if isinstance(fault, Unanswered) and fault.move and not hurry:
             self.give_up(connection)
         return fault
 
@@ -291,10 +291,7 @@ class Client:
         return Listing(Snapshot(revision, found), first.header.cluster_id, first.header.raft_term)
 
     def _unreachable(self, error: Unanswered, seconds: float) -> EtcdUnreachable:
-        return EtcdUnreachable(
-            f"no answer from etcd at {', '.join(self._config.endpoints)} for {seconds:.1f} s "
-            f"({error.reason}).\nIs it running there, and can this machine reach it? See --etcd."
-        )
+        return faults.unreachable(self._config.endpoints, error.reason, seconds)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

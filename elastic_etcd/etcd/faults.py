@@ -1,8 +1,11 @@
 """What a failed RPC means: try again, log in again, or tell the user. gRPC's errors end here."""
 
+import re
+from collections.abc import Sequence
+
 import grpc
 
-from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused
+from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable
 
 Code = grpc.StatusCode
 
@@ -17,14 +20,23 @@ TOKEN_ERRORS = (
     "etcdserver: permission denied",  # 3.5 says this for an expired token, too
 )
 # gRPC's names for a peer that the certificates exclude, at either end.
+WRONG_NAME = ("Hostname Verification Check failed", "is not in peer certificate")
 UNTRUSTED = (
+    *WRONG_NAME,
     "CERTIFICATE_VERIFY_FAILED",
-    "is not in peer certificate",
-    "Ssl handshake failed",
-    "SSL_ERROR_SSL",
-    "CERTIFICATE_REQUIRED",
-    "BAD_CERTIFICATE",
+    "ALERT_BAD_CERTIFICATE",
+    "ALERT_UNKNOWN_CA",
+    "ALERT_CERTIFICATE",
 )
+
+
+class RpcFailed(Exception):
+    """What gRPC said. Never leaves the package."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self.code = code
+        self.details = details
 
 
 class Unanswered(Exception):
@@ -53,9 +65,13 @@ class Compacted(Exception):
     """The revision that was asked for is no longer kept. Never leaves the package."""
 
 
-def translate(error: grpc.aio.AioRpcError, endpoint: str, what: str, user: str | None) -> Exception:
+def translate(
+    error: RpcFailed | Unanswered, endpoint: str, what: str, user: str | None
+) -> Exception:
     """The exception to raise for `error`, which the RPC for `what` met at `endpoint`."""
-    code, details = error.code(), error.details() or ""
+    if isinstance(error, Unanswered):
+        return error
+    code, details = error.code, error.details
     if details in TOKEN_ERRORS or code is Code.UNAUTHENTICATED:
         return TokenRefused(details, applied=False, move=False)
     if code is Code.OUT_OF_RANGE and "compacted" in details:
@@ -124,15 +140,31 @@ def denied(endpoint: str, what: str, user: str | None) -> EtcdDenied:
 
 def untrusted(endpoint: str, reason: str) -> EtcdDenied:
     """No endpoint of the configuration could be trusted at the first contact."""
-    if "WRONG_VERSION_NUMBER" in reason or "wrong version" in reason:
-        hint = "It does not seem to speak TLS: try http://."
-    elif "not in peer certificate" in reason or "Peer name" in reason:
-        hint = "Its certificate is for another host name: use a name that the certificate lists."
+    if any(text in reason for text in WRONG_NAME):
+        hint = "Its certificate is for another host: write --etcd with a name that it lists."
+    elif "ALERT" in reason:
+        hint = "It does not accept this client's certificate: check --cert and --key."
     else:
         hint = "Give the authority that signed its certificate with --cacert."
-    return EtcdDenied(f"etcd at {endpoint} is not trusted ({reason}).\n{hint}")
+    return EtcdDenied(f"no trust between this client and etcd at {endpoint} ({reason}).\n{hint}")
+
+
+def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUnreachable:
+    """No answer that counts within the caller's time."""
+    if "WRONG_VERSION_NUMBER" in reason or "Handshake read failed" in reason:
+        hint = "It does not seem to speak TLS: try http://."
+    elif "Socket closed" in reason:
+        hint = "Something else listens there; or if etcd speaks TLS, write https://."
+    elif "resolv" in reason or "lookup" in reason:
+        hint = "Check the host name in --etcd."
+    else:
+        hint = "Is it running there, and can this machine reach it? Check --etcd."
+    return EtcdUnreachable(
+        f"no answer from etcd at {', '.join(endpoints)} for {seconds:.1f} s ({reason}).\n{hint}"
+    )
 
 
 def brief(details: str) -> str:
     """The last, most specific part of gRPC's text."""
-    return details.rpartition("last error: ")[2].strip()
+    last = details.rpartition("last error: ")[2]
+    return re.sub(r"^([A-Z_]+: )?((ipv4|ipv6|dns):\S+: )?", "", last).strip()

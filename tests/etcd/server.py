@@ -1,0 +1,200 @@
+"""Real etcd servers for the tests: one or a cluster, that can be frozen, killed and restored."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_etcd import trampoline
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.embedded import find_program, free_ports
+
+START_TIMEOUT = 20.0
+# Twice as fast as the defaults, so that elections take a second; the smallest TTL is then 1 s.
+FAST = ("--heartbeat-interval=50", "--election-timeout=500")
+
+
+def tool(name: str) -> str:
+    """etcdctl or etcdutl, beside the etcd that is used."""
+    return str(Path(find_program()).with_name(name))
+
+
+@dataclass
+class EtcdServer:
+    """One member. `start` returns when it serves; it dies with this process."""
+
+    directory: Path
+    name: str = "m0"
+    arguments: tuple[str, ...] = FAST
+    scheme: str = "http"
+    cluster: str = ""  # --initial-cluster; empty: alone
+    token: str = "tests"  # --initial-cluster-token: another one makes another cluster id
+    port: int = 0
+    peer_port: int = 0
+    process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.port:
+            self.port, self.peer_port = free_ports(2)
+        self.metrics_port = free_ports(1)[0]
+        self.data = self.directory / f"{self.name}.data"
+        self.log = self.directory / f"{self.name}.log"
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    @property
+    def config(self) -> EtcdConfig:
+        return EtcdConfig((self.endpoint,))
+
+    def start(self) -> None:
+        with self.launch() as ready:
+            ready()
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator["Ready"]:
+        """Start now; calling what it gives waits until the server is ready."""
+        with tempfile.TemporaryDirectory() as folder, socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM
+        ) as notify:
+            address = f"{folder}/notify"
+            notify.bind(address)
+            notify.settimeout(START_TIMEOUT)
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+            environment["NOTIFY_SOCKET"] = address  # etcd tells systemd when it is ready
+            with self.log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    self.command(), env=environment, stdout=output, stderr=output
+                )
+            yield Ready(self, notify)
+
+    def command(self) -> list[str]:
+        url = f"{self.scheme}://{self.endpoint}"
+        return [
+            *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
+            find_program(),
+            f"--name={self.name}",
+            f"--data-dir={self.data}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={self.peer_url}",
+            f"--initial-advertise-peer-urls={self.peer_url}",
+            f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
+            f"--initial-cluster-token={self.token}",
+            f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+            *self.arguments,
+        ]
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses its power; the data stays."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def wipe(self) -> None:
+        shutil.rmtree(self.data)
+
+    def heal(self) -> None:
+        """Running, whatever a test has done to it."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        self.thaw()
+
+    def ctl(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        """Run etcdctl against this server."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+        command = [tool("etcdctl"), f"--endpoints={self.scheme}://{self.endpoint}", *arguments]
+        return subprocess.run(
+            command, env={**clean, **(env or {})}, check=True, capture_output=True, text=True
+        ).stdout
+
+    def metric(self, start: str) -> float:
+        """The value of the metric whose line begins with `start`, 0 if there is none."""
+        address = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith(start):
+                    return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@dataclass
+class Ready:
+    """Call it to wait until the server serves."""
+
+    server: EtcdServer
+    notify: socket.socket
+
+    def __call__(self) -> None:
+        try:
+            while b"READY=1" not in self.notify.recv(4096):
+                pass
+        except TimeoutError:
+            raise AssertionError(f"etcd did not start:\n{self.server.log.read_text()}") from None
+
+
+@dataclass
+class EtcdCluster:
+    """Several members that know each other."""
+
+    members: Sequence[EtcdServer]
+
+    @classmethod
+    def make(cls, directory: Path, size: int = 3) -> "EtcdCluster":
+        ports = free_ports(2 * size)
+        members = [
+            EtcdServer(directory, f"m{i}", port=ports[2 * i], peer_port=ports[2 * i + 1])
+            for i in range(size)
+        ]
+        initial = ",".join(f"{member.name}={member.peer_url}" for member in members)
+        for member in members:
+            member.cluster = initial
+        return cls(members)
+
+    @property
+    def config(self) -> EtcdConfig:
+        return EtcdConfig(tuple(member.endpoint for member in self.members))
+
+    def at(self, endpoint: str) -> EtcdServer:
+        return next(member for member in self.members if member.endpoint == endpoint)
+
+    def heal(self) -> None:
+        """All members run and agree."""
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                if member.process is None or member.process.poll() is not None:
+                    stack.callback(stack.enter_context(member.launch()))
+                else:
+                    member.thaw()
+        endpoints = ",".join(member.endpoint for member in self.members)
+        self.members[0].ctl(f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s")
+
+    def kill(self) -> None:
+        for member in self.members:
+            member.kill()

@@ -1,0 +1,73 @@
+"""An authority and certificates for the tests."""
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+
+@dataclass(frozen=True)
+class Files:
+    """PEM files: a certificate and its key."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs certificates; `cacert` is the file to trust."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        builder = self._builder(self._name, self._key).add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
+        certificate = builder.sign(self._key, hashes.SHA256())
+        path = directory / f"{name}.pem"
+        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        self.cacert = str(path)
+
+    def issue(self, name: str, address: str = "127.0.0.1") -> Files:
+        """A certificate for the common name and the IP address, for servers and clients."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName("localhost")]
+        builder = (
+            self._builder(subject, key)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        )
+        certificate = builder.sign(self._key, hashes.SHA256())
+        files = Files(str(self._directory / f"{name}.crt"), str(self._directory / f"{name}.key"))
+        Path(files.cert).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        Path(files.key).write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return files
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
+    ) -> x509.CertificateBuilder:
+        now = datetime.datetime.now(datetime.UTC)
+        day = datetime.timedelta(days=1)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - day)
+            .not_valid_after(now + day)
+        )
