@@ -1,20 +1,21 @@
 """One gRPC channel to one endpoint, and the RPCs of etcd that are used."""
 
 import asyncio
-import os
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-import grpc
-import grpc.aio
-
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.quiet import quiet
+
+with quiet():
+    import grpc
+    import grpc.aio
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -168,8 +169,8 @@ class Stream(Generic[Request, Answer]):
 async def _outcome(work: Awaitable[Any]) -> Any:
     """The result of `work`, or gRPC's error in our words.
 
-    The new exception is raised outside of the handler on purpose: a chain to gRPC's would
-    keep its call alive, and that lets a closed channel connect again and again.
+    It is raised outside of the handler and without `work` on purpose: a traceback that holds
+    a call keeps it alive, and that lets a closed channel connect again and again.
     """
     failure: Exception
     try:
@@ -184,24 +185,15 @@ async def _outcome(work: Awaitable[Any]) -> Any:
         if task is None or task.cancelling():
             raise
         failure = Unanswered("the connection was given up")
+    del work
     raise failure
 
 
 def _channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> Any:
-    """A channel. gRPC's own log, which repeats our errors, is off unless it was asked for.
-
-    gRPC reads the variable at the first channel; left in place, workers would inherit it.
-    """
-    quiet = "GRPC_VERBOSITY" not in os.environ
-    if quiet:
-        os.environ["GRPC_VERBOSITY"] = "NONE"
-    try:
+    with quiet():
         if credentials is None:
             return grpc.aio.insecure_channel(target(endpoint), OPTIONS)
         return grpc.aio.secure_channel(target(endpoint), credentials, OPTIONS)
-    finally:
-        if quiet:
-            del os.environ["GRPC_VERBOSITY"]
 
 
 def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
@@ -210,9 +202,9 @@ def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
         return None
     # gRPC has its own list of authorities; etcdctl takes the system's, so we do.
     roots = config.cacert or ssl.get_default_verify_paths().cafile
-    return grpc.ssl_channel_credentials(
-        _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)
-    )
+    files = _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)
+    with quiet():
+        return grpc.ssl_channel_credentials(*files)
 
 
 def target(endpoint: str) -> str:

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Sequence
 
-import grpc
-
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable
+from elastic_etcd.etcd.quiet import quiet
+
+with quiet():
+    import grpc
 
 Code = grpc.StatusCode
 
@@ -167,4 +169,5 @@ def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUn
 def brief(details: str) -> str:
     """The last, most specific part of gRPC's text."""
     last = details.rpartition("last error: ")[2]
-    return re.sub(r"^([A-Z_]+: )?((ipv4|ipv6|dns):\S+: )?", "", last).strip()
+    last = re.sub(r"^([A-Z_]+: )?((ipv4|ipv6|dns):\S+: )?", "", last)
+    return re.sub(r".*OPENSSL_internal:", "", last).removesuffix(": OK").strip()
