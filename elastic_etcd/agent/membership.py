@@ -1,0 +1,237 @@
+"""This agent's side of etcd: its lease and member key, its mirror, and what it writes."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Never, Self
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
+
+import elastic_etcd
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.core import writes
+from elastic_etcd.core.keys import Keys
+from elastic_etcd.core.lifecycle import Broken, Event, Joined, LeaseLost, State, Write, Wrote
+from elastic_etcd.core.rules import Me
+from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
+from elastic_etcd.core.view import (
+    EVERYTHING,
+    Coverage,
+    Master,
+    Member,
+    Outcome,
+    Spec,
+    View,
+    covered,
+    view_of,
+)
+from elastic_etcd.errors import EtcdError, EtcdRefused, EtcdUnreachable, UsageError
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.session import Session
+
+START_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
+LEAVE_TIMEOUT = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """What ties this agent to its job. Events go to `post`; `changed` says that the view did."""
+
+    def __init__(
+        self,
+        client: Client,
+        config: AgentConfig,
+        post: Callable[[Event], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.keys = Keys(f"{config.prefix}/{config.job}")
+        self._client = client
+        self._config = config
+        self._post = post
+        self._changed = changed
+        self._member = Member(0, config.node, config.nproc)
+        self._session: Session | None = None
+        self._session_scope = AsyncExitStack()
+        self._mirror: Mirror | None = None
+        self._mirror_scope = AsyncExitStack()
+        self._coverage: Coverage = None
+        self._task: asyncio.Task[None] | None = None
+        self._silence = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._mirror_scope.aclose()
+        await self._session_scope.aclose()
+
+    @property
+    def address(self) -> str:
+        """Where the other nodes reach this one: the address of the socket to etcd."""
+        return self._member.address
+
+    def join(self, run: str | None) -> None:
+        """Become a member, of `run` if this agent was in one; answered by Joined or Broken."""
+        self._run(self._join(run))
+
+    def write(self, state: State, write: Write, master: Master | None) -> None:
+        """Put `write` into etcd, however long that takes; answered by Wrote or Broken."""
+        txn = writes.build(self.keys, state, write, self._member, master, _now())
+        self._run(self._commit(txn))
+
+    async def cover(self, coverage: Coverage) -> None:
+        """Mirror what `coverage` asks for; the list comes before the events that follow it."""
+        if self._mirror and coverage == self._coverage:
+            return
+        await self._mirror_scope.aclose()
+        self._coverage = coverage
+        mirror = Mirror(self._client, covered(self.keys, coverage), self._changed)
+        mirror.failed.add_done_callback(self._mirror_failed)
+        self._mirror = await self._mirror_scope.enter_async_context(mirror)
+
+    def view(self) -> View | None:
+        """The newest view, None before the first list."""
+        snapshot = self._mirror.snapshot() if self._mirror else None
+        return view_of(snapshot, self.keys, self._coverage) if snapshot else None
+
+    async def outcome(self, run: str) -> Outcome | None:
+        """How `run` ended; None if that is nowhere to be found."""
+        snapshot = await self._client.range(Get(self.keys.outcome), timeout=START_TIMEOUT)
+        outcome = view_of(snapshot, self.keys, None).outcome
+        return outcome if outcome and outcome.run == run else None
+
+    async def stop_if_last(self, me: Me) -> None:
+        """The last member that leaves stops the job; the others go on without this one."""
+        keys = self.keys
+        gets = (Get(keys.generation), Get(keys.history(), prefix=True))
+        try:
+            look = await self._client.txn(Txn(writes.alone(keys, me), gets), LEAVE_TIMEOUT)
+            if look.succeeded:
+                kvs = {kv.key: kv for group in look.gets for kv in group}
+                view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
+                await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
+        except EtcdError as error:
+            log.warning("the job is not marked as stopped: %s", error)
+
+    def _run(self, work: object) -> None:
+        """One thing at a time is asked of etcd; the lifecycle sees to that."""
+        assert asyncio.iscoroutine(work)
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(self._failed)
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._post(Broken(_ordinary(error)))
+
+    def _mirror_failed(self, future: asyncio.Future[Never]) -> None:
+        if not future.cancelled() and (error := future.exception()):
+            self._post(Broken(_ordinary(error)))
+
+    async def _join(self, run: str | None) -> None:
+        first = run is None
+        timeout = START_TIMEOUT if first else None
+        await self._mirror_scope.aclose()
+        self._mirror = None
+        await self._session_scope.aclose()
+        config = self._config
+        session = Session(
+            self._client,
+            config.lease_ttl,
+            timeout=timeout,
+            on_silence=self._silent,
+            on_answer=self._answered,
+        )
+        session.lost.add_done_callback(lambda lost: self._lost(session, lost))
+        self._session = await self._session_scope.enter_async_context(session)
+        self._member = Member(
+            lease=session.lease,
+            node=config.node,
+            nproc=config.nproc,
+            address=config.advertise or self._client.local_address(),
+            topology=config.topology_label,
+            version=elastic_etcd.__version__,
+        )
+        by = f"{config.node} (pid {os.getpid()})"
+        spec = Spec(run or os.urandom(6).hex(), config.min_nodes, config.max_nodes, by)
+        await self._enter(spec, again=not first, timeout=timeout)
+
+    async def _enter(self, spec: Spec, *, again: bool, timeout: float | None) -> None:
+        """Write the member key; look again whenever somebody else was faster."""
+        while True:
+            seen = await self._client.range(*writes.look(self.keys), timeout=timeout)
+            txn = writes.join(self.keys, seen, self._member, spec, again=again)
+            if isinstance(txn, str):
+                raise UsageError(f"job {self._config.job}: {txn}")
+            result = await self._client.txn(txn, timeout)
+            if result.succeeded or result.ambiguous:
+                break
+        mine = await self._client.range(
+            Get(self.keys.spec), Get(self.keys.member(self._member.lease)), timeout=timeout
+        )
+        key = mine.kvs.get(self.keys.member(self._member.lease))
+        run = mine.kvs.get(self.keys.spec)
+        if key is None or run is None:  # the lease is lost already, or the job over
+            self._post(LeaseLost("its keys were gone at once"))
+            return
+        self._post(_joined(key, run, view_of(mine, self.keys, None), self._member.lease))
+
+    async def _commit(self, txn: Txn) -> None:
+        """A refusal (no space, say) is told and waited out: training goes on meanwhile."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(EtcdRefused), wait=wait_exponential(max=10), reraise=True
+        ):
+            with attempt:
+                try:
+                    result = await self._client.txn(txn)
+                except EtcdRefused as error:
+                    log.warning("%s", error)
+                    raise
+        self._post(Wrote(result.succeeded))
+
+    def _lost(self, session: Session, lost: asyncio.Future[str]) -> None:
+        if session is not self._session or lost.cancelled():
+            return
+        error = lost.exception()
+        self._post(Broken(_ordinary(error)) if error else LeaseLost(lost.result()))
+
+    def _silent(self, seconds: float) -> None:
+        limit = self._config.etcd_timeout
+        if not self._silence:
+            self._silence = True
+            log.warning("etcd does not answer at %s; training goes on", self._client.endpoint)
+        if limit is not None and seconds > limit:
+            late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
+            self._post(Broken(EtcdUnreachable(f"{late} (--etcd-timeout)")))
+
+    def _answered(self) -> None:
+        self._silence = False
+        log.info("etcd answers again at %s", self._client.endpoint)
+
+
+def _joined(key: KeyValue, spec: KeyValue, view: View, lease: int) -> Joined:
+    assert view.spec is not None
+    return Joined(view.spec.run, spec.create, lease, key.create)
+
+
+def _ordinary(error: BaseException) -> Exception:
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,337 @@
+"""One agent's life as a pure function: `step(state, event) -> (state, actions)`.
+
+Events are what happens to an agent (a view, a worker's end, a lost lease, a signal, a timer);
+actions are what it then does. A recorded list of events replays in a test, and the model
+checker drives this very function. What the job needs is decided in rules.py.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me, decide
+from elastic_etcd.core.view import EVERYTHING, Coverage, Failure, Phase, Report, Round, View
+
+
+class Grace(Enum):
+    """Why workers are stopped; how long they get before SIGKILL depends on it."""
+
+    FAILURE = "failure"
+    CHANGE = "change"
+    LEAVE = "leave"
+
+
+# --- events -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """A newer view of the job."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The member key is written: see Me for what the fields are."""
+
+    run: str
+    spec: int
+    lease: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """The server says that the lease is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """The write in flight was answered; `ok` is whether its fence held."""
+
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """A worker exited; `failure` is None for exit code 0."""
+
+    generation: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """No process of that generation's workers is left on this node."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """SIGTERM or SIGINT to the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """The armed timer is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something on this node makes going on impossible; the message is for the user."""
+
+    error: Exception
+
+
+Event: TypeAlias = (
+    Viewed | Joined | LeaseLost | Wrote | WorkerEnded | Emptied | Signalled | Ticked | Broken
+)
+
+
+# --- actions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put a decision, a report or (None) the mark of leaving into etcd; answered by Wrote."""
+
+    what: Decision | Report | None
+    lease: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the workers of this final round."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the workers; answered by Emptied."""
+
+    grace: Grace
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Join again, as another incarnation; answered by Joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End the agent; no worker is alive. `why` is None after a signal, else what ended it."""
+
+    why: str | Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Send Ticked at `at` on the local monotonic clock; replaces the timer before it."""
+
+    at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A decision whose reason changed, for the log."""
+
+    decision: Decision
+
+
+Action: TypeAlias = Write | Start | Stop | Rejoin | Exit | Arm | Say
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that an agent remembers. Times are on the local monotonic clock, in seconds."""
+
+    me: Me
+    nproc: int
+    view: View | None = None
+    alive: int = 0  # workers that have not exited yet
+    failure: Failure | None = None  # of the generation that ran last, to be reported
+    finished: bool = False  # all workers of it exited 0
+    lost: bool = False  # the lease is gone: rejoin when no worker is left
+    marked: bool = False  # the others know that this node is leaving
+    ending: Exit | None = None  # exit when no worker is left
+    over: bool = False  # Exit or Rejoin was asked for
+    writing: Write | None = None
+    tried: tuple[object, ...] = ()  # fingerprint of the last write and what it was based on
+    phase_since: float = 0.0
+    join_since: float = 0.0
+    ran: float = 0.0
+    armed: float | None = None
+    said: str = ""
+
+
+def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State, list[Action]]:
+    """What the agent is after `event` at `now`, and what it does."""
+    state = _absorb(state, event, now)
+    actions: list[Action] = []
+    if isinstance(event, WorkerEnded) and event.failure and state.failure is event.failure:
+        state = _stop(state, actions, Grace.FAILURE)
+    return _react(state, now, limits, actions), actions
+
+
+def coverage(state: State) -> Coverage:
+    """What this agent mirrors: everything if it is the coordinator, as far as it knows."""
+    now = state.view.round if state.view else None
+    if now is None:
+        return None
+    return EVERYTHING if now.coordinator == state.me.lease else now.coordinator
+
+
+def _absorb(state: State, event: Event, now: float) -> State:
+    me = state.me
+    match event:
+        case Viewed(view):
+            return _seen(state, view, now)
+        case Joined(run, spec, lease, created):
+            me = replace(me, run=run, spec=spec, lease=lease, created=created)
+            state = replace(state, view=None, lost=False, over=False, tried=())
+            return replace(state, me=me, failure=None, finished=False)
+        case LeaseLost():
+            me = replace(me, lease=0, created=0, acked=0, offered=0)
+            return replace(state, me=me, lost=True, marked=False)
+        case Wrote(ok):
+            return _answered(state, ok)
+        case WorkerEnded(generation, failure):
+            return _ended(state, generation, failure)
+        case Emptied(generation) if generation == me.running:
+            return replace(state, me=replace(me, running=0, stopping=False))
+        case Signalled():
+            return replace(state, me=replace(me, leaving=True))
+        case Broken(error):
+            return replace(state, ending=state.ending or Exit(error), over=False)
+    return state
+
+
+def _seen(state: State, view: View, now: float) -> State:
+    """Take in a view; note when its phase and its newest member were first seen."""
+    old = state.view
+    was = (old.round.generation, old.round.phase) if old and old.round else None
+    is_ = (view.round.generation, view.round.phase) if view.round else None
+    known = {m.lease for m in old.members} if old else set()
+    arrived = any(m.lease not in known for m in view.members)
+    ran = now - state.phase_since if was and was[1] is Phase.FINAL and was != is_ else state.ran
+    return replace(
+        state,
+        view=view,
+        ran=ran,
+        phase_since=state.phase_since if was == is_ else now,
+        join_since=now if arrived else state.join_since,
+    )
+
+
+def _answered(state: State, ok: bool) -> State:
+    """A refused write is not tried again before the view has changed."""
+    write, me = state.writing, state.me
+    state = replace(state, writing=None)
+    if write is None or write.lease != me.lease:
+        return state
+    if isinstance(write.what, Report):
+        return replace(state, me=replace(me, reported=write.generation))
+    if write.what is None:
+        return replace(state, marked=True)
+    if ok and write.what.act is Act.ACK:
+        offered = write.generation if me.acked == write.generation else me.offered
+        return replace(state, me=replace(me, acked=write.generation, offered=offered))
+    return state
+
+
+def _ended(state: State, generation: int, failure: Failure | None) -> State:
+    """Of a generation that is being stopped, no worker's end is a failure of its own."""
+    if generation != state.me.running:
+        return state
+    state = replace(state, alive=state.alive - 1)
+    if state.me.stopping:
+        return state
+    if failure:
+        return replace(state, failure=failure)
+    return replace(state, finished=state.alive == 0)
+
+
+def _stop(state: State, actions: list[Action], grace: Grace) -> State:
+    if state.me.running and not state.me.stopping:
+        actions.append(Stop(grace))
+        return replace(state, me=replace(state.me, stopping=True))
+    return state
+
+
+def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> State:
+    """What follows from all that is known, in the order of urgency."""
+    if state.me.leaving and not state.ending:
+        state = _stop(replace(state, ending=Exit(None)), actions, Grace.LEAVE)
+    if state.ending or state.lost:
+        state = _stop(state, actions, Grace.FAILURE)
+        if not state.me.running and not state.over:
+            actions.append(state.ending or Rejoin())
+            return replace(state, over=True)
+    if state.over or not state.me.lease:
+        return state
+    if state.me.leaving:
+        return state if state.marked else _write(state, actions, None, 0, ("leaving",))
+    if _owes_report(state):
+        report = Report(state.me.lease, 0, state.failure)
+        state = _write(state, actions, report, state.me.ran, ("report", state.me.ran))
+    if state.view is None or state.ending:
+        return state
+    return _decide(state, state.view, now, limits, actions)
+
+
+def _owes_report(state: State) -> bool:
+    """A failure is reported at once, success when no process of the workers is left."""
+    ended = state.failure or (state.finished and not state.me.running)
+    return bool(ended) and state.me.reported != state.me.ran
+
+
+def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:
+    elapsed = Elapsed(now - state.phase_since, now - state.join_since, state.ran)
+    decision = decide(view, state.me, limits, elapsed)
+    if decision.reason != state.said:
+        actions.append(Say(decision))
+        state = replace(state, said=decision.reason)
+    if decision.act is Act.STOP:
+        planned = view.round and view.round.planned
+        state = _stop(state, actions, Grace.CHANGE if planned else Grace.FAILURE)
+        return _decide(state, view, now, limits, actions)
+    due = None if decision.until is None else now + decision.until
+    if due != state.armed:
+        actions.append(Arm(due))
+        state = replace(state, armed=due)
+    if decision.act is Act.LEAVE:
+        state = _stop(replace(state, ending=Exit(decision.reason)), actions, Grace.CHANGE)
+        return _react(state, now, limits, actions)
+    if decision.act is Act.RUN:
+        assert decision.round
+        actions.append(Start(decision.round))
+        generation = decision.round.generation
+        me = replace(state.me, running=generation, ran=generation)
+        state = replace(state, me=me, alive=state.nproc, failure=None, finished=False)
+        return _decide(state, view, now, limits, actions)  # a coordinator has more to do
+    if decision.act is Act.WAIT:
+        return state
+    generation = view.round.generation if view.round else 0
+    basis = (decision.act, view.round_mod, view.ledger_mod, state.me.acked)
+    return _write(state, actions, decision, generation, basis)
+
+
+def _write(
+    state: State,
+    actions: list[Action],
+    what: Decision | Report | None,
+    generation: int,
+    basis: tuple[object, ...],
+) -> State:
+    """One write at a time, and each only once on the same basis."""
+    if state.writing or state.tried == basis:
+        return state
+    write = Write(what, state.me.lease, generation)
+    actions.append(write)
+    return replace(state, writing=write, tried=basis)

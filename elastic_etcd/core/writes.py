@@ -1,0 +1,268 @@
+"""The Txn for each thing that an agent writes.
+
+Each is fenced: the writer's member key has the create revision it was made with (it still
+holds its lease), and the round the mod revision on which the decision was made. `now` is
+the wall-clock time for people to read; nothing compares it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic_etcd.core.keys import Keys, decode, encode
+from elastic_etcd.core.lifecycle import State, Write
+from elastic_etcd.core.rules import Act, Decision, Me
+from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
+from elastic_etcd.core.view import (
+    EVERYTHING,
+    Ack,
+    Ledger,
+    Master,
+    Member,
+    Outcome,
+    Report,
+    Spec,
+    View,
+    view_of,
+)
+
+HISTORY = 100
+
+
+def build(
+    keys: Keys, state: State, write: Write, member: Member, master: Master | None, now: str
+) -> Txn:
+    """The Txn of `write`, on the view on which it was decided.
+
+    `master` is this agent's endpoint where the write is an ack that offers it.
+    """
+    me, view, what = state.me, state.view, write.what
+    if what is None:
+        return _leaving(keys, me, member)
+    if isinstance(what, Report):
+        return _report(keys, me, write.generation, what)
+    assert view is not None
+    match what.act:
+        case Act.CLAIM:
+            return _claim(keys, view, me, what)
+        case Act.OPEN:
+            return _open(keys, view, me, what, now)
+        case Act.FREEZE:
+            return _freeze(keys, view, me, what)
+        case Act.ACK:
+            return _ack(keys, view, me, master)
+        case Act.FINALISE:
+            return _finalise(keys, view, me, what, now)
+        case Act.CLOSE:
+            return _close(keys, view, me, what, now)
+    raise ValueError(f"{what.act} writes nothing")
+
+
+def _claim(keys: Keys, view: View, me: Me, decision: Decision) -> Txn:
+    """Take the next generation. The round is bound to the claimant's lease until it is final."""
+    assert decision.round and decision.ledger
+    return Txn(
+        (
+            *_fence(keys, view, me),
+            Compare(keys.generation, "mod", view.ledger_mod),
+            Compare(keys.spec, "create", me.spec),
+        ),
+        (
+            Put(keys.round, decision.round.encode(), me.lease),
+            Put(keys.generation, decision.ledger.encode()),
+        ),
+    )
+
+
+def _open(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:
+    """Make the round joinable; settle the last world's history and remove what is old."""
+    assert decision.round
+    last = view.ledger.final
+    stale: list[Put | Delete] = [
+        Delete(keys.acks(g), prefix=True) for g in view.acked if g < decision.round.generation
+    ]
+    stale += [Delete(keys.reports(g), prefix=True) for g in view.reported if g < last]
+    stale += [Delete(keys.history(g)) for g, _ in view.history[:-HISTORY]]
+    ended = {"ended": decision.reason, "ended_at": now}
+    return Txn(
+        _fence(keys, view, me),
+        (
+            Put(keys.round, decision.round.encode(), me.lease),
+            *_settled(keys, view, ended),
+            *stale[:64],
+        ),
+    )
+
+
+def _freeze(keys: Keys, view: View, me: Me, decision: Decision) -> Txn:
+    """Fix the participants, their ranks, and what the last failure cost."""
+    assert decision.round
+    return Txn(_fence(keys, view, me), (Put(keys.round, decision.round.encode(), me.lease),))
+
+
+def _finalise(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:
+    """The world and its master endpoint in one Txn, bound to no lease from here on."""
+    assert decision.round and decision.ledger
+    final = decision.round
+    began = {
+        "generation": final.generation,
+        "run": final.run,
+        "began": final.reason,
+        "began_at": now,
+        "coordinator": next(m.node for m in view.members if m.lease == me.lease),
+        "nodes": [p.node for p in final.participants],
+        "world_size": sum(p.nproc for p in final.participants),
+        "restarts": final.restarts,
+    }
+    return Txn(
+        _fence(keys, view, me),
+        (
+            Put(keys.round, final.encode()),
+            Put(keys.generation, decision.ledger.encode()),
+            Put(keys.history(final.generation), encode(began)),
+        ),
+    )
+
+
+def _close(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:
+    """Write the outcome and remove all else but history; the closed round goes with its lease."""
+    assert decision.round and decision.outcome
+    outcome = replace(decision.outcome, at=now)
+    ended = {"ended": decision.reason, "ended_at": now, "outcome": outcome.fields()}
+    return Txn(
+        (*_fence(keys, view, me), Compare(keys.spec, "create", me.spec)),
+        (
+            Put(keys.round, decision.round.encode(), me.lease),
+            *_end(keys, outcome),
+            *_settled(keys, view, ended),
+        ),
+    )
+
+
+def stop(keys: Keys, view: View, me: Me, now: str) -> Txn:
+    """The last member leaves: the job is stopped."""
+    why = "the last node left"
+    outcome = Outcome("stopped", why, me.run, view.ledger.generation, 0, at=now)
+    ended = {"ended": why, "ended_at": now, "outcome": outcome.fields()}
+    then = (Delete(keys.round), *_end(keys, outcome), *_settled(keys, view, ended))
+    return Txn((*alone(keys, me), Compare(keys.spec, "create", me.spec)), then)
+
+
+def alone(keys: Keys, me: Me) -> tuple[Compare, ...]:
+    """Holds while this agent is the only member: every member key has its lease."""
+    return (
+        Compare(keys.member(me.lease), "create", me.created),
+        Compare(keys.members, "lease", me.lease, prefix=True),
+    )
+
+
+def _ack(keys: Keys, view: View, me: Me, master: Master | None) -> Txn:
+    """Ready for the round's generation; from group rank 0, once frozen, with the endpoint."""
+    assert view.round
+    key = keys.ack(view.round.generation, me.lease)
+    return Txn(_fence(keys, view, me), (Put(key, Ack(me.lease, master).encode(), me.lease),))
+
+
+def _report(keys: Keys, me: Me, generation: int, report: Report) -> Txn:
+    """How this node's workers of `generation` ended. Bound to no lease: it outlives the node."""
+    return Txn(
+        (
+            Compare(keys.member(me.lease), "create", me.created),
+            Compare(keys.spec, "create", me.spec),
+        ),
+        (Put(keys.report(generation, me.lease), report.encode()),),
+    )
+
+
+def _leaving(keys: Keys, me: Me, member: Member) -> Txn:
+    """Say that this node goes, so that the others need not wait for its lease."""
+    mark = replace(member, leaving=True)
+    return Txn(
+        (Compare(keys.member(me.lease), "create", me.created),),
+        (Put(keys.member(me.lease), mark.encode(), me.lease),),
+    )
+
+
+def look(keys: Keys) -> tuple[Get, ...]:
+    """What an agent reads before it joins."""
+    members = Get(keys.members, prefix=True)
+    return (Get(keys.spec), Get(keys.outcome), Get(keys.generation), members)
+
+
+def join(keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool) -> Txn | str:
+    """The Txn by which `member` joins its job, or why it can't.
+
+    A run goes on until it has an outcome: a node that comes back joins the run it was in, and
+    `again` says that it was in run `spec.run`. After an outcome, or when nobody lives of a run
+    with other limits, `spec` begins a new run (pytorch/elastic#151). Generations keep growing
+    over runs, so that no key of an old run is ever mistaken for one of the new.
+    """
+    view = view_of(seen, keys, EVERYTHING)
+    known = view.spec
+    if again and (known is None or known.run != spec.run or view.outcome):
+        return "the job ended while this node was cut off"
+    fresh = known is None or view.outcome is not None
+    if known and not fresh and _nodes(known) != _nodes(spec):
+        if view.members:
+            return f"--nnodes {_nodes(spec)} differs from {_nodes(known)} of the nodes there"
+        fresh = True
+    run = spec.run if known is None or fresh else known.run
+    fence = (
+        Compare(keys.member(member.lease), "create", 0),
+        Compare(keys.spec, "mod", _mod(seen, keys.spec)),
+        Compare(keys.outcome, "mod", _mod(seen, keys.outcome)),
+    )
+    joined = replace(member, run=run, joined=view.ledger.generation)
+    then = Put(keys.member(member.lease), joined.encode(), member.lease)
+    return Txn(fence, (then, *(_begin(keys, view, spec) if fresh else ())))
+
+
+def _begin(keys: Keys, view: View, spec: Spec) -> tuple[Put | Delete, ...]:
+    last = max(view.ledger.generation, view.outcome.generation if view.outcome else 0)
+    return (
+        Put(keys.spec, spec.encode()),
+        Put(keys.generation, Ledger(generation=last).encode()),
+        Delete(keys.round),
+        Delete(keys.outcome),
+        Delete(keys.reports(), prefix=True),
+    )
+
+
+def _nodes(spec: Spec) -> str:
+    return f"{spec.min_nodes}:{spec.max_nodes}"
+
+
+def _mod(seen: Snapshot, key: str) -> int:
+    kv = seen.kvs.get(key)
+    return kv.mod if kv else 0
+
+
+def _fence(keys: Keys, view: View, me: Me) -> tuple[Compare, ...]:
+    return (
+        Compare(keys.round, "mod", view.round_mod),
+        Compare(keys.member(me.lease), "create", me.created),
+    )
+
+
+def _end(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
+    return (
+        Put(keys.outcome, outcome.encode()),
+        Delete(keys.spec),
+        Delete(keys.generation),
+        Delete(keys.acks(), prefix=True),
+        Delete(keys.reports(), prefix=True),
+    )
+
+
+def _settled(keys: Keys, view: View, ended: dict[str, Any]) -> Sequence[Put]:
+    """The last world's history with how it ended, and every failure it saw."""
+    entry = dict(view.history).get(view.ledger.final)
+    if entry is None:
+        return ()
+    failures = [r.failure.encode() for r in view.reports if r.failure]
+    try:
+        known = decode(entry)
+    except (ValueError, json.JSONDecodeError):
+        known = {"generation": view.ledger.final}
+    return (Put(keys.history(view.ledger.final), encode({**known, **ended, "failures": failures})),)

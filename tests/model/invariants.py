@@ -1,0 +1,104 @@
+"""I1 to I8 of core/rules.py as checks on single steps; each raises Violation."""
+
+from dataclasses import replace
+from functools import cache
+
+from elastic_etcd.core.keys import decode
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.txn import Txn
+from elastic_etcd.core.view import Ledger, Outcome, Phase, Round
+from tests.model.store import KEYS, Store
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@cache
+def round_of(store: Store) -> Round | None:
+    value = store.value(KEYS.round)
+    return Round.decode(decode(value)) if value else None
+
+
+def check_learned(name: str, state: State) -> None:
+    """I2: an agent that knows its lease or generation to be gone is stopping its workers."""
+    if not state.me.running or state.me.stopping or not state.alive:
+        return
+    now = state.view.round if state.view else None
+    if not state.me.lease or now is None or now.generation != state.me.running:
+        raise Violation(f"I2: {name} goes on with generation {state.me.running}")
+
+
+def check_start(name: str, state: State, workers: int, begins: Round, store: Store) -> None:
+    """I2, I3, I8: when workers of the round `begins` are started."""
+    if workers:
+        raise Violation(f"I3: {name} starts {begins.generation} beside {workers}")
+    if state.me.acked != begins.generation or begins.place(state.me.lease) is None:
+        raise Violation(f"I2: {name} starts {begins.generation} without its ack")
+    if begins.phase is not Phase.FINAL or begins.master is None:
+        raise Violation(f"I8: {name} starts on a round that is not final")
+    if (begins.generation, begins.encode()) not in store.finals:
+        raise Violation(f"I8: {name} starts on a world of its own")
+
+
+def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits: Limits) -> Store:
+    """I1, I4, I5, I7, I8: after one write; the store with what is to be remembered."""
+    was, now = round_of(before), round_of(after)
+    value = after.value(KEYS.generation)
+    top = Ledger.decode(decode(value)).generation if value else before.top
+    if top < before.top:
+        raise Violation(f"I1: generation {before.top} is followed by {top}")
+    after = replace(after, top=top)
+    if now is None or now == was:
+        return after
+    _check_fence(name, lease, txn)
+    if now.phase is Phase.SETUP and now.generation <= before.top:
+        raise Violation(f"I1: generation {now.generation} was handed out twice")
+    if now.phase is Phase.FINAL:
+        if any(now.generation <= generation for generation, _ in before.finals):
+            raise Violation(f"I1: generation {now.generation} has two final worlds")
+        _check_world(now, limits)
+        after = replace(after, finals=(*after.finals, (now.generation, now.encode())))
+    if now.phase is Phase.CLOSED:
+        _check_close(before, after, limits)
+    return after
+
+
+def check_alone(name: str, lease: int, before: Store) -> None:
+    """I7: only the last member stops the job by leaving."""
+    own = KEYS.member(lease)
+    others = [k for k, *_ in before.kvs if k.startswith(KEYS.members) and k != own]
+    if others:
+        raise Violation(f"I7: {name} stops the job with {others} alive")
+
+
+def _check_fence(name: str, lease: int, txn: Txn) -> None:
+    targets = {(c.key, c.target) for c in txn.compare}
+    own = any(k.startswith(KEYS.members) and t == "create" for k, t in targets)
+    if (KEYS.round, "mod") not in targets or not own:
+        raise Violation(f"I5: {name} moves the round without a fence")
+    if not lease:
+        raise Violation(f"I5: {name} moves the round without a lease")
+
+
+def _check_world(final: Round, limits: Limits) -> None:
+    leases = [p.lease for p in final.participants]
+    low, high = limits.min_nodes, limits.max_nodes
+    if not low <= len(leases) <= high or len(set(leases)) != len(leases):
+        raise Violation(f"I4: a world of {leases} where {low}..{high} are allowed")
+    if final.master is None:
+        raise Violation("I8: a final round without its master endpoint")
+
+
+def _check_close(before: Store, after: Store, limits: Limits) -> None:
+    """I7: a job is closed by all being done or by its budget, never by one node's end."""
+    value, ledger_value = after.value(KEYS.outcome), before.value(KEYS.generation)
+    assert value and ledger_value
+    outcome, ledger = Outcome.decode(decode(value)), Ledger.decode(decode(ledger_value))
+    reports = [before.value(KEYS.report(ledger.final, lease)) for lease in ledger.places]
+    done = ledger.places and all(r and decode(r)["done"] for r in reports)
+    if outcome.state == "succeeded" and not done:
+        raise Violation("I7: the job is closed though not every participant is done")
+    if outcome.state == "failed" and ledger.restarts < limits.max_restarts:
+        raise Violation("I7: the job is closed though restarts are left")
