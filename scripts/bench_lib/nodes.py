@@ -17,7 +17,7 @@ from typing import TypeVar
 from tests.e2e.processes import MARK, Changes, marked, send
 
 WORKER = Path(__file__).with_name("worker.py")
-PATIENCE = 120.0  # torchrun needs 46 s for a killed node; what takes longer has not recovered
+PATIENCE = 60.0  # what takes longer has not recovered
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Run:
                 found.append(step)
         return sorted((s for s in found if s.pid not in self._old), key=lambda s: s.at)
 
-    def first_step(self, world: int) -> float:
+    def first_step(self, world: int, seconds: float = PATIENCE) -> float:
         """When each new process of a world of this size had done its first step.
 
         Raises NotRecovered when that does not happen.
@@ -112,7 +112,7 @@ class Run:
             firsts = {s.pid: s.at for s in reversed(self.new_steps()) if s.world == world}
             return max(firsts.values()) if len(firsts) >= world else None
 
-        return self._wait(done)
+        return self._wait(done, seconds)
 
     def settled(self, world: int, steps: int = 25) -> dict[int, int]:
         """Wait until `world` new processes have done some steps: their pids, with their agents'."""
@@ -122,7 +122,7 @@ class Run:
             enough = sum(s.number >= steps for s in last.values()) >= world
             return list(last.values()) if enough else None
 
-        last = self._wait(reached)
+        last = self._wait(reached, PATIENCE)
         self._old |= {s.pid for s in last}
         return {s.pid: s.agent for s in last}
 
@@ -139,11 +139,11 @@ class Run:
         self._changes.close()
         shutil.rmtree(self._directory)
 
-    def _wait(self, until: Callable[[], T | None]) -> T:
-        value = self._changes.wait(until, PATIENCE)
+    def _wait(self, until: Callable[[], T | None], seconds: float) -> T:
+        value = self._changes.wait(until, seconds)
         if value is None:
             logs = [p.read_text()[-3000:] for p in sorted(self._directory.glob("agent*.log"))]
-            raise NotRecovered("\n".join([f"nothing happened within {PATIENCE} s", *logs]))
+            raise NotRecovered("\n".join([f"nothing happened within {seconds:g} s", *logs]))
         return value
 
 

@@ -22,6 +22,7 @@ from .rounds import RoundsWatch
 from .table import Measure, Samples
 
 LEASE_TTL = 5.0  # this program's default
+TRIES = 4  # of a torchrun job that hangs
 START, WORKER, NODE = (
     "start -> first step",
     "worker killed -> first step",
@@ -59,7 +60,10 @@ def measure(endpoint: str, plan: Plan, say: Callable[[str], None]) -> dict[str, 
             idle = plan.idle_seconds if number == 0 else 0.0
             if name == "torchrun":
                 kill_node = len(found.get(NODE, [])) < plan.torchrun_node_kills
-                _faults(Run(torchrun()), found, kill_node=kill_node, idle=idle)
+                for _ in range(TRIES):
+                    if _faults(Run(torchrun()), found, kill_node=kill_node, idle=idle):
+                        break
+                    idle = 0.0
                 _first_request(None, found)
             else:
                 job = f"bench-{os.getpid()}-{number}"
@@ -76,10 +80,12 @@ def _add(found: Samples, name: str, *values: float) -> None:
     found.setdefault(name, []).extend(values)
 
 
-def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> None:
-    """One job: start, kill a worker, kill a node, finish. A job that hangs counts as infinite.
+def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> bool:
+    """One job: start, kill a worker, kill a node, finish. False if it hung: an infinite sample.
 
-    (torchrun's does so now and then: its workers share a store over restarts, pytorch#135712.)
+    torchrun's jobs hang when one agent sees its worker fail and the other one first sees that the
+    membership changed: only the former counts a restart, so that their workers look for each
+    other under different TORCHELASTIC_RESTART_COUNTs in the store.
     """
     fault = START
     try:
@@ -97,14 +103,16 @@ def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> None:
         if kill_node:
             # Node 0 has torchrun's store: with it the job would end.
             fault, killed = NODE, victim.kill()
-            _add(found, NODE, run.first_step(world=1) - killed)
+            _add(found, NODE, run.first_step(world=1, seconds=120) - killed)
             run.settled(world=1)
         code = run.finish(survivor)
         if code:
             raise RuntimeError(f"the surviving agent exited {code}")
+        return True
     except NotRecovered as hung:
         print(f"{fault}: {hung}", file=sys.stderr)
         _add(found, fault, math.inf)
+        return False
     finally:
         run.close()
 
