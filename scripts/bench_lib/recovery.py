@@ -108,13 +108,13 @@ def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> bool:
         code = run.finish(survivor)
         if code:
             raise RuntimeError(f"the surviving agent exited {code}")
-        return True
     except NotRecovered as hung:
         print(f"{fault}: {hung}", file=sys.stderr)
         _add(found, fault, math.inf)
         return False
     finally:
         run.close()
+    return True
 
 
 def _cpu(pids: list[int], seconds: float) -> list[float]:
