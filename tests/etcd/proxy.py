@@ -44,6 +44,13 @@ class Proxy:
         for task in self._flows:
             task.cancel()
 
+    async def end(self) -> None:
+        """Close every connection, and be done with them."""
+        flows = list(self._flows)
+        self.cut(refuse=True)
+        if flows:
+            await asyncio.wait(flows, timeout=5)
+
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -94,5 +101,4 @@ async def proxy(target: str) -> AsyncIterator[Proxy]:
         yield it
     finally:
         server.close()
-        it.cut(refuse=True)
-        await asyncio.wait_for(server.wait_closed(), 5)
+        await it.end()

@@ -1,0 +1,215 @@
+"""Rules 1 and 2: requests outlive frozen members, cut connections and elections."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from elastic_etcd.core.txn import Compare, Get, Put, Txn
+from elastic_etcd.errors import EtcdUnreachable
+from elastic_etcd.etcd.channel import target
+from elastic_etcd.etcd.client import ATTEMPT_TIMEOUT, Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.embedded import free_ports
+from tests.etcd.aio import asynchronous, put
+from tests.etcd.proxy import proxy
+from tests.etcd.server import EtcdCluster, EtcdServer
+
+
+async def attached(config: EtcdConfig, endpoint: str) -> Client:
+    """A client whose connection to `endpoint` is established."""
+    first = (endpoint, *(other for other in config.endpoints if other != endpoint))
+    client = Client(EtcdConfig(first))
+    client._at = 0
+    await client.range(Get("/"), timeout=10)
+    assert client.endpoint == endpoint
+    return client
+
+
+@asynchronous
+async def test_member_frozen_with_sigstop(cluster: EtcdCluster, prefix: str) -> None:
+    """etcd#8980: a channel with all the addresses would stay with the frozen member for ever."""
+    frozen = cluster.members[0]
+    async with await attached(cluster.config, frozen.endpoint) as client:
+        frozen.freeze()
+        start = time.monotonic()
+        await put(client, f"{prefix}/a")
+        assert time.monotonic() - start < 6  # one attempt, and an election if it led
+        assert client.endpoint != frozen.endpoint
+        start = time.monotonic()
+        await put(client, f"{prefix}/b")
+        assert time.monotonic() - start < 1  # it stays away from the frozen one
+
+
+def test_one_address_per_channel() -> None:
+    assert target("127.0.0.1:1") == "ipv4:127.0.0.1:1"
+    assert target("[::1]:1") == "ipv6:[::1]:1"
+    assert target("host:1") == "dns:///host:1"
+
+
+@asynchronous
+async def test_member_killed(cluster: EtcdCluster, prefix: str) -> None:
+    victim = cluster.members[1]
+    async with await attached(cluster.config, victim.endpoint) as client:
+        victim.kill()
+        start = time.monotonic()
+        await put(client, f"{prefix}/a")
+        assert time.monotonic() - start < 6
+
+
+@asynchronous
+async def test_member_frozen_before_the_first_request(cluster: EtcdCluster) -> None:
+    frozen = cluster.members[2]
+    frozen.freeze()  # its kernel still accepts connections
+    first = (frozen.endpoint, cluster.members[0].endpoint)
+    async with Client(EtcdConfig(first)) as client:
+        client._at = 0
+        start = time.monotonic()
+        await client.range(Get("/"), timeout=10)
+        assert time.monotonic() - start < 6
+
+
+@asynchronous
+async def test_every_channel_has_its_own_connection(etcd: EtcdServer) -> None:
+    """A given-up connection must not come back through gRPC's pool of subchannels."""
+    async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:
+        await client.range(Get("/"), timeout=5)
+        way.freeze(new=False)
+        start = time.monotonic()
+        await client.range(Get("/"), timeout=10)  # the only endpoint, dialled anew
+        assert time.monotonic() - start < ATTEMPT_TIMEOUT[1] + 1
+        assert way.accepted == 2
+
+
+@asynchronous
+async def test_a_txn_that_timed_out_but_was_applied(etcd: EtcdServer, prefix: str) -> None:
+    create = Txn((Compare(prefix, "create", 0),), (Put(prefix, "mine"),), (Get(prefix),))
+    async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:
+        await client.range(Get("/"), timeout=5)
+        way.lose_answers()
+        result = await client.txn(create, timeout=10)
+        assert not result.succeeded
+        assert result.ambiguous
+        assert result.gets[0][0].value == "mine"  # so it was this very Txn
+        again = await client.txn(create, timeout=10)
+        assert not again.succeeded
+        assert not again.ambiguous
+
+
+@asynchronous
+async def test_what_cannot_have_been_applied_is_not_ambiguous(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    async with Client(EtcdConfig((nobody, etcd.endpoint))) as client:
+        client._at = 0
+        result = await client.txn(Txn((), (Put(prefix, ""),)), timeout=10)
+        assert client.endpoint == etcd.endpoint
+        assert not result.ambiguous  # the connection was refused, nothing was sent
+
+
+@asynchronous
+async def test_reading_twice_is_not_ambiguous(etcd: EtcdServer, prefix: str) -> None:
+    async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:
+        await client.range(Get("/"), timeout=5)
+        way.lose_answers()
+        assert not (await client.txn(Txn((), (Get(prefix),)), timeout=10)).ambiguous
+
+
+@asynchronous
+async def test_no_etcd_there() -> None:
+    endpoints = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
+    async with Client(EtcdConfig(endpoints)) as client:
+        start = time.monotonic()
+        with pytest.raises(EtcdUnreachable) as error:
+            await client.range(Get("/"), timeout=1.5)
+        assert 1.4 < time.monotonic() - start < 2.5
+    message = str(error.value)
+    assert all(endpoint in message for endpoint in endpoints)
+    assert "Connection refused" in message
+    assert "Check --etcd" in message
+    assert message.count("\n") <= 2
+
+
+@asynchronous
+async def test_a_host_name_that_does_not_exist() -> None:
+    async with Client(EtcdConfig(("nobody.invalid:2379",))) as client:
+        with pytest.raises(EtcdUnreachable, match=r"nobody\.invalid(.|\n)*Check the host name"):
+            await client.range(Get("/"), timeout=1)
+
+
+@asynchronous
+async def test_a_server_that_is_not_etcd() -> None:
+    async def web(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(web, "127.0.0.1", 0, family=socket.AF_INET)
+    endpoint = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    async with server, Client(EtcdConfig((endpoint,))) as client:
+        with pytest.raises(EtcdUnreachable, match=endpoint):
+            await client.range(Get("/"), timeout=1)
+
+
+@asynchronous
+async def test_a_closed_client_connects_no_more() -> None:
+    """gRPC's channels go on connecting while anything, such as a traceback, holds a call."""
+    connected = asyncio.Event()
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0, family=socket.AF_INET)
+    endpoint = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    async with server:
+        kept = []
+        for _ in range(3):
+            async with Client(EtcdConfig((endpoint,))) as client:
+                try:
+                    await client.range(Get("/"), timeout=0.3)
+                except EtcdUnreachable as error:
+                    kept.append(error)
+        connected.clear()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connected.wait(), 2.5)
+        assert len(kept) == 3
+
+
+@asynchronous
+async def test_the_budget_of_a_hurried_caller_condemns_nobody(etcd: EtcdServer) -> None:
+    async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:
+        await client.range(Get("/"), timeout=5)
+        way.freeze(new=False)
+        with pytest.raises(EtcdUnreachable):
+            await client.range(Get("/"), timeout=0.2)
+        way.thaw()
+        await client.range(Get("/"), timeout=5)
+        assert way.accepted == 1
+
+
+@asynchronous
+async def test_quorum_lost_and_back(cluster: EtcdCluster, prefix: str) -> None:
+    async with Client(cluster.config) as client:
+        await put(client, f"{prefix}/a")
+        for member in cluster.members[:2]:
+            member.freeze()
+        with pytest.raises(EtcdUnreachable):
+            await client.txn(Txn((), (Put(f"{prefix}/b", ""),)), timeout=3)
+        waiting = asyncio.create_task(client.txn(Txn((), (Put(f"{prefix}/c", ""),))))
+        for member in cluster.members[:2]:
+            member.thaw()
+        assert (await asyncio.wait_for(waiting, 20)).succeeded
+
+
+@asynchronous
+async def test_a_request_without_a_deadline_waits_for_etcd(
+    own_etcd: EtcdServer, prefix: str
+) -> None:
+    async with Client(own_etcd.config) as client:
+        waiting = asyncio.create_task(client.txn(Txn((), (Put(prefix, ""),))))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 1)
+        await asyncio.to_thread(own_etcd.start)
+        assert (await asyncio.wait_for(waiting, 10)).succeeded

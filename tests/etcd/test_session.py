@@ -1,0 +1,239 @@
+"""Rule 3: one lease, kept alive through every fault that is shorter than its TTL."""
+
+import asyncio
+import time
+
+import pytest
+
+from elastic_etcd.core.txn import Get
+from elastic_etcd.errors import EtcdUnreachable
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.session import Session
+from tests.etcd.aio import Copy, asynchronous, elapse, put
+from tests.etcd.proxy import proxy
+from tests.etcd.server import EtcdCluster, EtcdServer
+
+TTL = 3
+
+
+class Silence:
+    """What a session tells about etcd's silence."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.begun = asyncio.Event()
+        self.over = asyncio.Event()
+
+    def on_silence(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.begun.set()
+
+    def session(self, client: Client, ttl: int = TTL) -> Session:
+        return Session(client, ttl, on_silence=self.on_silence, on_answer=self.over.set)
+
+
+@asynchronous
+async def test_a_lease_outlives_its_ttl(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client, Session(client, 1) as session:
+        assert session.ttl == 1
+        await put(client, prefix, "here", session.lease)
+        await elapse(2.5)
+        assert not session.lost.done()
+        assert session.silent_since is None
+        assert (await client.range(Get(prefix))).kvs
+
+
+@asynchronous
+async def test_the_pace_follows_the_granted_ttl(own_etcd: EtcdServer) -> None:
+    own_etcd.arguments = ("--heartbeat-interval=200", "--election-timeout=2000")
+    own_etcd.start()
+    async with Client(own_etcd.config) as client, Session(client, 1) as session:
+        assert session.ttl == 3  # 1.5 x the election timeout
+        before = own_etcd.metric(keepalives := METRIC.format("LeaseKeepAlive"))
+        await elapse(2.5)
+        assert own_etcd.metric(keepalives) - before in (2, 3)
+
+
+METRIC = 'grpc_server_msg_received_total{{grpc_method="{}"'
+
+
+@asynchronous
+async def test_leaving_is_seen_at_once(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client, Copy(client, Get(prefix)) as copy:
+        async with Session(client, 60) as session:
+            await put(client, prefix, "here", session.lease)
+            await copy.until(lambda values: prefix in values)
+        await copy.until(lambda values: prefix not in values, timeout=1)
+
+
+@asynchronous
+async def test_an_orphan_stays_until_its_ttl(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client, Copy(client, Get(prefix)) as copy:
+        async with Session(client, 2) as session:
+            await put(client, prefix, "here", session.lease)
+            session.orphan()
+        left = time.monotonic()
+        await copy.until(lambda values: prefix in values)
+        await copy.until(lambda values: prefix not in values)
+        assert 1 < time.monotonic() - left < 5
+
+
+@asynchronous
+async def test_lease_revoked_under_its_live_holder(etcd: EtcdServer) -> None:
+    """etcd#15247"""
+    async with Client(etcd.config) as client, Session(client, TTL) as session:
+        etcd.ctl("lease", "revoke", f"{session.lease:x}")
+        reason = await asyncio.wait_for(session.lost, TTL / 3 + 1)
+        assert etcd.endpoint in reason
+        assert "expired" in reason
+
+
+@asynchronous
+async def test_transient_error_in_keepalive(etcd: EtcdServer) -> None:
+    """pytorch#194870: one exception ended the renewals, and with them the job."""
+    async with (
+        proxy(etcd.endpoint) as way,
+        Client(EtcdConfig((way.endpoint,))) as client,
+    ):
+        silence = Silence()
+        async with silence.session(client, 1) as session:
+            for _ in range(5):
+                silence.begun.clear()
+                silence.over.clear()
+                way.cut()
+                await asyncio.wait_for(silence.begun.wait(), 2)
+                await asyncio.wait_for(silence.over.wait(), 2)
+            assert not session.lost.done()
+            assert session.silent_since is None
+
+
+@asynchronous
+async def test_a_silent_endpoint_loses_everything_to_the_next(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    """Requests, keepalive and watch move within the TTL; gRPC would notice after 65 s."""
+    async with proxy(etcd.endpoint) as first, proxy(etcd.endpoint) as second:
+        config = EtcdConfig((first.endpoint, second.endpoint))
+        async with Client(config) as client, Client(etcd.config) as writer:
+            client._at = 0
+            silence = Silence()
+            async with silence.session(client) as session, Copy(client, Get(prefix)) as copy:
+                await copy.until(lambda _: True)
+                first.freeze()
+                start = time.monotonic()
+                await put(writer, prefix, "after")
+                await copy.until(lambda values: prefix in values, timeout=TTL)
+                await asyncio.wait_for(silence.over.wait(), TTL)
+                assert time.monotonic() - start < TTL  # with a margin for one more endpoint
+                assert client.endpoint == second.endpoint
+                assert not session.lost.done()
+
+
+@asynchronous
+async def test_cut_off_for_longer_than_the_ttl(etcd: EtcdServer) -> None:
+    async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:
+        silence = Silence()
+        async with silence.session(client, 1) as session:
+            begun = time.monotonic()
+            way.freeze()
+            await asyncio.wait_for(silence.begun.wait(), 3)
+            assert session.silent_since is not None
+            assert session.silent_since <= begun + 0.5
+            await elapse(2)
+            assert not session.lost.done()  # only etcd can say so
+            way.thaw()
+            await asyncio.wait_for(session.lost, 5)
+            assert silence.seconds == sorted(silence.seconds)
+
+
+@asynchronous
+async def test_all_of_etcd_down_for_longer_than_the_ttl(
+    own_etcd: EtcdServer, prefix: str
+) -> None:
+    """Leases survive in the data and start anew: nobody has to leave."""
+    own_etcd.start()
+    async with Client(own_etcd.config) as client, Copy(client, Get(prefix)) as copy:
+        silence = Silence()
+        async with silence.session(client, 1) as session:
+            await put(client, prefix, "here", session.lease)
+            await copy.until(lambda values: prefix in values)
+            own_etcd.kill()
+            await asyncio.wait_for(silence.begun.wait(), 2)
+            await elapse(2.5)
+            await asyncio.to_thread(own_etcd.start)
+            await asyncio.wait_for(silence.over.wait(), 3)
+            assert not session.lost.done()
+            assert session.silent_since is None
+            await elapse(1.5)
+            assert not session.lost.done()
+            assert copy.values == {prefix: "here"}
+
+
+@asynchronous
+async def test_etcd_that_comes_back_empty(own_etcd: EtcdServer, prefix: str) -> None:
+    own_etcd.start()
+    async with Client(own_etcd.config) as client, Copy(client, Get(prefix)) as copy:
+        async with Session(client, TTL) as session:
+            await put(client, prefix, "here", session.lease)
+            await copy.until(lambda values: prefix in values)
+            own_etcd.kill()
+            own_etcd.wipe()
+            await asyncio.to_thread(own_etcd.start)
+            await asyncio.wait_for(session.lost, 10)
+            await copy.until(lambda values: not values)
+
+
+@asynchronous
+async def test_leader_change_that_re_arms_leases(cluster: EtcdCluster, prefix: str) -> None:
+    """etcd#9395: a death around an election is seen after at most 2 x TTL + 2.5 s."""
+    ttl = 2
+    async with Client(cluster.config) as client, Copy(client, Get(prefix)) as copy:
+        async with Session(client, ttl) as session:
+            await put(client, prefix, "here", session.lease)
+            await copy.until(lambda values: prefix in values)
+            session.orphan()
+        died = time.monotonic()
+        await elapse(ttl / 2)
+        leader = next(
+            member
+            for member in cluster.members
+            if member.metric("etcd_server_is_leader") == 1
+        )
+        leader.kill()
+        await copy.until(lambda values: prefix not in values, timeout=2 * ttl + 2.5)
+        assert time.monotonic() - died > ttl  # it was re-armed: this is that case
+
+
+@asynchronous
+async def test_a_session_through_member_after_member(cluster: EtcdCluster, prefix: str) -> None:
+    async with Client(cluster.config) as client:
+        silence = Silence()
+        async with silence.session(client) as session:
+            await put(client, prefix, "here", session.lease)
+            for _ in cluster.members:
+                member = cluster.at(client.endpoint)
+                silence.over.clear()
+                member.freeze()
+                await asyncio.wait_for(silence.over.wait(), 10)
+                member.thaw()
+            assert not session.lost.done()
+            assert (await client.range(Get(prefix), timeout=5)).kvs
+
+
+@asynchronous
+async def test_leaving_without_etcd_is_bounded(own_etcd: EtcdServer) -> None:
+    own_etcd.start()
+    async with Client(own_etcd.config) as client:
+        async with Session(client, TTL):
+            own_etcd.kill()
+            left = time.monotonic()
+        assert time.monotonic() - left < 3
+
+
+@asynchronous
+async def test_no_etcd_for_a_new_session(own_etcd: EtcdServer) -> None:
+    async with Client(own_etcd.config) as client:
+        with pytest.raises(EtcdUnreachable):
+            async with Session(client, TTL, timeout=0.5):
+                raise AssertionError("there is no lease")

@@ -1,0 +1,190 @@
+"""Txn and Range against a real etcd: what is sent is what is meant."""
+
+import asyncio
+
+import pytest
+
+from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
+from elastic_etcd.errors import EtcdRefused
+from elastic_etcd.etcd import client as client_module
+from elastic_etcd.etcd import wire
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from tests.etcd.aio import asynchronous, put
+from tests.etcd.server import EtcdServer
+
+
+@asynchronous
+async def test_put_get_delete(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        lease = await client.grant(60)
+        key = f"{prefix}/ключ"
+        first = await client.txn(Txn((), (Put(key, "значение 🎉", lease.id),)))
+        assert first.succeeded
+        assert not first.ambiguous
+        snapshot = await client.range(Get(key))
+        kv = snapshot.kvs[key]
+        assert (kv.value, kv.create, kv.mod, kv.lease) == (
+            "значение 🎉",
+            first.revision,
+            first.revision,
+            lease.id,
+        )
+        assert etcd.ctl("get", key, "--print-value-only") == "значение 🎉\n"
+        await client.txn(Txn((), (Delete(prefix, prefix=True),)))
+        assert (await client.range(Get(prefix, prefix=True))).kvs == {}
+
+
+@asynchronous
+async def test_every_compare(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        lease = await client.grant(60)
+        key = f"{prefix}/a"
+        created = await put(client, key, "1", lease.id)
+        changed = await put(client, key, "2", lease.id)
+
+        async def holds(*compare: Compare) -> bool:
+            return (await client.txn(Txn(compare, ()))).succeeded
+
+        for target, right in (
+            ("create", created),
+            ("mod", changed),
+            ("version", 2),
+            ("lease", lease.id),
+        ):
+            assert await holds(Compare(key, target, right))  # type: ignore[arg-type]
+            assert not await holds(Compare(key, target, right + 1))  # type: ignore[arg-type]
+        assert await holds(Compare(f"{prefix}/none", "create", 0))
+        assert await holds(Compare(f"{prefix}/", "lease", lease.id, prefix=True))
+        await put(client, f"{prefix}/b", "free")
+        assert not await holds(Compare(f"{prefix}/", "lease", lease.id, prefix=True))
+
+
+@asynchronous
+async def test_gets_of_the_branch_that_ran(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        a, b = f"{prefix}/a", f"{prefix}/b"
+        await put(client, b, "2")
+        txn = Txn(
+            (Compare(a, "create", 0),),
+            (Put(a, "1"), Get(a), Delete(b), Get(prefix, prefix=True)),
+            (Get(b), Get(a)),
+        )
+        done = await client.txn(txn)
+        assert [[kv.value for kv in kvs] for kvs in done.gets] == [["1"], ["1"]]
+        refused = await client.txn(txn)
+        assert not refused.succeeded
+        assert [[kv.value for kv in kvs] for kvs in refused.gets] == [[], ["1"]]
+
+
+@asynchronous
+async def test_128_operations_and_no_more(etcd: EtcdServer, prefix: str) -> None:
+    def puts(count: int) -> Txn:
+        return Txn((), tuple(Put(f"{prefix}/{i}", "") for i in range(count)))
+
+    async with Client(etcd.config) as client:
+        assert (await client.txn(puts(128))).succeeded
+        with pytest.raises(EtcdRefused, match="129 operations: etcd takes at most 128"):
+            await client.txn(puts(129))
+        with pytest.raises(EtcdRefused, match="129 operations"):
+            await client.txn(Txn(tuple(Compare(str(i), "mod", 0) for i in range(129)), ()))
+        with pytest.raises(EtcdRefused, match="129 operations"):
+            await client.range(*(Get(str(i)) for i in range(129)))
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [(Put("/k", "1"), Put("/k", "2")), (Put("/k", "1"), Delete("/k")), (Delete("/", True), Put("/k", ""))],
+)  # fmt: skip
+@asynchronous
+async def test_no_key_twice(etcd: EtcdServer, operations: tuple[Put | Delete, ...]) -> None:
+    with pytest.raises(EtcdRefused, match="writes /k twice"):
+        wire.txn_request(Txn((), operations))
+    raw = pb.TxnRequest(success=[wire._operation(operation) for operation in operations])
+    async with Client(etcd.config) as client:  # etcd agrees
+        with pytest.raises(EtcdRefused, match="duplicate key"):
+            await client.call(client_module.channel.TXN, raw, "/k", float("inf"))
+
+
+@asynchronous
+async def test_refusals_name_the_key(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        with pytest.raises(EtcdRefused, match=f"refused {prefix}: .*request is too large"):
+            await put(client, prefix, "x" * 2_000_000)
+        with pytest.raises(EtcdRefused, match=f"{etcd.endpoint} refused {prefix}: .*lease not found"):
+            await put(client, prefix, "", lease=4711)
+
+
+@asynchronous
+async def test_pages_are_of_one_revision(
+    etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PAGE", 10)
+    async with Client(etcd.config) as client:
+        for start in range(0, 200, 100):
+            puts = tuple(Put(f"{prefix}/{i:03}", "0") for i in range(start, start + 100))
+            await client.txn(Txn((), puts))
+
+        async def rewrite(value: int) -> None:
+            both = Put(f"{prefix}/000", str(value)), Put(f"{prefix}/199", str(value))
+            await client.txn(Txn((), both))
+
+        for value in range(20):
+            writer = asyncio.create_task(rewrite(value))
+            kvs = (await client.range(Get(f"{prefix}/", prefix=True))).kvs
+            await writer
+            assert len(kvs) == 200
+            assert kvs[f"{prefix}/000"].value == kvs[f"{prefix}/199"].value
+
+
+@asynchronous
+async def test_compacted_between_two_pages(
+    own_etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_etcd.start()
+    monkeypatch.setattr(client_module, "PAGE", 2)
+    compacted = 0
+
+    class Compacting(Client):
+        """Compacts after the first page, as another client's maintenance may."""
+
+        async def call(self, rpc, request, *rest):  # type: ignore[no-untyped-def]
+            nonlocal compacted
+            if rpc is client_module.channel.RANGE and not compacted:
+                compacted = await put(client, f"{prefix}/e", "new")
+                own_etcd.ctl("compact", str(compacted))
+            return await super().call(rpc, request, *rest)
+
+    async with Compacting(own_etcd.config) as client:
+        for name in "abcde":
+            await put(client, f"{prefix}/{name}", "old")
+        snapshot = await client.range(Get(f"{prefix}/", prefix=True))
+        assert snapshot.revision == compacted
+        assert [kv.value for kv in snapshot.kvs.values()] == ["old"] * 4 + ["new"]
+
+
+@asynchronous
+async def test_an_answer_larger_than_grpc_s_limit(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        for i in range(6):
+            await put(client, f"{prefix}/{i}", "x" * 1_000_000)
+        kvs = (await client.range(Get(prefix, prefix=True))).kvs
+        assert sum(len(kv.value) for kv in kvs.values()) == 6_000_000  # gRPC's default is 4 MiB
+        await client.txn(Txn((), (Delete(prefix, prefix=True),)))
+
+
+@asynchronous
+async def test_leases(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(etcd.config) as client:
+        lease = await client.grant(30)
+        assert lease.ttl == 30
+        await put(client, prefix, "", lease.id)
+        await client.revoke(lease.id)
+        assert (await client.range(Get(prefix))).kvs == {}
+        await client.revoke(lease.id)  # gone is gone
+
+
+@asynchronous
+async def test_local_address(etcd: EtcdServer) -> None:
+    async with Client(etcd.config) as client:
+        assert client.local_address() == "127.0.0.1"
