@@ -24,7 +24,7 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 JOB = "demo"
 SCRIPT = Path(__file__).parents[1] / "examples" / "digits_ddp.py"
 EPOCHS, KILL_AFTER, ADD_AFTER = 160, 30, 30
-SHOWN_EPOCHS = 10  # every tenth
+SHOWN_EPOCHS = 10  # every tenth of them
 PATIENCE = 120.0
 COLOURS = {"blue": "blue", "green": "green"}
 
@@ -106,14 +106,21 @@ class Demo:
             if line is None:
                 self._speaking -= 1
                 continue
-            epoch = re.search(r"epoch (\d+)/", line)
-            if not epoch or int(epoch[1]) % SHOWN_EPOCHS == 0:
+            if worth_showing(line):
                 console.print(f"  {line}", style=COLOURS[name], markup=False)
             yield line
 
     def stop(self) -> None:
         for node in self._nodes:
             node.stop()
+
+
+def worth_showing(line: str) -> bool:
+    """Every tenth epoch; of a traceback (torch writes [rank0]: before its lines) only the error."""
+    epoch = re.search(r"epoch (\d+)/", line)
+    if epoch:
+        return int(epoch[1]) % SHOWN_EPOCHS == 0
+    return not re.search(r"\[rank\d+\]: (Traceback| )", line)
 
 
 async def history(endpoint: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
-from .traces import history, keys
+from .traces import history, keys, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,11 +39,11 @@ def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdSer
     job.finish(n1)
 
 
-def test_surplus_node_is_a_spare(job: Job) -> None:
+def test_surplus_node_is_a_spare(job: Job, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
     n3 = job.start("n3")
-    job.said(n3, "final")
+    wait_for(etcd, job.name, lambda found: sum(k.startswith("members/") for k in found) == 3)
     job.goes_on(g)
     assert {e.generation for e in job.events()} == {g}, "a surplus node disturbs nobody"
     n2.node_kill()
@@ -84,3 +84,4 @@ def test_other_nnodes_are_refused_and_ctrl_c_twice_ends_at_once(job: Job) -> Non
     assert n1.running(), "the worker that ignores SIGTERM has its grace"
     n1.terminate(signal.SIGINT)
     job.exits(n1, 130, seconds=3)
+    job.abandoned = True
