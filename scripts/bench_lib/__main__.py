@@ -20,15 +20,13 @@ from .table import table, verdict
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    benchmarks = parser.add_subparsers(dest="benchmark")
-    recovery = benchmarks.add_parser("recovery", help="start and recovery beside torchrun c10d")
-    recovery.add_argument("--repeat", type=int, default=3)
-    recovery.add_argument("--node-kills", type=int, default=1, help="torchrun's, 46 s each")
-    recovery.add_argument("--idle", type=float, default=20, help="seconds to measure CPU over")
-    recovery.add_argument("--only", choices=("torchrun", "elastic_etcd"))
-    recovery.add_argument("--json", type=Path, help="write all samples; null: never")
-    args = parser.parse_args()
-    return args if args.benchmark else parser.parse_args(["recovery", *sys.argv[1:]])
+    parser.add_argument("benchmark", nargs="?", choices=("recovery",), default="recovery")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--node-kills", type=int, default=1, help="torchrun's, 46 s each")
+    parser.add_argument("--idle", type=float, default=20, help="seconds to measure CPU over")
+    parser.add_argument("--only", choices=("torchrun", "elastic_etcd"))
+    parser.add_argument("--json", type=Path, help="write all samples; null: never")
+    return parser.parse_args()
 
 
 def main() -> int:

@@ -34,28 +34,29 @@ class RoundsWatch:
     def close(self) -> list[float]:
         """Seconds from the last needed ack to the final round, for each generation.
 
-        The last needed ack is the last one before the round is frozen; from there on the
-        coordinator waits for nobody but group rank 0's offer of its store.
+        The last needed ack is the last one before the round is frozen, or the end of the lease
+        of a member whose ack will not come; from there on the coordinator waits for nobody but
+        group rank 0's offer of its store.
         """
         self._watch.send_signal(signal.SIGTERM)
         self._watch.wait()
         self._stamp.wait()
         self._seen.seek(0)
-        acked: dict[int, float] = {}
-        frozen: set[int] = set()
+        needed, frozen = 0.0, False
         found = []
         for line in self._seen:
             stamp, _, answer = line.partition(" ")
             for event in json.loads(answer).get("Events", []):
-                if "type" in event or "value" not in event["kv"]:
-                    continue  # a DELETE
-                path = base64.b64decode(event["kv"]["key"]).decode()[len(self._root) :].split("/")
-                value = json.loads(base64.b64decode(event["kv"]["value"]))
-                if path[1] == "acks" and int(path[2]) not in frozen:
-                    acked[int(path[2])] = float(stamp)
-                elif path[1] == "round" and value["phase"] == "frozen":
-                    frozen.add(value["generation"])
-                elif path[1] == "round" and value["phase"] == "final":
-                    found.append(float(stamp) - acked[value["generation"]])
+                kv = event["kv"]
+                kind = base64.b64decode(kv["key"]).decode()[len(self._root) :].split("/")[1]
+                phase = json.loads(base64.b64decode(kv.get("value", "e30="))).get("phase")
+                acked = kind == "acks" and "value" in kv and not frozen
+                if acked or (kind == "members" and "value" not in kv):
+                    needed = float(stamp)
+                elif kind == "round" and phase == "frozen":
+                    frozen = True
+                elif kind == "round" and phase == "final":
+                    found.append(float(stamp) - needed)
+                    frozen = False
         self._seen.close()
         return found
