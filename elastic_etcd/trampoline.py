@@ -1,8 +1,9 @@
 """Runs a command that dies with the process that asked for it, also when that one is SIGKILLed.
 
-`python -I -S trampoline.py PPID -- COMMAND ...` asks the kernel for SIGKILL at the parent's
-death and becomes COMMAND. A preexec_fn could do it too, but runs Python between fork and exec.
-Standard library only, and little of it: every worker start waits for this.
+`python -I -S trampoline.py PPID -- COMMAND ...` asks the kernel for SIGKILL at the death of
+the parent, to be exact of the thread that started it, and becomes COMMAND. A preexec_fn
+would run Python between fork and exec. Standard library only, and little of it: every worker
+start waits for this.
 """
 
 import ctypes

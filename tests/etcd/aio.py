@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Self
 
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.etcd.client import Client
@@ -43,7 +43,7 @@ class Copy:
         self.mirror = kind(client, ranges, self._event.set, reconcile)
         self.mirror.failed.add_done_callback(lambda _: self._event.set())
 
-    async def __aenter__(self) -> "Copy":
+    async def __aenter__(self) -> Self:
         await self.mirror.__aenter__()
         return self
 

@@ -83,7 +83,9 @@ class Flow:
         self.down.set()
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: asyncio.Event) -> None:
+async def pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: asyncio.Event
+) -> None:
     while data := await reader.read(65536):
         await way.wait()
         writer.write(data)
@@ -96,7 +98,7 @@ async def proxy(target: str) -> AsyncIterator[Proxy]:
     """A proxy to `target`, on a port of its own."""
     it = Proxy(target)
     server = await asyncio.start_server(it.accept, "127.0.0.1", 0, family=socket.AF_INET)
-    it.endpoint = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    it.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield it
     finally:

@@ -1,5 +1,6 @@
 """Real etcd servers for the tests: one or a cluster, that can be frozen, killed and restored."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -64,12 +65,19 @@ class EtcdServer:
         with self.launch() as ready:
             ready()
 
+    async def start_async(self) -> None:
+        """Start while the event loop runs. The process is a child of this very thread: it
+        dies with the thread that started it, not only with the process."""
+        with self.launch() as ready:
+            await asyncio.to_thread(ready)
+
     @contextlib.contextmanager
     def launch(self) -> Iterator["Ready"]:
         """Start now; calling what it gives waits until the server is ready."""
-        with tempfile.TemporaryDirectory() as folder, socket.socket(
-            socket.AF_UNIX, socket.SOCK_DGRAM
-        ) as notify:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
+        ):
             address = f"{folder}/notify"
             notify.bind(address)
             notify.settimeout(START_TIMEOUT)
@@ -193,7 +201,9 @@ class EtcdCluster:
                 else:
                     member.thaw()
         endpoints = ",".join(member.endpoint for member in self.members)
-        self.members[0].ctl(f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s")
+        self.members[0].ctl(
+            f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s"
+        )
 
     def kill(self) -> None:
         for member in self.members:

@@ -146,7 +146,7 @@ async def test_a_server_that_is_not_etcd() -> None:
         writer.close()
 
     server = await asyncio.start_server(web, "127.0.0.1", 0, family=socket.AF_INET)
-    endpoint = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, Client(EtcdConfig((endpoint,))) as client:
         with pytest.raises(EtcdUnreachable, match=endpoint):
             await client.range(Get("/"), timeout=1)
@@ -162,7 +162,7 @@ async def test_a_closed_client_connects_no_more() -> None:
         writer.transport.abort()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0, family=socket.AF_INET)
-    endpoint = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         kept = []
         for _ in range(3):
@@ -211,5 +211,5 @@ async def test_a_request_without_a_deadline_waits_for_etcd(
         waiting = asyncio.create_task(client.txn(Txn((), (Put(prefix, ""),))))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 1)
-        await asyncio.to_thread(own_etcd.start)
+        await own_etcd.start_async()
         assert (await asyncio.wait_for(waiting, 10)).succeeded

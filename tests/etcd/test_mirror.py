@@ -85,30 +85,33 @@ async def test_an_event_comes_within_milliseconds(etcd: EtcdServer, prefix: str)
 @asynchronous
 async def test_resumed_without_loss_or_repetition(etcd: EtcdServer, prefix: str) -> None:
     """Sixteen cut connections under continuous writing: each event once, in order."""
-    async with proxy(etcd.endpoint) as way:
-        async with Client(EtcdConfig((way.endpoint,))) as client, Client(etcd.config) as writer:
-            async with Copy(client, Get(prefix), kind=Recording) as copy:
-                await copy.until(lambda _: True)
-                done = asyncio.Event()
-                written = []
+    async with (
+        proxy(etcd.endpoint) as way,
+        Client(EtcdConfig((way.endpoint,))) as client,
+        Client(etcd.config) as writer,
+    ):
+        async with Copy(client, Get(prefix), kind=Recording) as copy:
+            await copy.until(lambda _: True)
+            done = asyncio.Event()
+            written: list[tuple[int, str]] = []
 
-                async def write() -> None:
-                    while not done.is_set():
-                        value = str(len(written))
-                        written.append((await put(writer, prefix, value), value))
+            async def write() -> None:
+                while not done.is_set():
+                    value = str(len(written))
+                    written.append((await put(writer, prefix, value), value))
 
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(write())
-                    for _ in range(16):
-                        seen = len(written)
-                        way.cut()
-                        await copy.until(lambda v, n=seen: int(v.get(prefix, -1)) > n + 5)  # type: ignore[misc]
-                    done.set()
-                last = written[-1][1]
-                await copy.until(lambda values: values[prefix] == last)
-                assert recording(copy).events == written
-                assert recording(copy).lists == 1
-                assert way.accepted >= 17
+            async with asyncio.TaskGroup() as group:
+                group.create_task(write())
+                for _ in range(16):
+                    seen = len(written)
+                    way.cut()
+                    await copy.until(lambda v, n=seen: int(v.get(prefix, -1)) > n + 5)  # type: ignore[misc]
+                done.set()
+            last = written[-1][1]
+            await copy.until(lambda values: values[prefix] == last)
+            assert recording(copy).events == written
+            assert recording(copy).lists == 1
+            assert way.accepted >= 17
 
 
 @asynchronous
@@ -230,10 +233,11 @@ async def test_etcd_killed_and_restarted_with_its_data(own_etcd: EtcdServer, pre
     own_etcd.start()
     async with Client(own_etcd.config) as client:
         async with Copy(client, Get(prefix), kind=Recording) as copy:
+            await copy.until(lambda _: True)
             await put(client, prefix, "before")
             await copy.until(lambda values: prefix in values)
             own_etcd.kill()
-            await asyncio.to_thread(own_etcd.start)
+            await own_etcd.start_async()
             await put(client, prefix, "after")
             await copy.until(lambda values: values[prefix] == "after")
             assert [value for _, value in recording(copy).events] == ["before", "after"]
@@ -252,35 +256,36 @@ async def test_restored_backup(own_etcd: EtcdServer, prefix: str, sign: str) -> 
         own_etcd.kill()
         own_etcd.start()
     backup = own_etcd.directory / "backup"
-    async with Client(own_etcd.config) as client, Client(own_etcd.config) as writer:
+    async with Client(own_etcd.config) as writer:
         await put(writer, f"{prefix}/kept")
         await asyncio.to_thread(own_etcd.ctl, "snapshot", "save", str(backup))
         for i in range(5):
             await put(writer, f"{prefix}/lost", str(i))
-        async with proxy(own_etcd.endpoint) as way:
-            async with (
-                Client(EtcdConfig((way.endpoint,))) as client,
-                Copy(
-                    client,
-                    Get(f"{prefix}/", prefix=True),
-                    reconcile=0.5 if sign == "none" else 1000,
-                    kind=Recording,
-                ) as copy,
-            ):
-                await copy.until(lambda values: values.get(f"{prefix}/lost") == "4")
-                way.cut(refuse=True)
-                await asyncio.to_thread(restore, own_etcd, str(backup))
-                if sign != "revision":
-                    for i in range(10):
-                        await put(writer, f"{prefix}/other", str(i))
-                way.thaw()
-                await copy.until(
-                    lambda values: f"{prefix}/lost" not in values and f"{prefix}/kept" in values
-                )
-                assert recording(copy).repairs == (sign == "none")
-                assert recording(copy).lists == 2
-                await put(writer, f"{prefix}/next")
-                await copy.until(lambda values: f"{prefix}/next" in values)
+        async with (
+            proxy(own_etcd.endpoint) as way,
+            Client(EtcdConfig((way.endpoint,))) as client,
+            Copy(
+                client,
+                Get(f"{prefix}/", prefix=True),
+                reconcile=0.5 if sign == "none" else 1000,
+                kind=Recording,
+            ) as copy,
+        ):
+            await copy.until(lambda values: values.get(f"{prefix}/lost") == "4")
+            way.cut(refuse=True)
+            restore(own_etcd, str(backup))
+            await own_etcd.start_async()
+            if sign != "revision":
+                for i in range(10):
+                    await put(writer, f"{prefix}/other", str(i))
+            way.thaw()
+            await copy.until(
+                lambda values: f"{prefix}/lost" not in values and f"{prefix}/kept" in values
+            )
+            assert recording(copy).repairs == (sign == "none")
+            assert recording(copy).lists == 2
+            await put(writer, f"{prefix}/next")
+            await copy.until(lambda values: f"{prefix}/next" in values)
 
 
 def restore(server: EtcdServer, backup: str) -> None:
@@ -296,7 +301,6 @@ def restore(server: EtcdServer, backup: str) -> None:
         check=True,
         capture_output=True,
     )
-    server.start()
 
 
 @asynchronous
@@ -314,7 +318,7 @@ async def test_another_cluster_at_the_same_address(own_etcd: EtcdServer, prefix:
             own_etcd.kill()
             own_etcd.wipe()
             own_etcd.token = "another"
-            await asyncio.to_thread(own_etcd.start)
+            await own_etcd.start_async()
             for i in range(5):
                 await put(writer, f"{prefix}/second", str(i))
             way.thaw()

@@ -148,9 +148,7 @@ async def test_cut_off_for_longer_than_the_ttl(etcd: EtcdServer) -> None:
 
 
 @asynchronous
-async def test_all_of_etcd_down_for_longer_than_the_ttl(
-    own_etcd: EtcdServer, prefix: str
-) -> None:
+async def test_all_of_etcd_down_for_longer_than_the_ttl(own_etcd: EtcdServer, prefix: str) -> None:
     """Leases survive in the data and start anew: nobody has to leave."""
     own_etcd.start()
     async with Client(own_etcd.config) as client, Copy(client, Get(prefix)) as copy:
@@ -161,7 +159,7 @@ async def test_all_of_etcd_down_for_longer_than_the_ttl(
             own_etcd.kill()
             await asyncio.wait_for(silence.begun.wait(), 2)
             await elapse(2.5)
-            await asyncio.to_thread(own_etcd.start)
+            await own_etcd.start_async()
             await asyncio.wait_for(silence.over.wait(), 3)
             assert not session.lost.done()
             assert session.silent_since is None
@@ -179,7 +177,7 @@ async def test_etcd_that_comes_back_empty(own_etcd: EtcdServer, prefix: str) -> 
             await copy.until(lambda values: prefix in values)
             own_etcd.kill()
             own_etcd.wipe()
-            await asyncio.to_thread(own_etcd.start)
+            await own_etcd.start_async()
             await asyncio.wait_for(session.lost, 10)
             await copy.until(lambda values: not values)
 
@@ -196,9 +194,7 @@ async def test_leader_change_that_re_arms_leases(cluster: EtcdCluster, prefix: s
         died = time.monotonic()
         await elapse(ttl / 2)
         leader = next(
-            member
-            for member in cluster.members
-            if member.metric("etcd_server_is_leader") == 1
+            member for member in cluster.members if member.metric("etcd_server_is_leader") == 1
         )
         leader.kill()
         await copy.until(lambda values: prefix not in values, timeout=2 * ttl + 2.5)

@@ -1,13 +1,14 @@
 """Txn and Range against a real etcd: what is sent is what is meant."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.errors import EtcdRefused
 from elastic_etcd.etcd import client as client_module
-from elastic_etcd.etcd import wire
+from elastic_etcd.etcd import channel, wire
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from tests.etcd.aio import asynchronous, put
@@ -94,8 +95,12 @@ async def test_128_operations_and_no_more(etcd: EtcdServer, prefix: str) -> None
 
 @pytest.mark.parametrize(
     "operations",
-    [(Put("/k", "1"), Put("/k", "2")), (Put("/k", "1"), Delete("/k")), (Delete("/", True), Put("/k", ""))],
-)  # fmt: skip
+    [
+        (Put("/k", "1"), Put("/k", "2")),
+        (Put("/k", "1"), Delete("/k")),
+        (Delete("/", prefix=True), Put("/k", "")),
+    ],
+)
 @asynchronous
 async def test_no_key_twice(etcd: EtcdServer, operations: tuple[Put | Delete, ...]) -> None:
     with pytest.raises(EtcdRefused, match="writes /k twice"):
@@ -103,7 +108,7 @@ async def test_no_key_twice(etcd: EtcdServer, operations: tuple[Put | Delete, ..
     raw = pb.TxnRequest(success=[wire._operation(operation) for operation in operations])
     async with Client(etcd.config) as client:  # etcd agrees
         with pytest.raises(EtcdRefused, match="duplicate key"):
-            await client.call(client_module.channel.TXN, raw, "/k", float("inf"))
+            await client.call(channel.TXN, raw, "/k", float("inf"))
 
 
 @asynchronous
@@ -111,7 +116,9 @@ async def test_refusals_name_the_key(etcd: EtcdServer, prefix: str) -> None:
     async with Client(etcd.config) as client:
         with pytest.raises(EtcdRefused, match=f"refused {prefix}: .*request is too large"):
             await put(client, prefix, "x" * 2_000_000)
-        with pytest.raises(EtcdRefused, match=f"{etcd.endpoint} refused {prefix}: .*lease not found"):
+        with pytest.raises(
+            EtcdRefused, match=f"{etcd.endpoint} refused {prefix}: .*lease not found"
+        ):
             await put(client, prefix, "", lease=4711)
 
 
@@ -148,12 +155,12 @@ async def test_compacted_between_two_pages(
     class Compacting(Client):
         """Compacts after the first page, as another client's maintenance may."""
 
-        async def call(self, rpc, request, *rest):  # type: ignore[no-untyped-def]
+        async def call(self, rpc: Any, request: Any, what: str, deadline: float) -> Any:
             nonlocal compacted
-            if rpc is client_module.channel.RANGE and not compacted:
+            if rpc is channel.RANGE and not compacted:
                 compacted = await put(client, f"{prefix}/e", "new")
                 own_etcd.ctl("compact", str(compacted))
-            return await super().call(rpc, request, *rest)
+            return await super().call(rpc, request, what, deadline)
 
     async with Compacting(own_etcd.config) as client:
         for name in "abcde":

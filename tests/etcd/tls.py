@@ -1,6 +1,6 @@
 """An authority and certificates for the tests."""
 
-import datetime
+import datetime as dt
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,8 @@ class Authority:
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
     ) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
-        day = datetime.timedelta(days=1)
+        now = dt.datetime.now(dt.UTC)
+        day = dt.timedelta(days=1)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)

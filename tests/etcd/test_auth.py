@@ -1,0 +1,203 @@
+"""Rule 5: users, passwords, tokens that expire, and permissions that end."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.core.txn import Get, Put, Txn
+from elastic_etcd.errors import EtcdDenied
+from elastic_etcd.etcd.auth import Login, Token
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.session import Session
+from tests.etcd.aio import Copy, asynchronous, elapse, put
+from tests.etcd.proxy import proxy
+from tests.etcd.server import FAST, EtcdServer
+
+LOGINS = 'grpc_server_handled_total{grpc_code="OK",grpc_method="Authenticate"'
+ROOT = {"ETCDCTL_USER": "root:secret"}
+
+
+@pytest.fixture(scope="module")
+def _guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    arguments = (*FAST, "--auth-token-ttl=1", "--bcrypt-cost=4")
+    server = EtcdServer(tmp_path_factory.mktemp("guarded"), arguments=arguments)
+    server.start()
+    for command in (
+        "user add root:secret",
+        "user grant-role root root",
+        "user add me:mine",
+        "role add training",
+        "role grant-permission training --prefix=true readwrite /mine/",
+        "user grant-role me training",
+        "auth enable",
+    ):
+        server.ctl(*command.split())
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def guarded(_guarded: EtcdServer) -> Iterator[EtcdServer]:
+    """An etcd with users; `me` may use /mine/, and tokens live for a second after their use."""
+    yield _guarded
+    _guarded.heal()
+    _guarded.ctl("user", "grant-role", "me", "training", env=ROOT)
+
+
+def me(server: EtcdServer) -> EtcdConfig:
+    return replace(server.config, user="me", password="mine")
+
+
+@asynchronous
+async def test_user_and_password(guarded: EtcdServer) -> None:
+    async with Client(me(guarded)) as client:
+        await put(client, "/mine/a", "1")
+        assert guarded.ctl("get", "/mine/a", "--print-value-only", env=ROOT) == "1\n"
+
+
+@asynchronous
+async def test_wrong_password(guarded: EtcdServer) -> None:
+    async with Client(replace(me(guarded), password="wrong")) as client:
+        with pytest.raises(EtcdDenied) as error:
+            await client.range(Get("/mine/"), timeout=10)
+    message = str(error.value)
+    assert f"etcd at {guarded.endpoint} refuses the password of user 'me'" in message
+    assert "ELASTIC_ETCD_PASSWORD" in message
+    assert "wrong" not in message
+    assert message.count("\n") <= 2
+
+
+@asynchronous
+async def test_no_user_where_one_is_asked_for(guarded: EtcdServer) -> None:
+    async with Client(guarded.config) as client:
+        with pytest.raises(
+            EtcdDenied, match=f"{guarded.endpoint} asks for a user.*/mine/(.|\n)*--user"
+        ):
+            await client.range(Get("/mine/"), timeout=10)
+
+
+@asynchronous
+async def test_a_user_where_none_is_asked_for(etcd: EtcdServer, prefix: str) -> None:
+    async with Client(replace(etcd.config, user="me", password="x")) as client:
+        await put(client, prefix)
+
+
+@asynchronous
+async def test_a_prefix_without_permission(guarded: EtcdServer) -> None:
+    async with Client(me(guarded)) as client:
+        for _ in range(2):
+            with pytest.raises(EtcdDenied) as error:
+                await put(client, "/yours/a")
+            message = str(error.value)
+            assert f"etcd at {guarded.endpoint} denies user 'me' access to /yours/a" in message
+            assert "grant-permission" in message
+            assert message.count("\n") <= 2
+        await put(client, "/mine/a")  # the denial did no harm
+        async with Copy(client, Get("/yours/", prefix=True)) as copy:
+            with pytest.raises(EtcdDenied, match="/yours/"):
+                await copy.until(lambda _: True)
+
+
+@asynchronous
+async def test_authentication_token_expiry(guarded: EtcdServer) -> None:
+    async with Client(me(guarded)) as client:
+        await put(client, "/mine/a")
+        before = guarded.metric(LOGINS)
+        await elapse(2.5)
+        await put(client, "/mine/a")
+        assert guarded.metric(LOGINS) == before + 1
+
+
+@asynchronous
+async def test_a_watch_after_token_expiry(guarded: EtcdServer) -> None:
+    """The etcd3 package hangs here (python-etcd3#1227); etcd 3.5 says `permission denied`."""
+    async with proxy(guarded.endpoint) as way:
+        config = replace(me(guarded), endpoints=(way.endpoint,))
+        async with (
+            Client(config) as client,
+            Client(me(guarded)) as writer,
+            Copy(client, Get("/mine/", prefix=True)) as copy,
+        ):
+            await copy.until(lambda _: True)
+            await elapse(2.5)
+            way.cut()
+            await put(writer, "/mine/a", "after")
+            await copy.until(lambda values: values.get("/mine/a") == "after", timeout=5)
+
+
+@asynchronous
+async def test_everybody_logs_in_once(guarded: EtcdServer) -> None:
+    """A restart forgets the tokens: one login for all the requests under way."""
+    async with Client(me(guarded)) as client:
+        await put(client, "/mine/a")
+        guarded.kill()
+        await guarded.start_async()
+        await client.range(Get("/mine/"), timeout=10)
+        before = guarded.metric(LOGINS)
+        await elapse(2.5)
+        puts = (client.txn(Txn((), (Put(f"/mine/{i}", ""),)), timeout=10) for i in range(20))
+        assert all(result.succeeded for result in await asyncio.gather(*puts))
+        assert guarded.metric(LOGINS) == before + 1
+
+
+@asynchronous
+async def test_single_flight() -> None:
+    calls = 0
+
+    async def authenticate(request: pb.AuthenticateRequest) -> str:
+        nonlocal calls
+        assert (request.name, request.password) == ("me", "mine")
+        calls += 1
+        await asyncio.wait({asyncio.get_running_loop().create_future()}, timeout=0.05)
+        return f"token {calls}"
+
+    login = Login(EtcdConfig(("a:1",), user="me", password="mine"))
+    tokens = await asyncio.gather(*(login.token(authenticate) for _ in range(10)))
+    assert {token.value for token in tokens} == {"token 1"}
+    for _ in range(3):
+        login.forget(tokens[0])  # only the first has anything to forget
+        assert (await login.token(authenticate)).value == "token 2"
+    assert isinstance(tokens[0], Token)
+    assert "mine" not in repr(login.__dict__["_token"])
+
+
+@asynchronous
+async def test_session_and_mirror_through_a_restart(guarded: EtcdServer) -> None:
+    async with (
+        Client(me(guarded)) as client,
+        Session(client, 3) as session,
+        Copy(client, Get("/mine/", prefix=True)) as copy,
+    ):
+        await copy.until(lambda _: True)
+        guarded.kill()
+        await guarded.start_async()
+        await put(client, "/mine/restart", "after", session.lease)
+        await copy.until(lambda values: values.get("/mine/restart") == "after")
+        assert not session.lost.done()
+
+
+@asynchronous
+async def test_a_permission_that_ends(guarded: EtcdServer) -> None:
+    """The mirror says so, after a fresh login, instead of trying for ever."""
+    async with proxy(guarded.endpoint) as way:
+        config = replace(me(guarded), endpoints=(way.endpoint,))
+        async with (
+            Client(config) as client,
+            Copy(client, Get("/mine/", prefix=True)) as copy,
+        ):
+            await copy.until(lambda _: True)
+            guarded.ctl("user", "revoke-role", "me", "training", env=ROOT)
+            way.cut()
+            with pytest.raises(EtcdDenied, match="denies user 'me' access to /mine/"):
+                await asyncio.wait_for(asyncio.shield(copy.mirror.failed), 10)
+
+
+def test_the_password_is_in_no_repr(tmp_path: Path) -> None:
+    config = me(EtcdServer(tmp_path))
+    assert "mine" not in repr(config)
+    assert "mine" not in str(config)

@@ -1,0 +1,164 @@
+"""TLS in both directions, and what a user is told when trust is missing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from elastic_etcd.core.txn import Get
+from elastic_etcd.errors import EtcdDenied, EtcdUnreachable, UsageError
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.session import Session
+from tests.etcd.aio import Copy, asynchronous, put
+from tests.etcd.server import FAST, EtcdServer
+from tests.etcd.tls import Authority, Files
+
+
+@dataclass
+class World:
+    """A server that shows a certificate, one that asks for one too, and one at a wrong name."""
+
+    authority: Authority
+    stranger: Authority
+    client: Files
+    tls: EtcdServer
+    mutual: EtcdServer
+    misnamed: EtcdServer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority, stranger = Authority(folder, "authority"), Authority(folder, "stranger")
+    server, misnamed = authority.issue("server"), authority.issue("misnamed", "10.1.2.3")
+
+    def arguments(files: Files) -> tuple[str, ...]:
+        return (*FAST, f"--cert-file={files.cert}", f"--key-file={files.key}")
+
+    asks = ("--client-cert-auth", f"--trusted-ca-file={authority.cacert}")
+    it = World(
+        authority,
+        stranger,
+        authority.issue("client"),
+        EtcdServer(folder, "tls", arguments(server), "https"),
+        EtcdServer(folder, "mutual", (*arguments(server), *asks), "https"),
+        EtcdServer(folder, "misnamed", arguments(misnamed), "https"),
+    )
+    servers = it.tls, it.mutual, it.misnamed
+    for each in servers:
+        each.start()
+    yield it
+    for each in servers:
+        each.kill()
+
+
+async def refusal(config: EtcdConfig, timeout: float = 5) -> str:
+    """The message of EtcdDenied."""
+    async with Client(config) as client:
+        with pytest.raises(EtcdDenied) as error:
+            await client.range(Get("/"), timeout=timeout)
+    message = str(error.value)
+    assert config.endpoints[0] in message
+    assert message.count("\n") <= 2
+    return message
+
+
+@asynchronous
+async def test_tls(world: World, prefix: str) -> None:
+    config = EtcdConfig((world.tls.endpoint,), True, world.authority.cacert)
+    async with Client(config) as client, Session(client, 2) as session:
+        async with Copy(client, Get(prefix)) as copy:
+            await put(client, prefix, "", session.lease)
+            await copy.until(lambda values: prefix in values)
+
+
+@asynchronous
+async def test_tls_at_several_endpoints(world: World, prefix: str) -> None:
+    """One channel with many addresses fails the check of the host name."""
+    port = world.tls.endpoint.rpartition(":")[2]
+    endpoints = world.tls.endpoint, f"localhost:{port}"
+    for at in range(2):
+        async with Client(EtcdConfig(endpoints, True, world.authority.cacert)) as client:
+            client._at = at
+            await put(client, prefix)
+            assert client.endpoint == endpoints[at]
+
+
+@asynchronous
+async def test_mutual_tls(world: World, prefix: str) -> None:
+    files = world.authority.cacert, world.client.cert, world.client.key
+    async with Client(EtcdConfig((world.mutual.endpoint,), True, *files)) as client:
+        await put(client, prefix)
+
+
+@asynchronous
+async def test_the_server_is_not_trusted(world: World) -> None:
+    message = await refusal(EtcdConfig((world.tls.endpoint,), True, world.stranger.cacert))
+    assert "CERTIFICATE_VERIFY_FAILED" in message
+    assert "--cacert" in message
+
+
+@asynchronous
+async def test_the_system_s_authorities_do_not_know_the_server(world: World) -> None:
+    assert "--cacert" in await refusal(EtcdConfig((world.tls.endpoint,), True))
+
+
+@asynchronous
+async def test_the_client_is_not_trusted(world: World) -> None:
+    bad = world.stranger.issue("bad")
+    files = world.authority.cacert, bad.cert, bad.key
+    message = await refusal(EtcdConfig((world.mutual.endpoint,), True, *files))
+    assert "check --cert and --key" in message
+
+
+@asynchronous
+async def test_the_client_shows_no_certificate(world: World) -> None:
+    message = await refusal(EtcdConfig((world.mutual.endpoint,), True, world.authority.cacert))
+    assert "check --cert and --key" in message
+
+
+@asynchronous
+async def test_the_certificate_is_for_another_host(world: World) -> None:
+    message = await refusal(EtcdConfig((world.misnamed.endpoint,), True, world.authority.cacert))
+    assert "another host" in message
+
+
+@asynchronous
+async def test_a_trusted_endpoint_is_found_behind_an_untrusted_one(
+    world: World, prefix: str
+) -> None:
+    endpoints = world.misnamed.endpoint, world.tls.endpoint
+    async with Client(EtcdConfig(endpoints, True, world.authority.cacert)) as client:
+        client._at = 0
+        await put(client, prefix)
+        assert client.endpoint == world.tls.endpoint
+
+
+@asynchronous
+async def test_tls_to_a_server_without(etcd: EtcdServer, world: World) -> None:
+    async with Client(EtcdConfig((etcd.endpoint,), True, world.authority.cacert)) as client:
+        with pytest.raises(EtcdUnreachable, match=r"try http://"):
+            await client.range(Get("/"), timeout=1)
+
+
+@asynchronous
+async def test_no_tls_to_a_server_with(world: World) -> None:
+    async with Client(EtcdConfig((world.tls.endpoint,))) as client:
+        with pytest.raises(EtcdUnreachable, match=r"write https://"):
+            await client.range(Get("/"), timeout=1)
+
+
+def test_files_that_are_none(world: World, etcd: EtcdServer) -> None:
+    with pytest.raises(UsageError, match="--cacert /nowhere: No such file"):
+        Client(EtcdConfig(("a:1",), True, "/nowhere"))
+    with pytest.raises(UsageError, match="not a PEM file"):
+        Client(EtcdConfig(("a:1",), True, str(etcd.log)))
+
+
+@asynchronous
+async def test_grpc_keeps_its_log_to_itself(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await refusal(EtcdConfig((world.tls.endpoint,), True, world.stranger.cacert))
+    assert capfd.readouterr().err == ""
