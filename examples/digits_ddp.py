@@ -9,6 +9,7 @@ all nodes must see the same checkpoint directory.
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -78,20 +79,17 @@ def accuracy(model: nn.Module, test: TensorDataset, device: torch.device) -> flo
         return float((model(x.to(device)).argmax(dim=1).cpu() == y).float().mean())
 
 
-def main() -> None:
-    args = parse_args()
-    device = join_world()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
-    train, test = digits()
+    train_set, test_set = digits()
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     checkpoint = args.checkpoint_dir / "digits.pt" if args.checkpoint_dir else None
     first = load(checkpoint, model, optimizer) if checkpoint and checkpoint.exists() else 0
 
     ddp = DistributedDataParallel(model)
-    sampler: DistributedSampler[TensorDataset] = DistributedSampler(train, seed=0)
-    loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
+    sampler: DistributedSampler[TensorDataset] = DistributedSampler(train_set, seed=0)
+    loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -99,12 +97,20 @@ def main() -> None:
             loss = cross_entropy(ddp(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
-        if rank == 0:
-            print(f"epoch {epoch + 1}/{args.epochs}  world {world_size}  loss {loss:.4f}")
+        if dist.get_rank() == 0:
+            world = dist.get_world_size()
+            print(f"epoch {epoch + 1}/{args.epochs}  world {world}  loss {loss:.4f}", flush=True)
             if checkpoint:
                 save(checkpoint, model, optimizer, epoch + 1)
-    if rank == 0:
-        print(f"accuracy {accuracy(model, test, device):.3f} on {len(test)} test images")
+    if dist.get_rank() == 0:
+        print(f"accuracy {accuracy(model, test_set, device):.3f} on {len(test_set)} test images")
+
+
+def main() -> None:
+    args = parse_args()
+    device = join_world()
+    train(args, device)
+    gc.collect()  # DDP is in reference cycles; a gloo group that they keep aborts at exit
     dist.destroy_process_group()
 
 
