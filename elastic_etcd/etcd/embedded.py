@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.util
-import logging
+import json
 import os
 import shutil
 import socket
@@ -14,12 +14,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from elastic_etcd import trampoline
-from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import EtcdUnreachable, UsageError
-from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
-
-log = logging.getLogger(__name__)
 
 START_TIMEOUT = 15.0
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
@@ -48,6 +43,8 @@ class EmbeddedEtcd:
             for _ in range(PORT_TRIES):
                 if await self._start(program):
                     return self
+        except EtcdUnreachable:
+            raise  # it names the log, which stays
         except BaseException:
             await self._stop()
             raise
@@ -68,20 +65,24 @@ class EmbeddedEtcd:
         self.endpoint = f"127.0.0.1:{client}"
         peer_url = f"http://127.0.0.1:{peer}"
         log_file = self._directory / "etcd.log"
-        with log_file.open("ab") as output:
+        with log_file.open("ab") as output, notification_socket() as notify:
             start = output.tell()
-            self._process = self._spawn(program, peer_url, output)
-        if await self._answers():
-            return True
+            self._process = self._spawn(program, peer_url, output, notify)
+            if await ready(self._process, notify):
+                return True
         await self._stop_process()
         said = log_file.read_text(errors="replace")[start:]
         if "address already in use" in said:
             return False
         raise EtcdUnreachable(
-            f"the embedded etcd did not start: {last_line(said)}\nIts log was {log_file}."
+            f"the embedded etcd did not start: {complaint(said)}\nSee its log, {log_file}."
         )
 
-    def _spawn(self, program: str, peer_url: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, program: str, peer_url: str, output: IO[bytes], notify: socket.socket
+    ) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
+        environment["NOTIFY_SOCKET"] = "@" + notify.getsockname()[1:].decode()
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
@@ -101,23 +102,8 @@ class EmbeddedEtcd:
             stderr=output,
             # Not our process group: a Ctrl-C lets the workers end in good order first.
             process_group=0,
-            env={name: value for name, value in os.environ.items() if name[:5] != "ETCD_"},
+            env=environment,
         )
-
-    async def _answers(self) -> bool:
-        """Whether the server answers before it exits, in time."""
-        assert self._process is not None
-        async with Client(EtcdConfig((self.endpoint,))) as client:
-            first = asyncio.create_task(client.range(Get("/"), timeout=START_TIMEOUT))
-            exited = asyncio.create_task(process_exit(self._process))
-            tasks = {first, exited}
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                return first.done() and first.exception() is None
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
 
     async def _stop_process(self) -> None:
         process, self._process = self._process, None
@@ -137,8 +123,35 @@ class EmbeddedEtcd:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
+def notification_socket() -> socket.socket:
+    """Where etcd tells that it serves, as it tells systemd (sd_notify).
+
+    A request to the port would also be answered by another etcd that was faster to take it.
+    """
+    notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    notify.bind("")  # an abstract name, chosen by the kernel
+    return notify
+
+
+async def ready(process: subprocess.Popen[bytes], notify: socket.socket) -> bool:
+    """Whether etcd serves before it exits, in time."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.create_task(loop.sock_recv(notify, 4096))  # READY=1, its only message
+    exited = asyncio.create_task(process_exit(process))
+    tasks = {told, exited}
+    try:
+        await asyncio.wait(tasks, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+        return told.done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def process_exit(process: subprocess.Popen[bytes]) -> int:
     """The exit status, awaited without a thread and without polling."""
+    if (status := process.poll()) is not None:
+        return status
     descriptor = os.pidfd_open(process.pid)
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -176,7 +189,13 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def last_line(text: str) -> str:
-    """The last line that says something."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+def complaint(log_text: str) -> str:
+    """What etcd's log says last, in short."""
+    lines = [line.strip() for line in log_text.splitlines() if line.strip()]
+    try:
+        entry = json.loads(lines[-1])
+        return ": ".join(str(entry[name]) for name in ("msg", "error") if name in entry)
+    except IndexError:
+        return "it said nothing"
+    except ValueError:
+        return lines[-1]

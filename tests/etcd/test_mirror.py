@@ -89,29 +89,29 @@ async def test_resumed_without_loss_or_repetition(etcd: EtcdServer, prefix: str)
         proxy(etcd.endpoint) as way,
         Client(EtcdConfig((way.endpoint,))) as client,
         Client(etcd.config) as writer,
+        Copy(client, Get(prefix), kind=Recording) as copy,
     ):
-        async with Copy(client, Get(prefix), kind=Recording) as copy:
-            await copy.until(lambda _: True)
-            done = asyncio.Event()
-            written: list[tuple[int, str]] = []
+        await copy.until(lambda _: True)
+        done = asyncio.Event()
+        written: list[tuple[int, str]] = []
 
-            async def write() -> None:
-                while not done.is_set():
-                    value = str(len(written))
-                    written.append((await put(writer, prefix, value), value))
+        async def write() -> None:
+            while not done.is_set():
+                value = str(len(written))
+                written.append((await put(writer, prefix, value), value))
 
-            async with asyncio.TaskGroup() as group:
-                group.create_task(write())
-                for _ in range(16):
-                    seen = len(written)
-                    way.cut()
-                    await copy.until(lambda v, n=seen: int(v.get(prefix, -1)) > n + 5)  # type: ignore[misc]
-                done.set()
-            last = written[-1][1]
-            await copy.until(lambda values: values[prefix] == last)
-            assert recording(copy).events == written
-            assert recording(copy).lists == 1
-            assert way.accepted >= 17
+        async with asyncio.TaskGroup() as group:
+            group.create_task(write())
+            for _ in range(16):
+                seen = len(written)
+                way.cut()
+                await copy.until(lambda v, n=seen: int(v.get(prefix, -1)) > n + 5)  # type: ignore[misc]
+            done.set()
+        last = written[-1][1]
+        await copy.until(lambda values: values[prefix] == last)
+        assert recording(copy).events == written
+        assert recording(copy).lists == 1
+        assert way.accepted >= 17
 
 
 @asynchronous
@@ -119,14 +119,18 @@ async def test_member_frozen_under_a_watch(cluster: EtcdCluster, prefix: str) ->
     """etcd#8980"""
     frozen = cluster.members[0]
     others = EtcdConfig(tuple(member.endpoint for member in cluster.members[1:]))
-    async with await attached(cluster.config, frozen.endpoint) as client, Client(others) as writer:
-        async with Session(client, 4) as session, Copy(client, Get(prefix)) as copy:
-            await copy.until(lambda _: True)
-            frozen.freeze()
-            await put(writer, prefix, "after")
-            await copy.until(lambda values: prefix in values, timeout=8)
-            assert client.endpoint != frozen.endpoint
-            assert not session.lost.done()
+    async with (
+        await attached(cluster.config, frozen.endpoint) as client,
+        Client(others) as writer,
+        Session(client, 4) as session,
+        Copy(client, Get(prefix)) as copy,
+    ):
+        await copy.until(lambda _: True)
+        frozen.freeze()
+        await put(writer, prefix, "after")
+        await copy.until(lambda values: prefix in values, timeout=8)
+        assert client.endpoint != frozen.endpoint
+        assert not session.lost.done()
 
 
 @asynchronous
@@ -135,18 +139,20 @@ async def test_a_watch_without_quorum_fails_instead_of_being_silent(
 ) -> None:
     """Without `hasleader` nothing would tell, and the client would stay where it is."""
     survivor, *rest = cluster.members
-    async with await attached(cluster.config, survivor.endpoint) as client:
-        async with Copy(client, Get(prefix)) as copy:
-            await copy.until(lambda _: True)
-            for member in rest:
-                member.freeze()
-            async with asyncio.timeout(10):
-                while client.endpoint == survivor.endpoint:
-                    await asyncio.wait({copy.mirror.failed}, timeout=0.05)
-            for member in rest:
-                member.thaw()
-            await put(client, prefix, "after")
-            await copy.until(lambda values: prefix in values, timeout=15)
+    async with (
+        await attached(cluster.config, survivor.endpoint) as client,
+        Copy(client, Get(prefix)) as copy,
+    ):
+        await copy.until(lambda _: True)
+        for member in rest:
+            member.freeze()
+        async with asyncio.timeout(10):
+            while client.endpoint == survivor.endpoint:
+                await asyncio.wait({copy.mirror.failed}, timeout=0.05)
+        for member in rest:
+            member.thaw()
+        await put(client, prefix, "after")
+        await copy.until(lambda values: prefix in values, timeout=15)
 
 
 @asynchronous
@@ -207,11 +213,13 @@ async def test_a_reconcile_never_goes_back(etcd: EtcdServer, prefix: str) -> Non
             if prefix in snapshot.kvs:
                 seen.append(int(snapshot.kvs[prefix].value))
 
-    async with Client(etcd.config) as client:
-        async with Copy(client, Get(prefix), reconcile=0.001, kind=Watched) as copy:
-            for i in range(500):
-                await put(client, prefix, str(i))
-            await copy.until(lambda values: values.get(prefix) == "499")
+    async with (
+        Client(etcd.config) as client,
+        Copy(client, Get(prefix), reconcile=0.001, kind=Watched) as copy,
+    ):
+        for i in range(500):
+            await put(client, prefix, str(i))
+        await copy.until(lambda values: values.get(prefix) == "499")
     assert seen == sorted(seen)
 
 
@@ -231,17 +239,19 @@ async def test_a_progress_answer_proves_nothing(etcd: EtcdServer, prefix: str) -
 @asynchronous
 async def test_etcd_killed_and_restarted_with_its_data(own_etcd: EtcdServer, prefix: str) -> None:
     own_etcd.start()
-    async with Client(own_etcd.config) as client:
-        async with Copy(client, Get(prefix), kind=Recording) as copy:
-            await copy.until(lambda _: True)
-            await put(client, prefix, "before")
-            await copy.until(lambda values: prefix in values)
-            own_etcd.kill()
-            await own_etcd.start_async()
-            await put(client, prefix, "after")
-            await copy.until(lambda values: values[prefix] == "after")
-            assert [value for _, value in recording(copy).events] == ["before", "after"]
-            assert recording(copy).lists == 1
+    async with (
+        Client(own_etcd.config) as client,
+        Copy(client, Get(prefix), kind=Recording) as copy,
+    ):
+        await copy.until(lambda _: True)
+        await put(client, prefix, "before")
+        await copy.until(lambda values: prefix in values)
+        own_etcd.kill()
+        await own_etcd.start_async()
+        await put(client, prefix, "after")
+        await copy.until(lambda values: values[prefix] == "after")
+        assert [value for _, value in recording(copy).events] == ["before", "after"]
+        assert recording(copy).lists == 1
 
 
 @pytest.mark.parametrize("sign", ["revision", "term", "none"])
@@ -337,12 +347,14 @@ async def test_many_keys_in_one_txn_are_one_change(etcd: EtcdServer, prefix: str
             assert isinstance(snapshot, Snapshot)
             sizes.add(len(snapshot.kvs))
 
-    async with Client(etcd.config) as client:
-        async with Copy(client, Get(prefix, prefix=True), kind=Sized) as copy:
-            await copy.until(lambda _: True)
-            puts = tuple(Put(f"{prefix}/{i}", "") for i in range(100))
-            await client.txn(Txn((), puts))
-            await copy.until(lambda values: len(values) == 100)
+    async with (
+        Client(etcd.config) as client,
+        Copy(client, Get(prefix, prefix=True), kind=Sized) as copy,
+    ):
+        await copy.until(lambda _: True)
+        puts = tuple(Put(f"{prefix}/{i}", "") for i in range(100))
+        await client.txn(Txn((), puts))
+        await copy.until(lambda values: len(values) == 100)
     assert sizes == {0, 100}
 
 

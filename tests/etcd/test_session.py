@@ -171,15 +171,18 @@ async def test_all_of_etcd_down_for_longer_than_the_ttl(own_etcd: EtcdServer, pr
 @asynchronous
 async def test_etcd_that_comes_back_empty(own_etcd: EtcdServer, prefix: str) -> None:
     own_etcd.start()
-    async with Client(own_etcd.config) as client, Copy(client, Get(prefix)) as copy:
-        async with Session(client, TTL) as session:
-            await put(client, prefix, "here", session.lease)
-            await copy.until(lambda values: prefix in values)
-            own_etcd.kill()
-            own_etcd.wipe()
-            await own_etcd.start_async()
-            await asyncio.wait_for(session.lost, 10)
-            await copy.until(lambda values: not values)
+    async with (
+        Client(own_etcd.config) as client,
+        Copy(client, Get(prefix)) as copy,
+        Session(client, TTL) as session,
+    ):
+        await put(client, prefix, "here", session.lease)
+        await copy.until(lambda values: prefix in values)
+        own_etcd.kill()
+        own_etcd.wipe()
+        await own_etcd.start_async()
+        await asyncio.wait_for(session.lost, 10)
+        await copy.until(lambda values: not values)
 
 
 @asynchronous

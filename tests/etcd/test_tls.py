@@ -67,10 +67,13 @@ async def refusal(config: EtcdConfig, timeout: float = 5) -> str:
 @asynchronous
 async def test_tls(world: World, prefix: str) -> None:
     config = EtcdConfig((world.tls.endpoint,), True, world.authority.cacert)
-    async with Client(config) as client, Session(client, 2) as session:
-        async with Copy(client, Get(prefix)) as copy:
-            await put(client, prefix, "", session.lease)
-            await copy.until(lambda values: prefix in values)
+    async with (
+        Client(config) as client,
+        Session(client, 2) as session,
+        Copy(client, Get(prefix)) as copy,
+    ):
+        await put(client, prefix, "", session.lease)
+        await copy.until(lambda values: prefix in values)
 
 
 @asynchronous

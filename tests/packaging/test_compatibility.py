@@ -1,0 +1,49 @@
+"""Both ends of `protobuf>=4.21,<8` and `grpcio>=1.62`, and other etcd clients in the process."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.etcd.server import EtcdServer
+from tests.packaging.venv import ROOT, venv
+
+pytestmark = pytest.mark.timeout(300)  # the first time, pip has to download
+
+SMOKE = Path(__file__).with_name("smoke.py")
+OLDEST = "grpcio==1.62.3", "protobuf==4.21.12", "tenacity==8.2.3"
+
+
+def smoke(python: Path, etcd: EtcdServer, prefix: str, *other: str) -> list[str]:
+    """Versions of grpcio and protobuf, and protobuf's implementation, if all went well."""
+    done = subprocess.run(
+        [python, "-W", "error", SMOKE, etcd.endpoint, prefix, *other],
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_the_oldest_versions(etcd: EtcdServer, prefix: str) -> None:
+    python = venv("oldest", *OLDEST)
+    assert smoke(python, etcd, prefix) == ["1.62.3", "4.21.12", "upb"]
+
+
+def test_the_newest_versions(etcd: EtcdServer, prefix: str) -> None:
+    python = venv("newest", "grpcio", "protobuf>=7,<8", "tenacity")
+    grpcio, protobuf, implementation = smoke(python, etcd, prefix)
+    assert tuple(map(int, grpcio.split(".")[:2])) >= (1, 80)
+    assert protobuf.startswith("7.")
+    assert implementation == "upb"
+
+
+def test_beside_another_etcd_client(etcd: EtcdServer, prefix: str) -> None:
+    """Two packages that register etcd's own names crash the process; ours are our own."""
+    python = venv("beside", "etcd-sdk-python==0.0.7", "protobuf>=6,<8", "tenacity")
+    assert smoke(python, etcd, prefix, "pyetcd")
