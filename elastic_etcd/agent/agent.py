@@ -178,8 +178,10 @@ class Agent:
         now = self._state.view.round if self._state.view else None
         if decision.act in quiet:
             return logging.DEBUG
-        waits = decision.act is Act.WAIT
-        return logging.DEBUG if waits and now and now.phase is not Phase.JOINABLE else logging.INFO
+        if decision.act is not Act.WAIT or now is None or now.phase is Phase.JOINABLE:
+            return logging.INFO
+        spare = now.phase is Phase.FINAL and now.place(self._state.me.lease) is None
+        return logging.INFO if spare else logging.DEBUG
 
     def _changed(self) -> None:
         """Many events may come before the next look; one look sees them all."""

@@ -49,6 +49,7 @@ class Host:
     def start(self, lease: int, now: Round) -> None:
         """Start this node's workers of the final round `now`."""
         place = now.place(lease)
+        assert self._workers is None, "I3: older workers are alive"
         assert place is not None
         assert now.master is not None
         if place == 0 and self._listener and self._listener[0] == now.generation:
@@ -69,8 +70,8 @@ class Host:
 
     def stop(self, grace: float) -> None:
         """SIGTERM, after `grace` seconds SIGKILL; answered by Emptied."""
-        assert self._workers is not None
-        self._workers.stop(grace)
+        if self._workers:  # else they have just ended, and Emptied is in the mailbox
+            self._workers.stop(grace)
 
     def _spec(self, local_rank: int, ranks: GroupRanks, now: Round, master: Master) -> WorkerSpec:
         config = self._config
@@ -111,6 +112,7 @@ class Host:
         self._post(WorkerEnded(ended.generation, failure))
 
     def _emptied(self, generation: int) -> None:
+        self._workers = None
         self._post(Emptied(generation))
 
     def _store_died(self, text: str) -> None:

@@ -198,7 +198,7 @@ def _absorb(state: State, event: Event, now: float) -> State:
             return replace(state, me=me, failure=None, finished=False)
         case LeaseLost():
             me = replace(me, lease=0, created=0, acked=0, offered=0)
-            return replace(state, me=me, lost=True, marked=False)
+            return replace(state, me=me, view=None, lost=True, marked=False)
         case Wrote(ok):
             return _answered(state, ok)
         case WorkerEnded(generation, failure):
@@ -310,6 +310,8 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
         return _react(state, now, limits, actions)
     if decision.act is Act.RUN:
         assert decision.round
+        assert state.me.lease
+        assert not state.me.running, "I3: older workers are alive"
         actions.append(Start(decision.round))
         generation = decision.round.generation
         me = replace(state.me, running=generation, ran=generation)

@@ -117,12 +117,9 @@ class Decision:
 def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     """What the member `me` does next. Pure; raises nothing for any view."""
     now = view.round
-    if now and now.run != me.run:
-        return Decision(Act.LEAVE, "another run of this job has begun")
-    if view.outcome and view.outcome.run == me.run:
-        return Decision(Act.LEAVE, f"{view.outcome.state}: {view.outcome.reason}")
-    if now and now.phase is Phase.CLOSED:
-        return Decision(Act.LEAVE, now.reason)
+    over = _over(view, me)
+    if over:
+        return Decision(Act.LEAVE, over)
     if me.running and not me.stopping and (now is None or now.generation != me.running):
         why = now.reason if now else "its coordinator is gone"
         return Decision(Act.STOP, f"generation {me.running} is over: {why}")
@@ -133,13 +130,15 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
         return _claim(view, me, "no round is under way" if begun else "the job begins")
     if view.coverage not in (EVERYTHING, now.coordinator):
         return Decision(Act.WAIT, "looking at the coordinator of a new round")
-    if view.coordinator is None or view.coordinator.leaving:
-        return _claim(view, me, "the coordinator is gone")
+    if view.coordinator is None:
+        return _claim(view, me, "the coordinator is lost")
+    if view.coordinator.leaving:
+        return _claim(view, me, f"{view.coordinator.node} is leaving", planned=True)
     mine = _own_part(now, me)
     if mine:
         return mine
     if now.coordinator != me.lease:
-        return Decision(Act.WAIT, f"{now.phase}: {now.reason}")
+        return Decision(Act.WAIT, _waiting(now, me))
     if view.coverage != EVERYTHING:
         return Decision(Act.WAIT, "reading all of the job")
     lead = {
@@ -151,14 +150,29 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     return lead(view, now, me, limits, elapsed)
 
 
+def _over(view: View, me: Me) -> str:
+    """Why there is nothing left to do in this run of the job, "" while there is."""
+    if view.outcome and view.outcome.run == me.run:
+        return f"{view.outcome.state}: {view.outcome.reason}"
+    if view.round and view.round.run != me.run:
+        return "another run of this job has begun"
+    return view.round.reason if view.round and view.round.phase is Phase.CLOSED else ""
+
+
+def _waiting(now: Round, me: Me) -> str:
+    if now.phase is Phase.FINAL and now.place(me.lease) is None:
+        return f"spare: {len(now.participants)} nodes train, this one takes a place that gets free"
+    return f"{now.phase}: {now.reason}"
+
+
 def _own_part(now: Round, me: Me) -> Decision | None:
     """What every member does for itself in a round, coordinator or not."""
     generation = now.generation
     if now.phase is Phase.JOINABLE and me.acked != generation and not me.running:
         return Decision(Act.ACK, f"ready for generation {generation}")
     place = now.place(me.lease)
-    if place is None or me.acked != generation:
-        return None
+    if place is None:
+        return None  # whoever has a place has acked, also if the answer to its ack was lost
     if now.phase is Phase.FROZEN and place == 0 and me.offered != generation:
         return Decision(Act.ACK, f"offer the master endpoint of generation {generation}")
     if now.phase is Phase.FINAL and me.ran != generation and not me.running:
@@ -224,10 +238,13 @@ def _budget(
     starts with a fresh budget.
     """
     back = {m.lease for m in ready} | _done(view)
-    ledger = view.ledger
+    ledger, culprit = view.ledger, _culprit(view)
+    lost = [n for lease, n in zip(ledger.places, ledger.nodes, strict=True) if lease not in back]
     if not any(m.lease in ledger.places for m in ready):
         ledger = replace(ledger, restarts=0, quick=0)
-    elif (culprit := _culprit(view)) and all(lease in back for lease in ledger.places):
+    elif culprit and lost:
+        now = replace(now, reason=f"{', '.join(lost)} lost")
+    elif culprit:
         assert culprit.failure is not None
         spent = 0 if elapsed.ran >= limits.restart_window else ledger.restarts
         quick = ledger.quick + 1 if culprit.failure.uptime < limits.min_uptime else 0
@@ -240,6 +257,7 @@ def _budget(
             return Decision(Act.WAIT, why, until=backoff - elapsed.phase)
     chosen = choose(ready, ledger.places, now.coordinator, limits.max_nodes)
     world = assign(chosen, ledger.places)
+    assert limits.min_nodes <= len(world) <= limits.max_nodes, f"I4: a world of {len(world)}"
     frozen = replace(
         now,
         phase=Phase.FROZEN,
@@ -266,6 +284,7 @@ def _frozen(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) ->
         view.ledger,
         final=now.generation,
         places=tuple(p.lease for p in now.participants),
+        nodes=tuple(p.node for p in now.participants),
         restarts=now.restarts,
         quick=now.quick,
     )

@@ -168,7 +168,8 @@ class Round:
 class Ledger:
     """What outlives a round: it is bound to no lease and changes with the generation.
 
-    `final` is the last generation that had a world, `places` its leases in rank order,
+    `final` is the last generation that had a world, `places` its leases in rank order and
+    `nodes` their names,
     `restarts` how much of the budget is used, `quick` how many times in a row a worker failed
     right after its start.
     """
@@ -176,6 +177,7 @@ class Ledger:
     generation: int = 0
     final: int = 0
     places: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
     restarts: int = 0
     quick: int = 0
 
@@ -185,6 +187,7 @@ class Ledger:
                 "generation": self.generation,
                 "final": self.final,
                 "places": [hexed(lease) for lease in self.places],
+                "nodes": list(self.nodes),
                 "restarts": self.restarts,
                 "quick": self.quick,
             }
@@ -196,6 +199,7 @@ class Ledger:
             generation=int(f["generation"]),
             final=int(f["final"]),
             places=tuple(int(lease, 16) for lease in f["places"]),
+            nodes=tuple(str(node) for node in f["nodes"]),
             restarts=int(f["restarts"]),
             quick=int(f["quick"]),
         )

@@ -98,7 +98,9 @@ def _open(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:
 def _freeze(keys: Keys, view: View, me: Me, decision: Decision) -> Txn:
     """Fix the participants, their ranks, and what the last failure cost."""
     assert decision.round
-    return Txn(_fence(keys, view, me), (Put(keys.round, decision.round.encode(), me.lease),))
+    put = Put(keys.round, decision.round.encode(), me.lease)
+    ended = {"ended": decision.round.reason}  # by now it is known whose failure it was
+    return Txn(_fence(keys, view, me), (put, *_settled(keys, view, ended)))
 
 
 def _finalise(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:

@@ -8,7 +8,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Spec
-from tests.model.invariants import Violation
 from tests.model.store import KEYS, Store
 from tests.model.world import RUN, Faults, Node, System, fresh
 
@@ -75,14 +74,14 @@ class Search:
             for i, node in enumerate(nodes):
                 try:
                     moves = self.moves.get((store, node)) or self._moves(store, node)
-                except Violation as violation:
+                except AssertionError as violation:  # also one in the rules themselves
                     return f"{violation} (node {i})", at
                 for label, after, now, fault in moves:
                     left = faults
                     if fault >= 0:
                         if not faults[fault]:
                             continue
-                        left = Faults(*faults[:fault], faults[fault] - 1, *faults[fault + 1 :])
+                        left = faults.without(fault)
                     world = (after, (*nodes[:i], now, *nodes[i + 1 :]), left)
                     number = known.get(world)
                     if number is None:

@@ -5,7 +5,7 @@ from functools import cache
 
 from elastic_etcd.core.keys import decode
 from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.rules import Limits, Me
 from elastic_etcd.core.txn import Txn
 from elastic_etcd.core.view import Ledger, Outcome, Phase, Round
 from tests.model.store import KEYS, Store
@@ -30,15 +30,18 @@ def check_learned(name: str, state: State) -> None:
         raise Violation(f"I2: {name} goes on with generation {state.me.running}")
 
 
-def check_start(name: str, state: State, workers: int, begins: Round, store: Store) -> None:
+def check_start(name: str, me: Me, acked: int, workers: int, begins: Round, store: Store) -> None:
     """I2, I3, I8: when workers of the round `begins` are started."""
     if workers:
         raise Violation(f"I3: {name} starts {begins.generation} beside {workers}")
-    if state.me.acked != begins.generation or begins.place(state.me.lease) is None:
+    if acked != begins.generation or begins.place(me.lease) is None:
         raise Violation(f"I2: {name} starts {begins.generation} without its ack")
     if begins.phase is not Phase.FINAL or begins.master is None:
         raise Violation(f"I8: {name} starts on a round that is not final")
-    if (begins.generation, begins.encode()) not in store.finals:
+    generation, world = store.final
+    if begins.generation > generation:
+        raise Violation(f"I8: {name} starts on a world that never was")
+    if begins.generation == generation and begins.encode() != world:
         raise Violation(f"I8: {name} starts on a world of its own")
 
 
@@ -56,10 +59,10 @@ def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits
     if now.phase is Phase.SETUP and now.generation <= before.top:
         raise Violation(f"I1: generation {now.generation} was handed out twice")
     if now.phase is Phase.FINAL:
-        if any(now.generation <= generation for generation, _ in before.finals):
+        if now.generation <= before.final[0]:
             raise Violation(f"I1: generation {now.generation} has two final worlds")
         _check_world(now, limits)
-        after = replace(after, finals=(*after.finals, (now.generation, now.encode())))
+        after = replace(after, final=(now.generation, now.encode()))
     if now.phase is Phase.CLOSED:
         _check_close(before, after, limits)
     return after

@@ -1,7 +1,8 @@
 """etcd as the model sees it: keys, fences and leases, at one revision a time.
 
-Revisions are counted per key, not over the store: fences only ever compare a key's own, and
-so interleavings of independent writes lead to one and the same state.
+A key's mod revision is a number for its value: fences compare revisions for equality only,
+and no value that a fence looks at is ever written twice (checked by I1). So all ways that
+lead to the same keys are one state.
 """
 
 from dataclasses import dataclass, replace
@@ -11,27 +12,33 @@ from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot,
 
 KEYS = Keys("/m/j")
 
+_revisions: dict[str, int] = {}
+
+
+def _revision(value: str) -> int:
+    return _revisions.setdefault(value, len(_revisions) + 1)
+
 
 @dataclass(frozen=True)
 class Store:
-    """Sorted (key, value, mod, lease), and how often each key was ever written.
+    """Sorted (key, value, lease).
 
-    `top` is the highest generation and `finals` every final world that was ever written:
+    `top` is the highest generation and `final` the newest final world that was ever written:
     what the invariants need to remember.
     """
 
-    kvs: tuple[tuple[str, str, int, int], ...] = ()
-    writes: tuple[tuple[str, int], ...] = ()
+    kvs: tuple[tuple[str, str, int], ...] = ()
     top: int = 0
-    finals: tuple[tuple[int, str], ...] = ()
+    final: tuple[int, str] = (0, "")
 
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]
         if not match:
             return compare.prefix or compare.value == 0
-        for _, _, mod, lease in match:
-            got = {"mod": mod, "create": 1, "version": mod, "lease": lease}[compare.target]
-            if got != compare.value:
+        for _, value, lease in match:
+            revision = _revision(value)
+            got = {"mod": revision, "create": 1, "version": revision, "lease": lease}
+            if got[compare.target] != compare.value:
                 return False
         return True
 
@@ -40,32 +47,26 @@ class Store:
         if not all(self.holds(c) for c in txn.compare):
             return self, False
         kvs = {kv[0]: kv for kv in self.kvs}
-        writes = dict(self.writes)
         for op in txn.then:
             if isinstance(op, Delete):
                 kvs = {k: kv for k, kv in kvs.items() if not _covers(op.key, op.prefix, k)}
             elif isinstance(op, Put) and "/history/" not in op.key:
-                if "/members/" not in op.key:  # a lease id is never used again
-                    writes[op.key] = writes.get(op.key, 0) + 1
-                kvs[op.key] = (op.key, op.value, writes.get(op.key, 1), op.lease)
-        after = replace(
-            self, kvs=tuple(sorted(kvs.values())), writes=tuple(sorted(writes.items()))
-        )
-        return after, True
+                kvs[op.key] = (op.key, op.value, op.lease)
+        return replace(self, kvs=tuple(sorted(kvs.values()))), True
 
     def revoke(self, lease: int) -> "Store":
-        return replace(self, kvs=tuple(kv for kv in self.kvs if kv[3] != lease))
+        return replace(self, kvs=tuple(kv for kv in self.kvs if kv[2] != lease))
 
     def read(self, gets: tuple[Get, ...]) -> Snapshot:
         kvs = {
-            k: KeyValue(k, v, 1, mod, lease)
-            for k, v, mod, lease in self.kvs
+            k: KeyValue(k, v, 1, 1 if "/reports/" in k else _revision(v), lease)
+            for k, v, lease in self.kvs
             if any(_covers(g.key, g.prefix, k) for g in gets)
         }
         return Snapshot(0, kvs)
 
     def value(self, key: str) -> str | None:
-        return next((v for k, v, _, _ in self.kvs if k == key), None)
+        return next((v for k, v, _ in self.kvs if k == key), None)
 
 
 def _covers(key: str, prefix: bool, other: str) -> bool:

@@ -4,6 +4,7 @@ What a node can do next depends on the node and the store alone. Both are number
 transitions remembered, so that exploring all interleavings is mostly look-ups.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,8 +29,17 @@ from elastic_etcd.core.lifecycle import (
     Wrote,
 )
 from elastic_etcd.core.rules import Decision, Limits, Me
-from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.view import EVERYTHING, Coverage, Failure, Member, Phase, View, covered, view_of
+from elastic_etcd.core.txn import Delete, Get, Put, Txn
+from elastic_etcd.core.view import (
+    EVERYTHING,
+    Coverage,
+    Failure,
+    Member,
+    Phase,
+    View,
+    covered,
+    view_of,
+)
 from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
 from tests.model.store import KEYS, Store
 
@@ -48,6 +58,7 @@ class Node:
     lease: int = 0  # of this incarnation, while the server has it
     stale: int = 0  # of the incarnation before, while the server has it
     workers: int = 0  # generation of the live workers
+    acked: int = 0  # generation that this lease has acked, known or not to the agent
     txn: Txn | None = None
     told: bool = True  # whether the agent knows that its lease is gone
     joining: bool = False
@@ -67,7 +78,12 @@ class Faults(NamedTuple):
     done: int = 0  # a node's workers finish
     expire: int = 0  # the lease of a live agent ends (frozen, cut off)
     leave: int = 0  # SIGTERM to an agent
-    lost: int = 0  # a Txn was applied, its answer says that it was not
+    lost: int = 0  # a Txn is applied, its answer is lost and the client tries again
+
+    def without(self, index: int) -> "Faults":
+        """These, after the fault at `index` has happened once more."""
+        name = self._fields[index]
+        return self._replace(**{name: self[index] - 1})
 
 
 class Move(NamedTuple):
@@ -114,11 +130,9 @@ class System:
             if view != state.view:
                 yield self._event("sees", store, node, Viewed(view))
         if node.txn:
-            after, ok = store.apply(node.txn)
-            if ok:
-                after = checked(node.name, node.lease, node.txn, store, after, self.limits)
+            after, written, ok = self._commit(store, node, node.txn)
             label = f"{_describe(state.writing)}: {'written' if ok else 'refused'}"
-            yield self._event(label, after, replace(node, txn=None), Wrote(ok))
+            yield self._event(label, after, replace(written, txn=None), Wrote(ok))
         if state.armed is not None and state.armed < FOREVER:
             yield self._event("has waited", store, node, Ticked(), now=state.armed)
         if not node.told:
@@ -141,13 +155,22 @@ class System:
             yield Move("lease is taken", store.revoke(node.lease), gone, "expire")
         if not state.me.leaving:
             yield self._event("gets SIGTERM", store, node, Signalled(), fault="leave")
-        if node.txn:
-            after, ok = store.apply(node.txn)
+        if node.txn:  # the client tries again, and finds its own fence in the way
+            after, written, ok = self._commit(store, node, node.txn)
             if ok:
-                after = checked(node.name, node.lease, node.txn, store, after, self.limits)
-                lost = replace(node, txn=None)
-                label = f"{_describe(state.writing)}: answer lost"
-                yield self._event(label, after, lost, Wrote(False), fault="lost")
+                label = f"{_describe(state.writing)}: written, its answer lost"
+                yield Move(label, after, written, "lost")
+
+    def _commit(self, store: Store, node: Node, txn: Txn) -> tuple[Store, Node, bool]:
+        after, ok = store.apply(txn)
+        if not ok:
+            return store, node, False
+        after = checked(node.name, node.lease, txn, store, after, self.limits)
+        now = round_of(store)
+        acks = any(isinstance(op, Put) and op.key.startswith(KEYS.acks()) for op in txn.then)
+        if acks and now and node.lease:
+            node = replace(node, acked=now.generation)
+        return after, node, True
 
     def _back(self, store: Store, node: Node) -> Move:
         """It may be back before its old lease has ended."""
@@ -163,7 +186,7 @@ class System:
         member = Put(KEYS.member(lease), Member(lease, node.name, 1, run=RUN).encode(), lease)
         store, _ = store.apply(Txn((), (member,)))
         now = replace(
-            node, lease=lease, incarnation=node.incarnation + 1, joining=False, told=True
+            node, lease=lease, incarnation=node.incarnation + 1, joining=False, told=True, acked=0
         )
         return self._event("joins", store, now, Joined(RUN, 1, lease, 1))
 
@@ -195,7 +218,7 @@ class System:
                 state = replace(state, writing=replace(action, what=bare))
                 return store, replace(node, txn=txn, state=state)
             case Start(begins):
-                check_start(node.name, state, node.workers, begins, store)
+                check_start(node.name, state.me, node.acked, node.workers, begins, store)
                 return store, replace(node, workers=begins.generation)
             case Rejoin():
                 return store, replace(node, joining=True)
@@ -237,7 +260,16 @@ class System:
         now = round_of(store)
         if now is None or now.phase is not Phase.FINAL:
             return False
-        up = {n.lease for n in nodes if n.workers == now.generation}
+        reports = (
+            (p.lease, store.value(KEYS.report(now.generation, p.lease))) for p in now.participants
+        )
+        done = {lease for lease, report in reports if report}
+        done |= {
+            n.lease
+            for n in nodes
+            if n.state and n.state.finished and n.state.me.ran == now.generation
+        }
+        up = {n.lease for n in nodes if n.workers == now.generation} | done
         return all(p.lease in up for p in now.participants)
 
     def able(self, nodes: tuple[Node, ...]) -> bool:
@@ -248,15 +280,14 @@ class System:
 
 def _without_reasons(txn: Txn) -> Txn:
     """Reasons are for people: states that differ in them only are one."""
-    import json
+    return replace(txn, then=tuple(_bare(op) for op in txn.then))
 
-    def bare(op: object) -> object:
-        if isinstance(op, Put) and op.key == KEYS.round:
-            fields = {**json.loads(op.value), "reason": ""}
-            return replace(op, value=json.dumps(fields, sort_keys=True))
-        return op
 
-    return replace(txn, then=tuple(bare(op) for op in txn.then))  # type: ignore[arg-type]
+def _bare(op: Put | Delete | Get) -> Put | Delete | Get:
+    if isinstance(op, Put) and op.key == KEYS.round:
+        fields = {**json.loads(op.value), "reason": ""}
+        return replace(op, value=json.dumps(fields, sort_keys=True))
+    return op
 
 
 def _describe(write: Write | None) -> str:

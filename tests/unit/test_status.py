@@ -42,7 +42,7 @@ FINAL = Round(
 RUNNING = {
     KEYS.spec: Spec("r", 1, 2, "node1").encode(),
     KEYS.round: FINAL.encode(),
-    KEYS.generation: Ledger(4, 4, (0xA, 0xB), 1).encode(),
+    KEYS.generation: Ledger(4, 4, (0xA, 0xB), ("node1", "node3"), 1).encode(),
     KEYS.member(0xA): Member(0xA, "node1", 2, "10.0.0.1", run="r").encode(),
     KEYS.member(0xC): Member(0xC, "node4", 1, "10.0.0.4", run="r").encode(),
     KEYS.history(3): encode(
