@@ -11,9 +11,9 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.quiet import quiet
+from elastic_etcd.etcd.startup import grpc_startup
 
-with quiet():
+with grpc_startup():
     import grpc
     import grpc.aio
 
@@ -190,7 +190,7 @@ async def _outcome(work: Awaitable[Any]) -> Any:
 
 
 def _channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> Any:
-    with quiet():
+    with grpc_startup():
         if credentials is None:
             return grpc.aio.insecure_channel(target(endpoint), OPTIONS)
         return grpc.aio.secure_channel(target(endpoint), credentials, OPTIONS)
@@ -203,7 +203,7 @@ def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     # gRPC has its own list of authorities; etcdctl takes the system's, so we do.
     roots = config.cacert or ssl.get_default_verify_paths().cafile
     files = _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)
-    with quiet():
+    with grpc_startup():
         return grpc.ssl_channel_credentials(*files)
 
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable
-from elastic_etcd.etcd.quiet import quiet
+from elastic_etcd.etcd.startup import grpc_startup
 
-with quiet():
+with grpc_startup():
     import grpc
 
 Code = grpc.StatusCode

@@ -94,14 +94,20 @@ def test_compacted() -> None:
     ("details", "short"),
     [
         (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: Failed to "
-            "connect to remote host: Connection refused",
+            (
+                "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: "
+                "Failed to "
+                "connect to remote host: Connection refused"
+            ),
             "Failed to connect to remote host: Connection refused",
         ),
         (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: Ssl handshake"
-            " failed: SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
-            "CERTIFICATE_VERIFY_FAILED: self signed certificate: OK",
+            (
+                "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: "
+                "Ssl handshake"
+                " failed: SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+                "CERTIFICATE_VERIFY_FAILED: self signed certificate: OK"
+            ),
             "CERTIFICATE_VERIFY_FAILED: self signed certificate",
         ),
         ("Socket closed", "Socket closed"),
