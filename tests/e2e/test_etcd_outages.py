@@ -1,4 +1,4 @@
-"""etcd goes and comes back: training does not notice."""
+"""etcd goes and comes back, or takes a lease away."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ import pytest
 from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
+from .traces import member
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,4 +25,26 @@ def test_etcd_killed_and_restarted(job: Job, etcd: EtcdServer, outage: float) ->
     # And the agents are at work again.
     os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
     job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
+def test_etcd_away_for_longer_than_its_timeout(job: Job, etcd: EtcdServer) -> None:
+    n1 = job.start("n1", nnodes="1", etcd_timeout=1)
+    job.trains(1)
+    etcd.kill()
+    job.exits(n1, 5, seconds=10)
+    assert "--etcd-timeout" in n1.output
+    job.abandoned = True
+    etcd.start()
+
+
+@pytest.mark.parametrize("victim", ["oldest", "youngest"])
+def test_lease_revoked_under_its_holder(job: Job, etcd: EtcdServer, victim: str) -> None:
+    n1 = job.start("n1")
+    job.said(n1, "claim generation 1")
+    n2 = job.start("n2")
+    g = job.trains(2)
+    etcd.ctl("lease", "revoke", member(etcd, job.name, "n1" if victim == "oldest" else "n2"))
+    new = job.trains(2, after=g)
+    assert job.worker(new, rank=0).restarts == 0
     job.finish(n1, n2)

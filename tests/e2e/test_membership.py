@@ -7,7 +7,7 @@ import pytest
 from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
-from .traces import history, keys, wait_for
+from .traces import history, keys, members_are
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,17 +39,29 @@ def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdSer
     job.finish(n1)
 
 
+def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    job.trains(2)
+    for agent in (n1, n2):
+        agent.terminate()
+    for agent in (n1, n2):
+        job.exits(agent, 0, seconds=10)
+    assert keys(etcd, job.name)["outcome"]["state"] == "stopped"
+
+
 def test_surplus_node_is_a_spare(job: Job, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
     n3 = job.start("n3")
-    wait_for(etcd, job.name, lambda found: sum(k.startswith("members/") for k in found) == 3)
+    members_are(etcd, job.name, 3)
     job.goes_on(g)
     assert {e.generation for e in job.events()} == {g}, "a surplus node disturbs nobody"
     n2.node_kill()
     new = job.trains(2, after=g, seconds=TTL + 20)
     assert {e.node for e in job.events("start") if e.generation == new} == {"n1", "n3"}
-    job.finish(n1, n3)
+    n4 = job.start("n4")
+    members_are(etcd, job.name, 3)
+    job.finish(n1, n3, n4)
 
 
 def test_fewer_than_min_and_back(job: Job) -> None:
@@ -63,9 +75,14 @@ def test_fewer_than_min_and_back(job: Job) -> None:
     job.finish(n1, n2)
 
 
-def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer) -> None:
-    n1 = job.start("n1", nnodes="2:2", join_timeout=1)
-    job.exits(n1, 4, seconds=10)
+@pytest.mark.parametrize("before", ["never", "lost"])
+def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer, before: str) -> None:
+    n1 = job.start("n1", nnodes="2:2", join_timeout=2)
+    if before == "lost":
+        n2 = job.start("n2", nnodes="2:2", join_timeout=2)
+        job.trains(2)
+        n2.node_kill()
+    job.exits(n1, 4, seconds=TTL + 10)
     assert "1 of at least 2 nodes" in n1.output
     assert "--join-timeout" in n1.output
     assert keys(etcd, job.name)["outcome"]["exit_code"] == 4

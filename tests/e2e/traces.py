@@ -31,10 +31,17 @@ def history(etcd: EtcdServer, job: str) -> dict[int, Any]:
     return {int(k.split("/")[1]): v for k, v in found.items() if k.startswith("history/")}
 
 
-def wait_for(etcd: EtcdServer, job: str, until: Callable[[dict[str, Any]], bool]) -> None:
-    """Ask for the job's keys until they are so; asking takes so long that it needs no pause."""
+def member(etcd: EtcdServer, job: str, node: str) -> str:
+    """The lease id of a node's member key, as etcdctl writes it."""
+    found = keys(etcd, job).items()
+    (lease,) = [k.split("/")[1] for k, v in found if k[:8] == "members/" and v["node"] == node]
+    return lease
+
+
+def members_are(etcd: EtcdServer, job: str, count: int) -> None:
+    """Wait for so many members; asking takes so long that it needs no pause."""
     deadline = time.monotonic() + 10
-    while not until(found := keys(etcd, job)):
+    while len(found := [k for k in keys(etcd, job) if k.startswith("members/")]) != count:
         assert time.monotonic() < deadline, found
 
 

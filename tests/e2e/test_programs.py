@@ -1,0 +1,44 @@
+"""The programs that users run first: the demo, and its script under other launchers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .harness import ROOT
+
+pytestmark = pytest.mark.timeout(180)
+
+DIGITS = str(ROOT / "examples" / "digits_ddp.py")
+
+
+def run(*argv: str) -> str:
+    """What a Python program prints; it must exit 0."""
+    done = subprocess.run(
+        [sys.executable, *argv],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_demo() -> None:
+    told = run(str(ROOT / "scripts" / "demo.py"))
+    assert "green is killed" in told
+    assert "the agents exited 0 and 0" in told
+
+
+def test_the_demo_s_script_runs_under_other_launchers(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    common = (DIGITS, "--checkpoint-dir", str(tmp_path))
+    assert "epoch 1/2  world 2" in run(*torchrun, *common, "--epochs", "2")
+    told = run(*common, "--epochs", "4")
+    assert "epoch 3/4  world 1" in told
+    assert "epoch 1/" not in told, "it goes on from its checkpoint"
+    assert "accuracy 0." in told
