@@ -109,7 +109,7 @@ class Agent:
             self._loop.add_signal_handler(number, self._signalled, number)
         try:
             async with self._membership:
-                self._membership.join(None)
+                self._membership.join(run="", last=0)
                 while self._exit is None and self._at_once is None:
                     await self._next()
                 return await self._leave()
@@ -146,7 +146,7 @@ class Agent:
                 self._stop(grace)
             case Rejoin():
                 log.info("joining again as another member")
-                self._membership.join(self._state.me.run or None)
+                self._membership.join(self._state.me.run, self._state.me.ran)
             case Exit():
                 self._exit = action
             case Arm(at):
@@ -174,7 +174,7 @@ class Agent:
 
     def _level(self, decision: Decision) -> int:
         """What a user waits for or has to know is told; the rest is for debugging."""
-        quiet = (Act.ACK, Act.OPEN, Act.FREEZE, Act.FINALISE, Act.RUN, Act.LEAVE)
+        quiet = (Act.ACK, Act.OPEN, Act.FREEZE, Act.FINALISE, Act.RUN, Act.CLOSE, Act.LEAVE)
         now = self._state.view.round if self._state.view else None
         if decision.act in quiet:
             return logging.DEBUG

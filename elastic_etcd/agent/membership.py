@@ -84,9 +84,12 @@ class Membership:
         """Where the other nodes reach this one: the address of the socket to etcd."""
         return self._member.address
 
-    def join(self, run: str | None) -> None:
-        """Become a member, of `run` if this agent was in one; answered by Joined or Broken."""
-        self._run(self._join(run))
+    def join(self, run: str, last: int) -> None:
+        """Become a member, of `run` if this agent was in one; answered by Joined or Broken.
+
+        `last` is the last generation whose workers this agent started.
+        """
+        self._run(self._join(run, last))
 
     def write(self, state: State, write: Write, master: Master | None) -> None:
         """Put `write` into etcd, however long that takes; answered by Wrote or Broken."""
@@ -99,9 +102,12 @@ class Membership:
             return
         await self._mirror_scope.aclose()
         self._coverage = coverage
-        mirror = Mirror(self._client, covered(self.keys, coverage), self._changed)
+        mirror = Mirror(self._client, self._covered(coverage), self._changed)
         mirror.failed.add_done_callback(self._mirror_failed)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
+
+    def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
+        return covered(self.keys, coverage, self._member.lease)
 
     def view(self) -> View | None:
         """The newest view, None before the first list."""
@@ -141,9 +147,8 @@ class Membership:
         if not future.cancelled() and (error := future.exception()):
             self._post(Broken(_ordinary(error)))
 
-    async def _join(self, run: str | None) -> None:
-        first = run is None
-        timeout = START_TIMEOUT if first else None
+    async def _join(self, run: str, last: int) -> None:
+        timeout = None if run else START_TIMEOUT
         await self._mirror_scope.aclose()
         self._mirror = None
         await self._session_scope.aclose()
@@ -167,13 +172,13 @@ class Membership:
         )
         by = f"{config.node} (pid {os.getpid()})"
         spec = Spec(run or os.urandom(6).hex(), config.min_nodes, config.max_nodes, by)
-        await self._enter(spec, again=not first, timeout=timeout)
+        await self._enter(spec, again=bool(run), last=last, timeout=timeout)
 
-    async def _enter(self, spec: Spec, *, again: bool, timeout: float | None) -> None:
+    async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; look again whenever somebody else was faster."""
         while True:
             seen = await self._client.range(*writes.look(self.keys), timeout=timeout)
-            txn = writes.join(self.keys, seen, self._member, spec, again=again)
+            txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
             if isinstance(txn, str):
                 raise UsageError(f"job {self._config.job}: {txn}")
             result = await self._client.txn(txn, timeout)

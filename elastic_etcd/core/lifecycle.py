@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me, decide
+from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me, decide, vanished
 from elastic_etcd.core.view import EVERYTHING, Coverage, Failure, Phase, Report, Round, View
 
 
@@ -191,14 +191,13 @@ def _absorb(state: State, event: Event, now: float) -> State:
     me = state.me
     match event:
         case Viewed(view):
-            return _seen(state, view, now)
+            return _lost(state) if vanished(view, me) else _seen(state, view, now)
         case Joined(run, spec, lease, created):
             me = replace(me, run=run, spec=spec, lease=lease, created=created)
             state = replace(state, view=None, lost=False, over=False, tried=())
             return replace(state, me=me, failure=None, finished=False)
         case LeaseLost():
-            me = replace(me, lease=0, created=0, acked=0, offered=0)
-            return replace(state, me=me, view=None, lost=True, marked=False)
+            return _lost(state)
         case Wrote(ok):
             return _answered(state, ok)
         case WorkerEnded(generation, failure):
@@ -227,6 +226,12 @@ def _seen(state: State, view: View, now: float) -> State:
         phase_since=state.phase_since if was == is_ else now,
         join_since=now if arrived else state.join_since,
     )
+
+
+def _lost(state: State) -> State:
+    """No member any more: nothing that was acked or seen counts."""
+    me = replace(state.me, lease=0, created=0, acked=0, offered=0)
+    return replace(state, me=me, view=None, lost=True, marked=False)
 
 
 def _answered(state: State, ok: bool) -> State:

@@ -117,7 +117,7 @@ class Decision:
 def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     """What the member `me` does next. Pure; raises nothing for any view."""
     now = view.round
-    over = _over(view, me)
+    over = ended(view, me)
     if over:
         return Decision(Act.LEAVE, over)
     if me.running and not me.stopping and (now is None or now.generation != me.running):
@@ -150,13 +150,21 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     return lead(view, now, me, limits, elapsed)
 
 
-def _over(view: View, me: Me) -> str:
+def ended(view: View, me: Me) -> str:
     """Why there is nothing left to do in this run of the job, "" while there is."""
     if view.outcome and view.outcome.run == me.run:
         return f"{view.outcome.state}: {view.outcome.reason}"
     if view.round and view.round.run != me.run:
         return "another run of this job has begun"
     return view.round.reason if view.round and view.round.phase is Phase.CLOSED else ""
+
+
+def vanished(view: View, me: Me) -> bool:
+    """Whether the own member key is gone though the lease may live: removed by hand, or lost.
+
+    Without it every fence of this agent fails, so it has to join again.
+    """
+    return not ended(view, me) and all(m.lease != me.lease for m in view.members)
 
 
 def _waiting(now: Round, me: Me) -> str:
@@ -324,7 +332,7 @@ def _give_up(view: View, now: Round, limits: Limits) -> Decision:
 
 
 def _close(view: View, now: Round, state: str, reason: str, exit_code: int) -> Decision:
-    culprit = _culprit(view) if state == "failed" else None
+    culprit = _culprit(view) if exit_code in (1, 3) else None
     outcome = Outcome(
         state=state,
         reason=reason,

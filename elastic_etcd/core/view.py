@@ -1,7 +1,7 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the generation, the outcome and the coordinator's member key.
+round, the generation, the outcome, the coordinator's member key and the agent's own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T = TypeVar("T")
 Master: TypeAlias = tuple[str, int]
 Fields: TypeAlias = dict[str, Any]
 
-# What a view covers beside the round, the generation and the outcome: nothing (None), the
-# member key of one coordinator (its lease), or all of the job.
+# What a view covers beside the round, the generation, the outcome and the own member key:
+# nothing (None), the member key of one coordinator (its lease), or all of the job.
 Coverage: TypeAlias = int | None
 EVERYTHING = -1
 
@@ -326,12 +326,13 @@ class View:
     malformed: tuple[str, ...] = ()
 
 
-def covered(keys: Keys, coverage: Coverage) -> tuple[Get, ...]:
-    """The keys to mirror: a constant number, whatever the job's size, unless it is everything."""
+def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
+    """The keys that the member with `lease` mirrors: a constant number, unless everything."""
     if coverage == EVERYTHING:
         return (Get(keys.root + "/", prefix=True),)
-    watched = (Get(keys.round), Get(keys.generation), Get(keys.outcome))
-    return watched if coverage is None else (*watched, Get(keys.member(coverage)))
+    own = Get(keys.member(lease))
+    watched = (Get(keys.round), Get(keys.generation), Get(keys.outcome), own)
+    return watched if coverage in (None, lease) else (*watched, Get(keys.member(coverage)))
 
 
 def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
@@ -340,6 +341,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
     kvs = snapshot.kvs
     round_kv, ledger_kv = kvs.get(keys.round), kvs.get(keys.generation)
     now = _read(round_kv, _round, bad)
+    spec = _read(kvs.get(keys.spec), _spec, bad)
+    members = [_read(kv, _member, bad) for key, kv in kvs.items() if key.startswith(keys.members)]
     view = View(
         revision=snapshot.revision,
         coverage=coverage,
@@ -348,7 +351,13 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         ledger=_read(ledger_kv, _ledger, bad) or Ledger(),
         ledger_mod=0 if ledger_kv is None else ledger_kv.mod,
         coordinator=_read(kvs.get(keys.member(now.coordinator)), _member, bad) if now else None,
-        spec=_read(kvs.get(keys.spec), _spec, bad),
+        members=tuple(
+            sorted(
+                (m for m in members if m and (spec is None or m.run == spec.run)),
+                key=lambda m: m.lease,
+            )
+        ),
+        spec=spec,
         outcome=_read(kvs.get(keys.outcome), _outcome, bad),
     )
     if coverage == EVERYTHING:
@@ -357,15 +366,11 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
 
 
 def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
-    members, acks, reports, history = [], [], [], []
+    acks, reports, history = [], [], []
     acked, reported = set(), set()
-    run = view.spec.run if view.spec else None
     for key, kv in kvs.items():
         kind, *rest = key[len(keys.root) + 1 :].split("/")
-        if kind == "members":
-            if (member := _read(kv, _member, bad)) and (run is None or member.run == run):
-                members.append(member)
-        elif kind == "acks" and len(rest) == 2 and rest[0].isdecimal():
+        if kind == "acks" and len(rest) == 2 and rest[0].isdecimal():
             acked.add(int(rest[0]))
             if view.round and int(rest[0]) == view.round.generation and (a := _read(kv, _ack, bad)):
                 acks.append(a)
@@ -377,7 +382,6 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             history.append((int(rest[0]), kv.value))
     return replace(
         view,
-        members=tuple(sorted(members, key=lambda m: m.lease)),
         acks=tuple(sorted(acks, key=lambda a: a.lease)),
         reports=tuple(sorted(reports, key=lambda r: (r.revision, r.lease))),
         history=tuple(sorted(history)),

@@ -192,17 +192,20 @@ def look(keys: Keys) -> tuple[Get, ...]:
     return (Get(keys.spec), Get(keys.outcome), Get(keys.generation), members)
 
 
-def join(keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool) -> Txn | str:
+def join(
+    keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool, last: int = 0
+) -> Txn | str:
     """The Txn by which `member` joins its job, or why it can't.
 
     A run goes on until it has an outcome: a node that comes back joins the run it was in, and
-    `again` says that it was in run `spec.run`. After an outcome, or when nobody lives of a run
-    with other limits, `spec` begins a new run (pytorch/elastic#151). Generations keep growing
-    over runs, so that no key of an old run is ever mistaken for one of the new.
+    `again` says that it was in run `spec.run`, up to generation `last`. After an outcome, or
+    when nobody lives of a run with other limits, `spec` begins a new run (pytorch/elastic#151).
+    Where nothing is left at all (etcd was wiped) the run it was in begins anew. Generations keep
+    growing over runs, so that no key of an old run is ever mistaken for one of the new.
     """
     view = view_of(seen, keys, EVERYTHING)
     known = view.spec
-    if again and (known is None or known.run != spec.run or view.outcome):
+    if again and (view.outcome or (known and known.run != spec.run)):
         return "the job ended while this node was cut off"
     fresh = known is None or view.outcome is not None
     if known and not fresh and _nodes(known) != _nodes(spec):
@@ -217,11 +220,11 @@ def join(keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool)
     )
     joined = replace(member, run=run, joined=view.ledger.generation)
     then = Put(keys.member(member.lease), joined.encode(), member.lease)
-    return Txn(fence, (then, *(_begin(keys, view, spec) if fresh else ())))
+    return Txn(fence, (then, *(_begin(keys, view, spec, last) if fresh else ())))
 
 
-def _begin(keys: Keys, view: View, spec: Spec) -> tuple[Put | Delete, ...]:
-    last = max(view.ledger.generation, view.outcome.generation if view.outcome else 0)
+def _begin(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Delete, ...]:
+    last = max(last, view.ledger.generation, view.outcome.generation if view.outcome else 0)
     return (
         Put(keys.spec, spec.encode()),
         Put(keys.generation, Ledger(generation=last).encode()),

@@ -126,7 +126,7 @@ class System:
 
     def _agent(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         if state.me.lease and not state.over:
-            view = self._view(store, lifecycle.coverage(state))
+            view = self._view(store, lifecycle.coverage(state), state.me.lease)
             if view != state.view:
                 yield self._event("sees", store, node, Viewed(view))
         if node.txn:
@@ -230,7 +230,7 @@ class System:
     def _exit(self, store: Store, node: Node, state: State) -> tuple[Store, Node]:
         """The last one to leave stops the job; a lease is revoked on the way out."""
         if state.me.leaving and state.me.lease:
-            stop = writes.stop(KEYS, self._view(store, EVERYTHING), state.me, "")
+            stop = writes.stop(KEYS, self._view(store, EVERYTHING, 0), state.me, "")
             after, ok = store.apply(stop)
             if ok:
                 check_alone(node.name, state.me.lease, store)
@@ -244,8 +244,8 @@ class System:
         member = Member(node.lease, node.name, 1, run=RUN)
         return _without_reasons(writes.build(KEYS, state, write, member, master, ""))
 
-    def _view_of(self, store: Store, coverage: Coverage) -> View:
-        return view_of(store.read(covered(KEYS, coverage)), KEYS, coverage)
+    def _view_of(self, store: Store, coverage: Coverage, lease: int) -> View:
+        return view_of(store.read(covered(KEYS, coverage, lease)), KEYS, coverage)
 
     def _step_of(self, state: State, event: Event, now: float) -> tuple[State, list[Action]]:
         after, actions = lifecycle.step(state, event, now, self.limits)
