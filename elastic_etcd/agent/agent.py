@@ -174,11 +174,12 @@ class Agent:
 
     def _level(self, decision: Decision) -> int:
         """What a user waits for or has to know is told; the rest is for debugging."""
-        quiet = (Act.ACK, Act.OPEN, Act.FREEZE, Act.FINALISE, Act.RUN, Act.CLOSE, Act.LEAVE)
         now = self._state.view.round if self._state.view else None
-        if decision.act in quiet:
+        if decision.act is Act.STOP:
+            return logging.INFO
+        if decision.act is not Act.WAIT or now is None:
             return logging.DEBUG
-        if decision.act is not Act.WAIT or now is None or now.phase is Phase.JOINABLE:
+        if now.phase is Phase.JOINABLE:
             return logging.INFO
         spare = now.phase is Phase.FINAL and now.place(self._state.me.lease) is None
         return logging.INFO if spare else logging.DEBUG

@@ -126,7 +126,7 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     if me.leaving:
         return Decision(Act.WAIT, "leaving")
     if now is None:
-        begun = view.ledger.generation > 0
+        begun = view.ledger.final > 0
         return _claim(view, me, "no round is under way" if begun else "the job begins")
     if view.coverage not in (EVERYTHING, now.coordinator):
         return Decision(Act.WAIT, "looking at the coordinator of a new round")
@@ -223,14 +223,16 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
     if len(ready) < limits.min_nodes:
         short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready"
         if elapsed.phase >= limits.join_timeout:
-            late = f"{short} after {limits.join_timeout:g} s (--join-timeout)"
+            late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
             return _close(view, now, "failed", late, 4)
         return Decision(Act.WAIT, short, until=limits.join_timeout - elapsed.phase)
     first = not any(m.lease in view.ledger.places for m in live)
     if len(ready) < limits.max_nodes:
         if first and elapsed.join < limits.settle:
             wait = limits.settle - elapsed.join
-            return Decision(Act.WAIT, f"{len(ready)} nodes, more may come", until=wait)
+            of = f"{len(ready)} of at most {limits.max_nodes} nodes are ready"
+            why = f"{of}; more may come within {limits.settle:g} s (--settle)"
+            return Decision(Act.WAIT, why, until=wait)
         if not first and len(ready) < len(live):
             return Decision(Act.WAIT, f"{len(ready)} of {len(live)} live nodes are ready")
     return _budget(view, now, ready, limits, elapsed)

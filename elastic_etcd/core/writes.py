@@ -27,7 +27,8 @@ from elastic_etcd.core.view import (
     view_of,
 )
 
-HISTORY = 100
+HISTORY = 100  # generations that are remembered
+FAILURES = 32  # and of each, this many failed workers: a value has its limit in etcd
 
 
 def build(
@@ -261,13 +262,15 @@ def _end(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
 
 
 def _settled(keys: Keys, view: View, ended: dict[str, Any]) -> Sequence[Put]:
-    """The last world's history with how it ended, and every failure it saw."""
+    """The last world's history with how it ended: the culprit in full, victims in short."""
     entry = dict(view.history).get(view.ledger.final)
     if entry is None:
         return ()
-    failures = [r.failure.encode() for r in view.reports if r.failure]
+    failures = [r.failure for r in view.reports if r.failure][:FAILURES]
+    told = [replace(f, message=f.message if i == 0 else "") for i, f in enumerate(failures)]
     try:
         known = decode(entry)
     except (ValueError, json.JSONDecodeError):
         known = {"generation": view.ledger.final}
-    return (Put(keys.history(view.ledger.final), encode({**known, **ended, "failures": failures})),)
+    known = {**known, **ended, "failures": [f.encode() for f in told]}
+    return (Put(keys.history(view.ledger.final), encode(known)),)

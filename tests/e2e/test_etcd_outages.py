@@ -8,7 +8,7 @@ import pytest
 from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
-from .traces import member
+from .traces import member, members_are
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,10 +41,24 @@ def test_etcd_away_for_longer_than_its_timeout(job: Job, etcd: EtcdServer) -> No
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
 def test_lease_revoked_under_its_holder(job: Job, etcd: EtcdServer, victim: str) -> None:
     n1 = job.start("n1")
-    job.said(n1, "claim generation 1")
+    members_are(etcd, job.name, 1)
     n2 = job.start("n2")
     g = job.trains(2)
     etcd.ctl("lease", "revoke", member(etcd, job.name, "n1" if victim == "oldest" else "n2"))
     new = job.trains(2, after=g)
     assert job.worker(new, rank=0).restarts == 0
+    job.finish(n1, n2)
+
+
+@pytest.mark.parametrize("how", ["the job's keys", "all data"])
+def test_etcd_forgets(job: Job, etcd: EtcdServer, how: str) -> None:
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2)
+    if how == "all data":
+        etcd.kill()
+        etcd.wipe()
+        etcd.start()
+    else:
+        etcd.ctl("del", "--prefix", f"/elastic_etcd/{job.name}/")
+    job.trains(2, after=g)
     job.finish(n1, n2)

@@ -9,7 +9,7 @@ from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
 from .processes import command, send
-from .traces import history, keys
+from .traces import history, keys, members_are
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +56,7 @@ def test_no_restart_allowed(job: Job) -> None:
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
 def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
     n1 = job.start("n1")
-    job.said(n1, "claim generation 1")
+    members_are(etcd, job.name, 1)
     n2 = job.start("n2")
     dead, survivor = (n1, n2) if victim == "oldest" else (n2, n1)
     g = job.trains(2)
@@ -71,9 +71,9 @@ def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
-def test_node_frozen_past_its_lease(job: Job, victim: str) -> None:
+def test_node_frozen_past_its_lease(job: Job, etcd: EtcdServer, victim: str) -> None:
     n1 = job.start("n1")
-    job.said(n1, "claim generation 1")
+    members_are(etcd, job.name, 1)
     n2 = job.start("n2")
     frozen, other = (n1, n2) if victim == "oldest" else (n2, n1)
     g = job.trains(2)

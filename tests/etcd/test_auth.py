@@ -1,6 +1,7 @@
 """Rule 5: users, passwords, tokens that expire, and permissions that end."""
 
 import asyncio
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
 from tests.etcd.aio import Copy, asynchronous, elapse, put
 from tests.etcd.proxy import proxy
-from tests.etcd.server import FAST, EtcdServer
+from tests.etcd.server import FAST, EtcdServer, tool
 
 LOGINS = 'grpc_server_handled_total{grpc_code="OK",grpc_method="Authenticate"'
 ROOT = {"ETCDCTL_USER": "root:secret"}
@@ -178,6 +179,36 @@ async def test_session_and_mirror_through_a_restart(guarded: EtcdServer) -> None
         await guarded.start_async()
         await put(client, "/mine/restart", "after", session.lease)
         await copy.until(lambda values: values.get("/mine/restart") == "after")
+        assert not session.lost.done()
+
+
+@asynchronous
+async def test_a_session_outlives_a_refused_login(guarded: EtcdServer) -> None:
+    """What looks final may be put right before the TTL is over."""
+
+    def password(new: str) -> None:
+        command = tool("etcdctl"), f"--endpoints={guarded.endpoint}", "user", "passwd", "me"
+        subprocess.run(
+            [*command, "--interactive=false"],
+            input=f"{new}\n".encode(),
+            env=ROOT,
+            check=True,
+            capture_output=True,
+        )
+
+    silent, back = asyncio.Event(), asyncio.Event()
+    async with (
+        Client(me(guarded)) as client,
+        Session(client, 10, on_silence=lambda _: silent.set(), on_answer=back.set) as session,
+    ):
+        password("changed")
+        guarded.kill()
+        await guarded.start_async()  # the tokens are gone, too
+        await asyncio.wait_for(silent.wait(), 5)
+        with pytest.raises(EtcdDenied):
+            await client.range(Get("/mine/"), timeout=5)
+        password("mine")
+        await asyncio.wait_for(back.wait(), 5)
         assert not session.lost.done()
 
 

@@ -83,6 +83,20 @@ async def test_every_channel_has_its_own_connection(etcd: EtcdServer) -> None:
 
 
 @asynchronous
+async def test_two_clients_have_two_connections(etcd: EtcdServer) -> None:
+    """gRPC's common pool would give both the same one, frozen or not."""
+    async with proxy(etcd.endpoint) as way:
+        config = EtcdConfig((way.endpoint,))
+        async with Client(config) as one, Client(config) as two:
+            await one.range(Get("/"), timeout=5)
+            way.freeze(new=False)
+            start = time.monotonic()
+            await two.range(Get("/"), timeout=5)
+            assert time.monotonic() - start < ATTEMPT_TIMEOUT[0]
+            assert way.accepted == 2
+
+
+@asynchronous
 async def test_a_txn_that_timed_out_but_was_applied(etcd: EtcdServer, prefix: str) -> None:
     create = Txn((Compare(prefix, "create", 0),), (Put(prefix, "mine"),), (Get(prefix),))
     async with proxy(etcd.endpoint) as way, Client(EtcdConfig((way.endpoint,))) as client:

@@ -119,14 +119,31 @@ async def test_a_silent_endpoint_loses_everything_to_the_next(
             client._at = 0
             silence = Silence()
             async with silence.session(client) as session, Copy(client, Get(prefix)) as copy:
-                await copy.until(lambda _: True)
+                await put(writer, prefix, "before")
+                await copy.until(lambda values: prefix in values)  # the watch is established
                 first.freeze()
                 start = time.monotonic()
                 await put(writer, prefix, "after")
-                await copy.until(lambda values: prefix in values, timeout=TTL)
+                await copy.until(lambda values: values.get(prefix) == "after", timeout=TTL)
                 await asyncio.wait_for(silence.over.wait(), TTL)
                 assert time.monotonic() - start < TTL  # with a margin for one more endpoint
                 assert client.endpoint == second.endpoint
+                assert not session.lost.done()
+
+
+@asynchronous
+async def test_two_silent_endpoints_of_three(etcd: EtcdServer) -> None:
+    """A third of the TTL for each, also while the stream is being opened."""
+    async with proxy(etcd.endpoint) as one, proxy(etcd.endpoint) as two:
+        config = EtcdConfig((one.endpoint, two.endpoint, etcd.endpoint))
+        async with Client(config) as client:
+            client._at = 0
+            silence = Silence()
+            async with silence.session(client, 6) as session:
+                one.freeze()
+                two.freeze()
+                await asyncio.wait_for(silence.over.wait(), 6)
+                assert client.endpoint == etcd.endpoint
                 assert not session.lost.done()
 
 
