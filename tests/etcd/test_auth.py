@@ -203,7 +203,10 @@ async def test_a_session_outlives_a_refused_login(guarded: EtcdServer) -> None:
     ):
         password("changed")
         guarded.kill()
-        await guarded.start_async()  # the tokens are gone, too
+        await asyncio.wait_for(silent.wait(), 5)
+        client._login._token = None  # etcd 3.5 does not ask for one at a keepalive, 3.6 does
+        silent.clear()
+        await guarded.start_async()
         await asyncio.wait_for(silent.wait(), 5)
         with pytest.raises(EtcdDenied):
             await client.range(Get("/mine/"), timeout=5)

@@ -119,6 +119,7 @@ async def test_a_silent_endpoint_loses_everything_to_the_next(
             client._at = 0
             silence = Silence()
             async with silence.session(client) as session, Copy(client, Get(prefix)) as copy:
+                await copy.until(lambda _: True)
                 await put(writer, prefix, "before")
                 await copy.until(lambda values: prefix in values)  # the watch is established
                 first.freeze()
