@@ -204,7 +204,7 @@ async def test_a_session_outlives_a_refused_login(guarded: EtcdServer) -> None:
         password("changed")
         guarded.kill()
         await asyncio.wait_for(silent.wait(), 5)
-        client._login._token = None  # etcd 3.5 does not ask for one at a keepalive, 3.6 does
+        client._login._token = None  # so that the keepalive, too, has to log in
         silent.clear()
         await guarded.start_async()
         await asyncio.wait_for(silent.wait(), 5)
