@@ -1,0 +1,221 @@
+"""Agents without processes on a key space in memory, under production's own functions.
+
+Every event goes through core.lifecycle.step, every view is made by core.view.view_of and every
+write by core.writes, as agent/agent.py and agent/membership.py do it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from elastic_etcd.core import lifecycle, writes
+from elastic_etcd.core.keys import Keys, hexed
+from elastic_etcd.core.lifecycle import (
+    Action,
+    Arm,
+    Emptied,
+    Event,
+    Exit,
+    Joined,
+    Rejoin,
+    Say,
+    Start,
+    State,
+    Stop,
+    Viewed,
+    Write,
+    Wrote,
+)
+from elastic_etcd.core.rules import Act, Decision, Limits
+from elastic_etcd.core.txn import KeyValue, Txn
+from elastic_etcd.core.view import (
+    EVERYTHING,
+    Coverage,
+    Member,
+    Phase,
+    Report,
+    Spec,
+    View,
+    covered,
+    view_of,
+)
+from tests.scenarios.keyspace import KeySpace
+
+KEYS = Keys("/elastic_etcd/story")
+ENDLESS = 200  # moves without coming to rest
+
+
+@dataclass
+class Agent:
+    """One node: its agent's state, and what is on its way to and from etcd."""
+
+    name: str
+    nproc: int = 1
+    label: str = ""
+    topology: str = ""
+    run: str = "run1"
+    incarnation: int = 0
+    state: State | None = None  # None: not there
+    member: Member | None = None
+    coverage: Coverage = None
+    copy: dict[str, KeyValue] = field(default_factory=dict)
+    txn: Txn | None = None
+    joining: bool = False
+    workers: int = 0  # generation of its live workers
+
+    @property
+    def lease(self) -> int:
+        return int(f"{self.name}{self.incarnation}", 16)
+
+
+class Stage:
+    """The agents, the key space and the clock; what happens is told line by line."""
+
+    def __init__(self) -> None:
+        self.limits = Limits(1, 2)
+        self.clock = 0.0
+        self.etcd = KeySpace()
+        self.agents: dict[str, Agent] = {}
+
+    def agent_sees(self, agent: Agent, *keys: str) -> Iterator[str]:
+        """All that its mirror covers, or only the named keys: the others are on their way."""
+        assert agent.state is not None
+        coverage = lifecycle.coverage(agent.state)
+        snapshot = self.etcd.read(*covered(KEYS, coverage, agent.lease))
+        if keys:
+            assert coverage == agent.coverage, "a new mirror begins with a list"
+            for key in (f"{KEYS.root}/{key}" for key in keys):
+                agent.copy.pop(key, None)
+                if key in snapshot.kvs:
+                    agent.copy[key] = snapshot.kvs[key]
+        else:
+            agent.coverage, agent.copy = coverage, dict(snapshot.kvs)
+        view = view_of(replace(snapshot, kvs=dict(agent.copy)), KEYS, coverage)
+        yield from self.event(agent, Viewed(view))
+
+    def agent_writes(self, agent: Agent, how: str = "") -> Iterator[str]:
+        """Its write reaches etcd; "unheard": the answer to it does not come back as a yes."""
+        assert agent.txn is not None, f"{agent.name} writes nothing"
+        ok = self.etcd.txn(agent.txn)
+        agent.txn = None
+        yield f"{agent.name}: {'written' if ok else 'refused'}"
+        yield from self.event(agent, Wrote(ok and how != "unheard"))
+
+    def agent_empties(self, agent: Agent) -> Iterator[str]:
+        generation, agent.workers = agent.workers, 0
+        yield from self.event(agent, Emptied(generation))
+
+    def go_on(self, names: list[str], phase: str = "") -> Iterator[str]:
+        """They see, write, and their stopped workers end, until the round has come to `phase`,
+        or until nothing is left to do.
+        """
+        for _ in range(ENDLESS):
+            moved = False
+            for name in names:
+                for line in self._move(self.agents[name]):
+                    moved = True
+                    if line:
+                        yield line
+                now = self.everything().round
+                if now and now.phase == phase:
+                    return
+            if not moved:
+                return
+        raise AssertionError("they never come to rest")
+
+    def _move(self, agent: Agent) -> Iterator[str]:
+        """What it can do now; an empty line for a move without anything to tell."""
+        state = agent.state
+        if state is None:
+            return
+        if agent.joining:
+            yield from ("", *self.join(agent))
+        elif state.me.running and state.me.stopping:
+            yield from ("", *self.agent_empties(agent))
+        elif agent.txn:
+            yield from ("", *self.agent_writes(agent))
+        elif state.me.lease and not state.over:
+            coverage = lifecycle.coverage(state)
+            new = dict(self.etcd.read(*covered(KEYS, coverage, agent.lease)).kvs)
+            if (coverage, new) != (agent.coverage, agent.copy) or state.view is None:
+                yield from ("", *self.agent_sees(agent))
+
+    def join(self, agent: Agent) -> Iterator[str]:
+        assert agent.state is not None
+        again = bool(agent.state.me.run)
+        agent.joining, agent.coverage, agent.copy = False, None, {}
+        agent.incarnation += 1
+        agent.member = Member(
+            agent.lease, agent.label or agent.name, agent.nproc, topology=agent.topology
+        )
+        run = agent.state.me.run or agent.run
+        spec = Spec(run, self.limits.min_nodes, self.limits.max_nodes)
+        seen = self.etcd.read(*writes.look(KEYS))
+        last = agent.state.me.ran
+        txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
+        if isinstance(txn, str):
+            agent.state = None
+            yield f"{agent.name}: cannot join: {txn}"
+            return
+        assert self.etcd.txn(txn)
+        spec_kv, key = self.etcd.kvs[KEYS.spec], self.etcd.kvs[KEYS.member(agent.lease)]
+        known = self.everything().spec
+        assert known is not None
+        agent.member = replace(agent.member, run=known.run)
+        yield f"{agent.name}: joined as {hexed(agent.lease)}"
+        yield from self.event(agent, Joined(known.run, spec_kv.create, agent.lease, key.create))
+
+    def event(self, agent: Agent, event: Event) -> Iterator[str]:
+        assert agent.state is not None, f"{agent.name} is not there"
+        agent.state, actions = lifecycle.step(agent.state, event, self.clock, self.limits)
+        for action in actions:
+            yield from (f"{agent.name}: {line}" for line in self._do(agent, agent.state, action))
+
+    def _do(self, agent: Agent, state: State, action: Action) -> Iterator[str]:
+        match action:
+            case Say(decision):
+                yield f'"{decision.reason}"'
+            case Write(what):
+                yield f"writes {_what(what)}"
+                agent.txn = self._txn(agent, state, action)
+            case Start(now):
+                assert not agent.workers, "I3: it still has workers"
+                place = now.place(state.me.lease)
+                agent.workers = now.generation
+                yield f"starts generation {now.generation} as {place} of {len(now.participants)}"
+            case Stop(grace):
+                yield f"stops its workers ({grace.value})"
+            case Rejoin():
+                agent.joining = True
+                yield "joins again"
+            case Exit(why):
+                yield from self._exit(agent, state, why)
+            case Arm(at):
+                if at is not None:
+                    yield f"waits until {at:g} s"
+
+    def _txn(self, agent: Agent, state: State, write: Write) -> Txn:
+        now = state.view.round if state.view else None
+        offers = now is not None and now.phase is Phase.FROZEN
+        master = (agent.name, 29500) if offers else None
+        assert agent.member is not None
+        return writes.build(KEYS, state, write, agent.member, master, "")
+
+    def _exit(self, agent: Agent, state: State, why: object) -> Iterator[str]:
+        assert not agent.workers
+        yield "exits" if why is None else f"exits: {why}"
+        stop = writes.stop(KEYS, self.everything(), state.me, "")
+        if why is None and state.me.lease and self.etcd.txn(stop):
+            yield "was the last one"
+        self.etcd.revoke(agent.lease)
+        agent.state = agent.txn = None
+
+    def everything(self) -> View:
+        return view_of(self.etcd.read(*covered(KEYS, EVERYTHING, 0)), KEYS, EVERYTHING)
+
+
+def _what(what: Decision | Report | None) -> str:
+    if what is None:
+        return "that it is leaving"
+    if isinstance(what, Report):
+        return f"report: {what.failure or 'done'}"
+    return "ack" if what.act is Act.ACK else what.act.value

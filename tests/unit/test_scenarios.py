@@ -1,0 +1,63 @@
+"""The stories of tests/scenarios: what agents see and do, in plain text.
+
+`REWRITE=1 python -m pytest tests/unit/test_scenarios.py` writes what happens now into the files;
+read the difference before it is committed.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.story import Story
+
+FOLDER = Path(__file__).parents[1] / "scenarios"
+FILES = sorted(FOLDER.glob("*.txt"))
+# Stories that tell what should happen, and does not yet.
+FAULTS: dict[str, str] = {
+    "spare_does_not_push_out": "a ready spare takes the place of a live, slower participant",
+    "victim_of_a_planned_change": "a failure after the claim is counted as a culprit's",
+    "leaving_while_joining_again": "SIGTERM does not end an agent that is joining again",
+    "generation_is_removed": "reports are not found without the ledger",
+    "spec_is_removed": "every claim is refused without the spec",
+}
+STORIES = [
+    pytest.param(
+        f,
+        id=f.stem,
+        marks=[pytest.mark.xfail(reason=FAULTS[f.stem])] if f.stem in FAULTS else [],
+    )
+    for f in FILES
+]
+
+
+def told(text: str) -> Iterator[str]:
+    """The text with what happens after each "----", up to the next empty line."""
+    story = Story()
+    happened: list[str] = []
+    expected = False
+    for line in text.splitlines():
+        if expected and line:
+            continue
+        expected = line == "----"
+        yield line
+        if expected:
+            yield from happened or ["(nothing)"]
+            happened = []
+        elif line and not line.startswith("#"):
+            happened += story.tell(line)
+    assert not happened, f"nothing is expected of the last commands: {happened}"
+
+
+@pytest.mark.parametrize("file", STORIES)
+def test_story(file: Path) -> None:
+    text = file.read_text()
+    new = "\n".join(told(text)) + "\n"
+    if os.environ.get("REWRITE") and file.stem not in FAULTS:
+        file.write_text(new)
+    assert new == text
+
+
+def test_there_are_stories() -> None:
+    assert len(FILES) > 20
