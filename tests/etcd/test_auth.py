@@ -198,15 +198,16 @@ async def test_a_session_outlives_a_refused_login(guarded: EtcdServer) -> None:
 
     silent, back = asyncio.Event(), asyncio.Event()
     async with (
-        Client(me(guarded)) as client,
+        proxy(guarded.endpoint) as way,
+        Client(replace(me(guarded), endpoints=(way.endpoint,))) as client,
         Session(client, 10, on_silence=lambda _: silent.set(), on_answer=back.set) as session,
     ):
         password("changed")
-        guarded.kill()
+        way.cut(refuse=True)
         await asyncio.wait_for(silent.wait(), 5)
         client._login._token = None  # so that the keepalive, too, has to log in
         silent.clear()
-        await guarded.start_async()
+        way.thaw()
         await asyncio.wait_for(silent.wait(), 5)
         with pytest.raises(EtcdDenied):
             await client.range(Get("/mine/"), timeout=5)
