@@ -179,6 +179,9 @@ class Membership:
         while True:
             seen = await self._client.range(*writes.look(self.keys), timeout=timeout)
             txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
+            if isinstance(txn, str) and again:
+                self._post(Broken(txn))
+                return
             if isinstance(txn, str):
                 raise UsageError(f"job {self._config.job}: {txn}")
             result = await self._client.txn(txn, timeout)

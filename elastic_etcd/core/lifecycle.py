@@ -82,9 +82,9 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Something on this node makes going on impossible; the message is for the user."""
+    """Going on is impossible: an error for the user, or why the job is over for this node."""
 
-    error: Exception
+    why: Exception | str
 
 
 Event: TypeAlias = (
@@ -205,9 +205,9 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Emptied(generation) if generation == me.running:
             return replace(state, me=replace(me, running=0, stopping=False))
         case Signalled():
-            return replace(state, me=replace(me, leaving=True))
-        case Broken(error):
-            return replace(state, ending=state.ending or Exit(error), over=False)
+            return replace(state, me=replace(me, leaving=True), over=False)
+        case Broken(why):
+            return replace(state, ending=state.ending or Exit(why), over=False)
     return state
 
 

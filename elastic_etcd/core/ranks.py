@@ -2,6 +2,7 @@
 
 Survivors keep their place, a newcomer takes a free place, else places close up, so that a
 change moves as few ranks as can be and rank 0 stays where it is (pytorch#67615, #99684).
+Place 0 is a survivor's as long as there is one: DDP begins with what rank 0 has.
 Newcomers come in the order of topology label and natural node name: node2 before node10
 (pytorch#191190).
 """
@@ -44,6 +45,9 @@ def assign(chosen: Sequence[Member], places: Sequence[int]) -> tuple[Member, ...
     """`chosen` in rank order, given the leases of the last world in rank order."""
     by_lease = {m.lease: m for m in chosen}
     seats = [by_lease.get(lease) for lease in places]
+    first = next((i for i, seat in enumerate(seats) if seat is not None), 0)
+    if first:
+        seats[0], seats[first] = seats[first], None
     newcomers = iter(order(m for m in chosen if m.lease not in places))
     filled = [seat if seat is not None else next(newcomers, None) for seat in seats]
     return (*(seat for seat in filled if seat is not None), *newcomers)

@@ -162,9 +162,11 @@ def ended(view: View, me: Me) -> str:
 def vanished(view: View, me: Me) -> bool:
     """Whether the own member key is gone though the lease may live: removed by hand, or lost.
 
-    Without it every fence of this agent fails, so it has to join again.
+    Without it every fence of this agent fails, so it has to join again; likewise without spec.
     """
-    return not ended(view, me) and all(m.lease != me.lease for m in view.members)
+    own = any(m.lease == me.lease for m in view.members)
+    no_spec = view.coverage == EVERYTHING and view.spec is None
+    return not ended(view, me) and (no_spec or not own)
 
 
 def _waiting(now: Round, me: Me) -> str:
@@ -226,14 +228,17 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
             late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
             return _close(view, now, "failed", late, 4)
         return Decision(Act.WAIT, short, until=limits.join_timeout - elapsed.phase)
-    first = not any(m.lease in view.ledger.places for m in live)
-    if len(ready) < limits.max_nodes:
-        if first and elapsed.join < limits.settle:
-            wait = limits.settle - elapsed.join
+    places = view.ledger.places
+    full = len(ready) >= limits.max_nodes
+    if not any(m.lease in places for m in live):
+        if not full and elapsed.join < limits.settle:
             of = f"{len(ready)} of at most {limits.max_nodes} nodes are ready"
             why = f"{of}; more may come within {limits.settle:g} s (--settle)"
-            return Decision(Act.WAIT, why, until=wait)
-        if not first and len(ready) < len(live):
+            return Decision(Act.WAIT, why, until=limits.settle - elapsed.join)
+    else:
+        # A spare, which has nothing to stop, must not take the place of a slower survivor.
+        awaited = [m for m in live if not full or m.lease in places]
+        if any(m.lease not in acked for m in awaited):
             return Decision(Act.WAIT, f"{len(ready)} of {len(live)} live nodes are ready")
     return _budget(view, now, ready, limits, elapsed)
 
@@ -356,5 +361,11 @@ def _done(view: View) -> set[int]:
 
 
 def _culprit(view: View) -> Report | None:
-    """The first failure by etcd revision; the later ones are its victims (pytorch#113546)."""
-    return next((r for r in view.reports if r.failure is not None), None)
+    """The first failure by etcd revision; the later ones are its victims (pytorch#113546).
+
+    So is one that came after the claim of the next generation: workers die of their peers' end.
+    `generation` is written by that claim, and again only by the final that follows.
+    """
+    over = view.round is None or view.round.phase is not Phase.FINAL
+    failures = (r for r in view.reports if r.failure is not None)
+    return next((r for r in failures if not over or r.revision < view.ledger_mod), None)

@@ -367,6 +367,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
 
 def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     acks, reports, history = [], [], []
+    final = view.round.generation if view.round and view.round.phase is Phase.FINAL else None
+    final = view.ledger.final if final is None else final
     acked, reported = set(), set()
     for key, kv in kvs.items():
         kind, *rest = key[len(keys.root) + 1 :].split("/")
@@ -376,7 +378,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
                 acks.append(a)
         elif kind == "reports" and len(rest) == 2 and rest[0].isdecimal():
             reported.add(int(rest[0]))
-            if int(rest[0]) == view.ledger.final and (r := _read(kv, _report, bad)):
+            if int(rest[0]) == final and (r := _read(kv, _report, bad)):
                 reports.append(r)
         elif kind == "history" and rest[0].isdecimal():
             history.append((int(rest[0]), kv.value))

@@ -172,7 +172,7 @@ def _report(keys: Keys, me: Me, generation: int, report: Report) -> Txn:
     return Txn(
         (
             Compare(keys.member(me.lease), "create", me.created),
-            Compare(keys.spec, "create", me.spec),
+            Compare(keys.outcome, "version", 0),
         ),
         (Put(keys.report(generation, me.lease), report.encode()),),
     )
