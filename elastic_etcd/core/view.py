@@ -380,7 +380,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             reported.add(int(rest[0]))
             if int(rest[0]) == final and (r := _read(kv, _report, bad)):
                 reports.append(r)
-        elif kind == "history" and rest[0].isdecimal():
+        elif kind == "history" and len(rest) == 1 and rest[0].isdecimal():
             history.append((int(rest[0]), kv.value))
     return replace(
         view,
@@ -392,12 +392,16 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     )
 
 
+# Whatever a value of another's making can raise: an infinite number, a thousand brackets.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 def _read(kv: KeyValue | None, decoder: Callable[[KeyValue], T], bad: list[str]) -> T | None:
     if kv is None:
         return None
     try:
         return decoder(kv)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         bad.append(f"{kv.key}: {error}")
         return None
 

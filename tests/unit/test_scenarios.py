@@ -16,11 +16,7 @@ FOLDER = Path(__file__).parents[1] / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
 # Stories that tell what should happen, and does not yet.
 FAULTS: dict[str, str] = {
-    "spare_does_not_push_out": "a ready spare takes the place of a live, slower participant",
-    "victim_of_a_planned_change": "a failure after the claim is counted as a culprit's",
-    "leaving_while_joining_again": "SIGTERM does not end an agent that is joining again",
-    "generation_is_removed": "reports are not found without the ledger",
-    "spec_is_removed": "every claim is refused without the spec",
+    "victim_of_a_change_that_fails": "a victim's report counts at the second claim",
 }
 STORIES = [
     pytest.param(

@@ -1,0 +1,94 @@
+"""Names of keys, and the JSON objects that they hold."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_etcd.core.keys import Keys, decode, encode, hexed, valid_job, valid_prefix
+
+KEYS = Keys("/elastic_etcd/resnet-7")
+numbers = st.integers(0, (1 << 63) - 1)
+
+
+@pytest.mark.parametrize("job", ["a", "resnet-7", "A.b_c-9", "...", "x" * 128])
+def test_job_ids(job: str) -> None:
+    assert valid_job(job)
+
+
+@pytest.mark.parametrize(
+    "job", ["", "a/b", "/", ".", "..", "a b", "a\n", "ä", "a\0", "x" * 129, "a:b", "*"]
+)
+def test_what_is_no_job_id(job: str) -> None:
+    assert not valid_job(job)
+
+
+@pytest.mark.parametrize("prefix", ["/a", "/elastic_etcd", "/team/x.y/z-1"])
+def test_prefixes(prefix: str) -> None:
+    assert valid_prefix(prefix)
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "a", "/a/", "//a", "/a//b", "/a b", "/a\n", "/ä"])
+def test_what_is_no_prefix(prefix: str) -> None:
+    assert not valid_prefix(prefix)
+
+
+def test_a_lease_is_written_as_etcdctl_prints_it() -> None:
+    assert hexed(0x694D8F5A8F2C1A0B) == "694d8f5a8f2c1a0b"
+    assert KEYS.member(0x1A) == "/elastic_etcd/resnet-7/members/1a"
+
+
+@given(numbers, numbers)
+def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease: int) -> None:
+    below = [
+        (KEYS.members, KEYS.member(lease)),
+        (KEYS.acks(generation), KEYS.ack(generation, lease)),
+        (KEYS.acks(), KEYS.acks(generation)),
+        (KEYS.reports(generation), KEYS.report(generation, lease)),
+        (KEYS.reports(), KEYS.reports(generation)),
+        (KEYS.history(), KEYS.history(generation)),
+    ]
+    for folder, key in below:
+        assert folder.endswith("/")
+        assert key.startswith(folder)
+        assert len(key) > len(folder)
+    single = [KEYS.spec, KEYS.generation, KEYS.round, KEYS.outcome]
+    assert all(k.startswith(KEYS.root + "/") for k in (*single, *(k for k, _ in below)))
+
+
+@given(numbers, numbers)
+def test_the_folder_of_one_generation_covers_no_other(one: int, other: int) -> None:
+    assert KEYS.ack(other, 1).startswith(KEYS.acks(one)) == (one == other)
+    assert KEYS.report(other, 1).startswith(KEYS.reports(one)) == (one == other)
+
+
+def test_values_read_well() -> None:
+    assert encode({"b": 1, "a": "größer"}) == '{"a": "größer", "b": 1, "v": 1}'
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda name: name != "v"), json_values))
+def test_what_is_encoded_is_decoded(fields: dict[str, object]) -> None:
+    assert decode(encode(fields)) == {"v": 1, **fields}
+
+
+@pytest.mark.parametrize(
+    "value", ["", "{", "null", "[]", "1", '"v"', "{}", '{"v": 2}', '{"v": "1"}', '{"v": null}']
+)
+def test_what_is_no_value(value: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (json's error is one, and says what is wrong)
+        decode(value)
+
+
+@given(st.text() | json_values.map(json.dumps))
+def test_decoding_raises_nothing_else(value: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert decode(value)["v"] == 1
