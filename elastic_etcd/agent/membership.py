@@ -195,7 +195,9 @@ class Membership:
         if key is None or run is None:  # the lease is lost already, or the job over
             self._post(LeaseLost("its keys were gone at once"))
             return
-        self._post(_joined(key, run, view_of(mine, self.keys, None), self._member.lease))
+        view = view_of(mine, self.keys, None)
+        self._member = view.members[0]  # with its run, for the mark of leaving
+        self._post(_joined(key, run, view, self._member.lease))
 
     async def _commit(self, txn: Txn) -> None:
         """A refusal (no space, say) is told and waited out: training goes on meanwhile."""
