@@ -156,6 +156,7 @@ class State:
     view: View | None = None
     alive: int = 0  # workers that have not exited yet
     failure: Failure | None = None  # of the generation that ran last, to be reported
+    victim: bool = False  # that failure came after the next generation had begun
     finished: bool = False  # all workers of it exited 0
     lost: bool = False  # the lease is gone: rejoin when no worker is left
     marked: bool = False  # the others know that this node is leaving
@@ -195,7 +196,7 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Joined(run, spec, lease, created):
             me = replace(me, run=run, spec=spec, lease=lease, created=created)
             state = replace(state, view=None, lost=False, over=False, tried=())
-            return replace(state, me=me, failure=None, finished=False)
+            return replace(state, me=me, failure=None, victim=False, finished=False)
         case LeaseLost():
             return _lost(state)
         case Wrote(ok):
@@ -241,6 +242,8 @@ def _answered(state: State, ok: bool) -> State:
     if write is None or write.lease != me.lease:
         return state
     if isinstance(write.what, Report):
+        if not ok and write.what.failure and not write.what.victim:
+            return replace(state, victim=True)  # the next generation was faster; tell it as such
         return replace(state, me=replace(me, reported=write.generation))
     if write.what is None:
         return replace(state, marked=True)
@@ -258,7 +261,9 @@ def _ended(state: State, generation: int, failure: Failure | None) -> State:
     if state.me.stopping:
         return state
     if failure:
-        return replace(state, failure=failure)
+        now = state.view.round if state.view else None
+        victim = now is None or now.generation != generation
+        return replace(state, failure=failure, victim=victim)
     return replace(state, finished=state.alive == 0)
 
 
@@ -283,8 +288,9 @@ def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> S
     if state.me.leaving:
         return state if state.marked else _write(state, actions, None, 0, ("leaving",))
     if _owes_report(state):
-        report = Report(state.me.lease, 0, state.failure)
-        state = _write(state, actions, report, state.me.ran, ("report", state.me.ran))
+        report = Report(state.me.lease, 0, state.failure, state.victim)
+        basis = ("report", state.me.ran, state.victim)
+        state = _write(state, actions, report, state.me.ran, basis)
     if state.view is None or state.ending:
         return state
     return _decide(state, state.view, now, limits, actions)
@@ -320,7 +326,7 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
         actions.append(Start(decision.round))
         generation = decision.round.generation
         me = replace(state.me, running=generation, ran=generation)
-        state = replace(state, me=me, alive=state.nproc, failure=None, finished=False)
+        state = replace(state, me=me, alive=state.nproc, failure=None, victim=False, finished=False)
         return _decide(state, view, now, limits, actions)  # a coordinator has more to do
     if decision.act is Act.WAIT:
         return state

@@ -361,11 +361,5 @@ def _done(view: View) -> set[int]:
 
 
 def _culprit(view: View) -> Report | None:
-    """The first failure by etcd revision; the later ones are its victims (pytorch#113546).
-
-    So is one that came after the claim of the next generation: workers die of their peers' end.
-    `generation` is written by that claim, and again only by the final that follows.
-    """
-    over = view.round is None or view.round.phase is not Phase.FINAL
-    failures = (r for r in view.reports if r.failure is not None)
-    return next((r for r in failures if not over or r.revision < view.ledger_mod), None)
+    """The first failure by etcd revision; the later ones are its victims (pytorch#113546)."""
+    return next((r for r in view.reports if r.failure and not r.victim), None)

@@ -256,19 +256,24 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a node's workers ended: `failure` is None when all of them exited 0."""
+    """How a node's workers ended: `failure` is None when all of them exited 0.
+
+    A `victim` failed after the next generation had begun: workers die of their peers' end.
+    """
 
     lease: int
     revision: int
     failure: Failure | None
+    victim: bool = False
 
     def encode(self) -> str:
         failure = None if self.failure is None else self.failure.encode()
-        return encode({"done": self.failure is None, "failure": failure})
+        return encode({"done": self.failure is None, "failure": failure, "victim": self.victim})
 
     @staticmethod
     def decode(lease: int, revision: int, f: Fields) -> Report:
-        return Report(lease, revision, Failure.decode(f["failure"]) if f["failure"] else None)
+        failure = Failure.decode(f["failure"]) if f["failure"] else None
+        return Report(lease, revision, failure, bool(f["victim"]))
 
 
 @dataclass(frozen=True, slots=True)

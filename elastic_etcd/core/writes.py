@@ -42,7 +42,7 @@ def build(
     if what is None:
         return _leaving(keys, me, member)
     if isinstance(what, Report):
-        return _report(keys, me, write.generation, what)
+        return _report(keys, view, me, write.generation, what)
     assert view is not None
     match what.act:
         case Act.CLAIM:
@@ -167,15 +167,18 @@ def _ack(keys: Keys, view: View, me: Me, master: Master | None) -> Txn:
     return Txn(_fence(keys, view, me), (Put(key, Ack(me.lease, master).encode(), me.lease),))
 
 
-def _report(keys: Keys, me: Me, generation: int, report: Report) -> Txn:
-    """How this node's workers of `generation` ended. Bound to no lease: it outlives the node."""
-    return Txn(
-        (
-            Compare(keys.member(me.lease), "create", me.created),
-            Compare(keys.outcome, "version", 0),
-        ),
-        (Put(keys.report(generation, me.lease), report.encode()),),
+def _report(keys: Keys, view: View | None, me: Me, generation: int, report: Report) -> Txn:
+    """How this node's workers of `generation` ended. Bound to no lease: it outlives the node.
+
+    A failure is a cause only as long as its world stands, so it is fenced by the round.
+    """
+    fence: tuple[Compare, ...] = (
+        Compare(keys.member(me.lease), "create", me.created),
+        Compare(keys.outcome, "version", 0),
     )
+    if view and report.failure and not report.victim:
+        fence = (*fence, Compare(keys.round, "mod", view.round_mod))
+    return Txn(fence, (Put(keys.report(generation, me.lease), report.encode()),))
 
 
 def _leaving(keys: Keys, me: Me, member: Member) -> Txn:

@@ -184,7 +184,7 @@ def choice(everywhere: int = 0, **by_local_rank: int) -> StreamChoice:
         ({"log_dir": os.devnull, "redirects": choice(3)}, "", "", ""),
     ],
 )
-async def test_where_output_goes(  # noqa: PLR0917 - the columns of the table
+async def test_where_output_goes(
     tmp_path: Path, options: dict[str, object], out: str, err: str, kept: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -14,18 +14,7 @@ from tests.scenarios.story import Story
 
 FOLDER = Path(__file__).parents[1] / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
-# Stories that tell what should happen, and does not yet.
-FAULTS: dict[str, str] = {
-    "victim_of_a_change_that_fails": "a victim's report counts at the second claim",
-}
-STORIES = [
-    pytest.param(
-        f,
-        id=f.stem,
-        marks=[pytest.mark.xfail(reason=FAULTS[f.stem])] if f.stem in FAULTS else [],
-    )
-    for f in FILES
-]
+STORIES = [pytest.param(f, id=f.stem) for f in FILES]
 
 
 def told(text: str) -> Iterator[str]:
@@ -50,7 +39,7 @@ def told(text: str) -> Iterator[str]:
 def test_story(file: Path) -> None:
     text = file.read_text()
     new = "\n".join(told(text)) + "\n"
-    if os.environ.get("REWRITE") and file.stem not in FAULTS:
+    if os.environ.get("REWRITE"):
         file.write_text(new)
     assert new == text
 
