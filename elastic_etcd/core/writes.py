@@ -176,9 +176,12 @@ def _report(keys: Keys, view: View | None, me: Me, generation: int, report: Repo
         Compare(keys.member(me.lease), "create", me.created),
         Compare(keys.outcome, "version", 0),
     )
-    if view and report.failure and not report.victim:
+    key = keys.report(generation, me.lease)
+    if report.victim:  # it may be the cause all the same: written, and only its answer lost
+        fence = (*fence, Compare(key, "version", 0))
+    elif view and report.failure:
         fence = (*fence, Compare(keys.round, "mod", view.round_mod))
-    return Txn(fence, (Put(keys.report(generation, me.lease), report.encode()),))
+    return Txn(fence, (Put(key, report.encode()),))
 
 
 def _leaving(keys: Keys, me: Me, member: Member) -> Txn:

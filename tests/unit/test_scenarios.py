@@ -35,7 +35,7 @@ def told(text: str) -> Iterator[str]:
     assert not happened, f"nothing is expected of the last commands: {happened}"
 
 
-@pytest.mark.parametrize("file", STORIES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_story(file: Path) -> None:
     text = file.read_text()
     new = "\n".join(told(text)) + "\n"
