@@ -12,6 +12,7 @@ from elastic_etcd.core.keys import Keys, hexed
 from elastic_etcd.core.lifecycle import (
     Action,
     Arm,
+    Broken,
     Emptied,
     Event,
     Exit,
@@ -153,8 +154,10 @@ class Stage:
         last = agent.state.me.ran
         txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
         if isinstance(txn, str):
-            agent.state = None
             yield f"{agent.name}: cannot join: {txn}"
+            if again:
+                yield from self.event(agent, Broken(txn))
+            agent.state = None
             return
         assert self.etcd.txn(txn)
         spec_kv, key = self.etcd.kvs[KEYS.spec], self.etcd.kvs[KEYS.member(agent.lease)]

@@ -254,7 +254,7 @@ names = st.sampled_from(
 coverages: st.SearchStrategy[Coverage] = st.sampled_from([None, 0xA, 0xB, EVERYTHING])
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.dictionaries(names, values | damaged() | st.sampled_from(list(JOB.values()))), coverages)
 @example({KEYS.root + "/history": ""}, EVERYTHING)
 @example({KEYS.round: "[" * 100_000}, None)
@@ -312,7 +312,7 @@ mes = st.builds(
 times = st.floats(0, 1e6)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(views(), mes, st.integers(1, 3), st.builds(Elapsed, times, times, times))
 def test_decide_has_an_answer_to_every_view(
     view: View, me: Me, least: int, elapsed: Elapsed
