@@ -214,7 +214,7 @@ class Agent:
             raise why
         if why is None:
             if me.lease:
-                await self._membership.stop_if_last(me)
+                await self._membership.leave(me)
             return 0
         outcome = self._state.view.outcome if self._state.view else None
         if outcome is None or outcome.run != me.run:

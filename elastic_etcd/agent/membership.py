@@ -120,18 +120,30 @@ class Membership:
         outcome = view_of(snapshot, self.keys, None).outcome
         return outcome if outcome and outcome.run == run else None
 
-    async def stop_if_last(self, me: Me) -> None:
-        """The last member that leaves stops the job; the others go on without this one."""
-        keys = self.keys
-        gets = (Get(keys.generation), Get(keys.history(), prefix=True))
+    async def leave(self, me: Me) -> None:
+        """Leave the job. The last member that leaves stops it; the others go on without it."""
         try:
-            look = await self._client.txn(Txn(writes.alone(keys, me), gets), LEAVE_TIMEOUT)
-            if look.succeeded:
-                kvs = {kv.key: kv for group in look.gets for kv in group}
-                view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
-                await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
+            while not await self._left(me):
+                pass  # the witness went too: look again
         except EtcdError as error:
             log.warning("the job is not marked as stopped: %s", error)
+
+    async def _left(self, me: Me) -> bool:
+        keys = self.keys
+        gets = (Get(keys.generation), Get(keys.history(), prefix=True))
+        others = (Get(keys.members, prefix=True),)
+        look = await self._client.txn(Txn(writes.alone(keys, me), gets, others), LEAVE_TIMEOUT)
+        kvs = {kv.key: kv for group in look.gets for kv in group}
+        if look.succeeded:
+            view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
+            await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
+            return True
+        if kvs.pop(keys.member(me.lease), None) is None or not kvs:
+            return True
+        # All choose the same witness, so that few have to look again.
+        witness = max(kvs.values(), key=lambda kv: kv.create)
+        left = await self._client.txn(writes.leave(keys, me, witness), LEAVE_TIMEOUT)
+        return left.succeeded
 
     def _run(self, work: object) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""

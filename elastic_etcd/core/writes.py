@@ -13,7 +13,7 @@ from typing import Any
 from elastic_etcd.core.keys import Keys, decode, encode
 from elastic_etcd.core.lifecycle import State, Write
 from elastic_etcd.core.rules import Act, Decision, Me
-from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
+from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.core.view import (
     EVERYTHING,
     Ack,
@@ -143,21 +143,24 @@ def _close(keys: Keys, view: View, me: Me, decision: Decision, now: str) -> Txn:
     )
 
 
+def leave(keys: Keys, me: Me) -> Txn:
+    """Remove the own member key: of all who leave together, one then finds nobody left."""
+    own = keys.member(me.lease)
+    return Txn((Compare(own, "create", me.created),), (Delete(own),))
+
+
+def nobody(keys: Keys) -> tuple[Compare, ...]:
+    """Holds while the job has no member: a range without keys has version 0."""
+    return (Compare(keys.members, "version", 0, prefix=True),)
+
+
 def stop(keys: Keys, view: View, me: Me, now: str) -> Txn:
-    """The last member leaves: the job is stopped."""
+    """The last member has left: the job is stopped."""
     why = "the last node left"
     outcome = Outcome("stopped", why, me.run, view.ledger.generation, 0, at=now)
     ended = {"ended": why, "ended_at": now, "outcome": outcome.fields()}
     then = (Delete(keys.round), *_end(keys, outcome), *_settled(keys, view, ended))
-    return Txn((*alone(keys, me), Compare(keys.spec, "create", me.spec)), then)
-
-
-def alone(keys: Keys, me: Me) -> tuple[Compare, ...]:
-    """Holds while this agent is the only member: every member key has its lease."""
-    return (
-        Compare(keys.member(me.lease), "create", me.created),
-        Compare(keys.members, "lease", me.lease, prefix=True),
-    )
+    return Txn((*nobody(keys), Compare(keys.spec, "create", me.spec)), then)
 
 
 def _ack(keys: Keys, view: View, me: Me, master: Master | None) -> Txn:

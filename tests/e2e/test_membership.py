@@ -39,14 +39,18 @@ def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdSer
     job.finish(n1)
 
 
-def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer) -> None:
-    n1, n2 = job.start("n1"), job.start("n2")
-    job.trains(2)
-    for agent in (n1, n2):
+@pytest.mark.parametrize(("count", "nnodes"), [(2, "1:2"), (4, "5:8")], ids=["final", "joinable"])
+def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer, count: int, nnodes: str) -> None:
+    agents = [job.start(f"n{i}", nnodes=nnodes) for i in range(count)]
+    if count == 2:
+        job.trains(2)
+    else:
+        members_are(etcd, job.name, count, "acks/")
+    for agent in agents:
         agent.terminate()
-    for agent in (n1, n2):
+    for agent in agents:
         job.exits(agent, 0, seconds=10)
-    assert keys(etcd, job.name)["outcome"]["state"] == "stopped"
+    assert keys(etcd, job.name)["outcome"]["state"] == "stopped", "one of them was the last"
 
 
 def test_surplus_node_is_a_spare(job: Job, etcd: EtcdServer) -> None:

@@ -38,10 +38,10 @@ def member(etcd: EtcdServer, job: str, node: str) -> str:
     return lease
 
 
-def members_are(etcd: EtcdServer, job: str, count: int) -> None:
-    """Wait for so many members; asking takes so long that it needs no pause."""
+def members_are(etcd: EtcdServer, job: str, count: int, kind: str = "members/") -> None:
+    """Wait for so many members, or acks; asking takes so long that it needs no pause."""
     deadline = time.monotonic() + 10
-    while len(found := [k for k in keys(etcd, job) if k.startswith("members/")]) != count:
+    while len(found := [k for k in keys(etcd, job) if k.startswith(kind)]) != count:
         assert time.monotonic() < deadline, found
 
 
