@@ -24,6 +24,7 @@ from elastic_etcd.core.lifecycle import (
     Event,
     Exit,
     Grace,
+    LeaseLost,
     Rejoin,
     Say,
     Signalled,
@@ -130,6 +131,8 @@ class Agent:
             event = Viewed(view)
         if isinstance(event, Emptied) and self._stuck:
             self._stuck.cancel()
+        if isinstance(event, LeaseLost):
+            log.warning("the lease is lost: %s", event.reason)
         self._state, actions = lifecycle.step(self._state, event, self._loop.time(), self._limits)
         for action in actions:
             self._do(action)

@@ -121,29 +121,18 @@ class Membership:
         return outcome if outcome and outcome.run == run else None
 
     async def leave(self, me: Me) -> None:
-        """Leave the job. The last member that leaves stops it; the others go on without it."""
-        try:
-            while not await self._left(me):
-                pass  # the witness went too: look again
-        except EtcdError as error:
-            log.warning("the job is not marked as stopped: %s", error)
-
-    async def _left(self, me: Me) -> bool:
+        """Leave for good; the last one that does so stops the job."""
         keys = self.keys
         gets = (Get(keys.generation), Get(keys.history(), prefix=True))
-        others = (Get(keys.members, prefix=True),)
-        look = await self._client.txn(Txn(writes.alone(keys, me), gets, others), LEAVE_TIMEOUT)
-        kvs = {kv.key: kv for group in look.gets for kv in group}
-        if look.succeeded:
-            view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
-            await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
-            return True
-        if kvs.pop(keys.member(me.lease), None) is None or not kvs:
-            return True
-        # All choose the same witness, so that few have to look again.
-        witness = max(kvs.values(), key=lambda kv: kv.create)
-        left = await self._client.txn(writes.leave(keys, me, witness), LEAVE_TIMEOUT)
-        return left.succeeded
+        try:
+            await self._client.txn(writes.leave(keys, me), LEAVE_TIMEOUT)
+            look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
+            if look.succeeded:
+                kvs = {kv.key: kv for group in look.gets for kv in group}
+                view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
+                await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
+        except EtcdError as error:
+            log.warning("left to its lease, which ends by itself: %s", error)
 
     def _run(self, work: object) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""

@@ -166,7 +166,7 @@ class State:
     tried: tuple[object, ...] = ()  # fingerprint of the last write and what it was based on
     phase_since: float = 0.0
     join_since: float = 0.0
-    ran: float = 0.0
+    ran: tuple[int, float] = (0, 0.0)  # a generation seen final, and for how long
     armed: float | None = None
     said: str = ""
 
@@ -219,7 +219,9 @@ def _seen(state: State, view: View, now: float) -> State:
     is_ = (view.round.generation, view.round.phase) if view.round else None
     known = {m.lease for m in old.members} if old else set()
     arrived = any(m.lease not in known for m in view.members)
-    ran = now - state.phase_since if was and was[1] is Phase.FINAL and was != is_ else state.ran
+    ran = state.ran
+    if was and was[1] is Phase.FINAL and was != is_:
+        ran = (was[0], now - state.phase_since)
     return replace(
         state,
         view=view,
@@ -303,7 +305,9 @@ def _owes_report(state: State) -> bool:
 
 
 def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:
-    elapsed = Elapsed(now - state.phase_since, now - state.join_since, state.ran)
+    generation, seconds = state.ran
+    ran = seconds if generation == view.ledger.final else 0.0
+    elapsed = Elapsed(now - state.phase_since, now - state.join_since, ran)
     decision = decide(view, state.me, limits, elapsed)
     if decision.reason != state.said:
         actions.append(Say(decision))

@@ -129,9 +129,10 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
         begun = view.ledger.final > 0
         return _claim(view, me, "no round is under way" if begun else "the job begins")
     if view.coverage not in (EVERYTHING, now.coordinator):
-        return Decision(Act.WAIT, "looking at the coordinator of a new round")
+        return Decision(Act.WAIT, _waiting(now, me))  # not looking at its coordinator yet
     if view.coordinator is None:
-        return _claim(view, me, "the coordinator is lost")
+        names = (p.node for p in now.participants if p.lease == now.coordinator)
+        return _claim(view, me, f"{next(names, 'the coordinator')} is lost")
     if view.coordinator.leaving:
         return _claim(view, me, f"{view.coordinator.node} is leaving", planned=True)
     mine = _own_part(now, me)

@@ -13,7 +13,7 @@ from typing import Any
 from elastic_etcd.core.keys import Keys, decode, encode
 from elastic_etcd.core.lifecycle import State, Write
 from elastic_etcd.core.rules import Act, Decision, Me
-from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
+from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import (
     EVERYTHING,
     Ack,

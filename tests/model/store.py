@@ -34,7 +34,7 @@ class Store:
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]
         if not match:
-            return compare.prefix or compare.value == 0
+            return compare.value == 0
         for _, value, lease in match:
             revision = _revision(value)
             got = {"mod": revision, "create": 1, "version": revision, "lease": lease}

@@ -230,6 +230,7 @@ class System:
     def _exit(self, store: Store, node: Node, state: State) -> tuple[Store, Node]:
         """The last one to leave stops the job; a lease is revoked on the way out."""
         if state.me.leaving and state.me.lease:
+            store, _ = store.apply(writes.leave(KEYS, state.me))
             stop = writes.stop(KEYS, self._view(store, EVERYTHING, 0), state.me, "")
             after, ok = store.apply(stop)
             if ok:
@@ -250,7 +251,7 @@ class System:
     def _step_of(self, state: State, event: Event, now: float) -> tuple[State, list[Action]]:
         after, actions = lifecycle.step(state, event, now, self.limits)
         # What is said and how long things took is no part of what comes next.
-        after = replace(after, said="", ran=0.0, phase_since=0.0, join_since=0.0)
+        after = replace(after, said="", ran=(0, 0.0), phase_since=0.0, join_since=0.0)
         return after, actions
 
     def good(self, store: Store, nodes: tuple[Node, ...]) -> bool:

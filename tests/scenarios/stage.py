@@ -206,9 +206,10 @@ class Stage:
     def _exit(self, agent: Agent, state: State, why: object) -> Iterator[str]:
         assert not agent.workers
         yield "exits" if why is None else f"exits: {why}"
-        stop = writes.stop(KEYS, self.everything(), state.me, "")
-        if why is None and state.me.lease and self.etcd.txn(stop):
-            yield "was the last one"
+        if why is None and state.me.lease:
+            self.etcd.txn(writes.leave(KEYS, state.me))
+            if self.etcd.txn(writes.stop(KEYS, self.everything(), state.me, "")):
+                yield "was the last one"
         self.etcd.revoke(agent.lease)
         agent.state = agent.txn = None
 
