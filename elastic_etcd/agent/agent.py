@@ -17,7 +17,7 @@ from elastic_etcd.agent.host import Host, check_devices
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.core import lifecycle
-from elastic_etcd.core.lifecycle import (
+from elastic_etcd.core.events import (
     Action,
     Arm,
     Emptied,
@@ -29,14 +29,14 @@ from elastic_etcd.core.lifecycle import (
     Say,
     Signalled,
     Start,
-    State,
     Stop,
     Ticked,
     Viewed,
     Write,
 )
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Limits, Me
-from elastic_etcd.core.view import Failure, Outcome, Phase
+from elastic_etcd.core.values import Failure, Outcome, Phase
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,

@@ -14,21 +14,20 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 import elastic_etcd
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core import writes
+from elastic_etcd.core.events import (
+    Broken,
+    Event,
+    Joined,
+    LeaseLost,
+    Write,
+    Wrote,
+)
 from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.lifecycle import Broken, Event, Joined, LeaseLost, State, Write, Wrote
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Me
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
-from elastic_etcd.core.view import (
-    EVERYTHING,
-    Coverage,
-    Master,
-    Member,
-    Outcome,
-    Spec,
-    View,
-    covered,
-    view_of,
-)
+from elastic_etcd.core.values import Master, Member, Outcome, Spec
+from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from elastic_etcd.errors import EtcdError, EtcdRefused, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import Mirror

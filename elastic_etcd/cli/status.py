@@ -18,7 +18,7 @@ from elastic_etcd.etcd.config import EtcdConfig
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.view import Member
+    from elastic_etcd.core.values import Member
 
 _HISTORY = 8  # generations shown; --json has all
 

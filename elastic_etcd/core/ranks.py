@@ -10,7 +10,7 @@ Newcomers come in the order of topology label and natural node name: node2 befor
 import re
 from collections.abc import Iterable, Sequence
 
-from elastic_etcd.core.view import Member
+from elastic_etcd.core.values import Member
 
 _NUMBER = re.compile(r"(\d+)")
 

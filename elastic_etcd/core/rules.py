@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_etcd.core.ranks import assign, choose
-from elastic_etcd.core.view import (
-    EVERYTHING,
+from elastic_etcd.core.values import (
     Ledger,
     Member,
     Outcome,
@@ -37,8 +36,8 @@ from elastic_etcd.core.view import (
     Phase,
     Report,
     Round,
-    View,
 )
+from elastic_etcd.core.view import EVERYTHING, View
 
 LONGEST_BACKOFF = 60.0
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from elastic_etcd.core.events import (
+    Write,
+)
 from elastic_etcd.core.keys import Keys, decode, encode
-from elastic_etcd.core.lifecycle import State, Write
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Me
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
-from elastic_etcd.core.view import (
-    EVERYTHING,
+from elastic_etcd.core.values import (
     Ack,
     Ledger,
     Master,
@@ -23,9 +25,8 @@ from elastic_etcd.core.view import (
     Outcome,
     Report,
     Spec,
-    View,
-    view_of,
 )
+from elastic_etcd.core.view import EVERYTHING, View, view_of
 
 HISTORY = 100  # generations that are remembered
 FAILURES = 32  # and of each, this many failed workers: a value has its limit in etcd

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.view import Spec
+from elastic_etcd.core.values import Spec
 from tests.model.store import KEYS, Store
 from tests.model.world import RUN, Faults, Node, System, fresh
 

@@ -7,7 +7,7 @@ from elastic_etcd.core.keys import decode
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Limits, Me
 from elastic_etcd.core.txn import Txn
-from elastic_etcd.core.view import Ledger, Outcome, Phase, Round
+from elastic_etcd.core.values import Ledger, Outcome, Phase, Round
 from tests.model.store import KEYS, Store
 
 

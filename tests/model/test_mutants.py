@@ -10,7 +10,8 @@ from elastic_etcd.core import rules, writes
 from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me
 from elastic_etcd.core.txn import Compare
-from elastic_etcd.core.view import Ack, Member, Phase, Round, View
+from elastic_etcd.core.values import Ack, Member, Phase, Round
+from elastic_etcd.core.view import View
 from tests.model.explore import Search
 from tests.model.test_model import limits
 from tests.model.world import Faults, System

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from elastic_etcd.core import lifecycle, writes
-from elastic_etcd.core.lifecycle import (
+from elastic_etcd.core.events import (
     Action,
     Emptied,
     Event,
@@ -21,25 +21,17 @@ from elastic_etcd.core.lifecycle import (
     Rejoin,
     Signalled,
     Start,
-    State,
     Ticked,
     Viewed,
     WorkerEnded,
     Write,
     Wrote,
 )
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Decision, Limits, Me
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
-from elastic_etcd.core.view import (
-    EVERYTHING,
-    Coverage,
-    Failure,
-    Member,
-    Phase,
-    View,
-    covered,
-    view_of,
-)
+from elastic_etcd.core.values import Failure, Member, Phase
+from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
 from tests.model.store import KEYS, Store
 

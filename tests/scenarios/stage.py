@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from elastic_etcd.core import lifecycle, writes
-from elastic_etcd.core.keys import Keys, hexed
-from elastic_etcd.core.lifecycle import (
+from elastic_etcd.core.events import (
     Action,
     Arm,
     Broken,
@@ -20,25 +19,17 @@ from elastic_etcd.core.lifecycle import (
     Rejoin,
     Say,
     Start,
-    State,
     Stop,
     Viewed,
     Write,
     Wrote,
 )
+from elastic_etcd.core.keys import Keys, hexed
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Limits
 from elastic_etcd.core.txn import KeyValue, Txn
-from elastic_etcd.core.view import (
-    EVERYTHING,
-    Coverage,
-    Member,
-    Phase,
-    Report,
-    Spec,
-    View,
-    covered,
-    view_of,
-)
+from elastic_etcd.core.values import Member, Phase, Report, Spec
+from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from tests.scenarios.keyspace import KeySpace
 
 KEYS = Keys("/elastic_etcd/story")

@@ -4,11 +4,17 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from elastic_etcd.core.events import (
+    LeaseLost,
+    Signalled,
+    Ticked,
+    WorkerEnded,
+)
 from elastic_etcd.core.keys import hexed
-from elastic_etcd.core.lifecycle import LeaseLost, Signalled, State, Ticked, WorkerEnded
+from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Me
 from elastic_etcd.core.txn import Delete, Put, Txn
-from elastic_etcd.core.view import Failure, Ledger, Round
+from elastic_etcd.core.values import Failure, Ledger, Round
 from tests.scenarios.stage import KEYS, Agent, Stage
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.core.ranks import assign, choose, natural, order
-from elastic_etcd.core.view import Member
+from elastic_etcd.core.values import Member
 
 
 def member(lease: int, node: str = "", topology: str = "") -> Member:

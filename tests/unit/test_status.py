@@ -12,8 +12,7 @@ import pytest
 from elastic_etcd.cli import main, status
 from elastic_etcd.core.keys import Keys, encode
 from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
-from elastic_etcd.core.view import (
-    EVERYTHING,
+from elastic_etcd.core.values import (
     Ledger,
     Member,
     Outcome,
@@ -21,9 +20,8 @@ from elastic_etcd.core.view import (
     Phase,
     Round,
     Spec,
-    View,
-    view_of,
 )
+from elastic_etcd.core.view import EVERYTHING, View, view_of
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from elastic_etcd.core.keys import Keys, decode, encode, hexed
 from elastic_etcd.core.rules import Act, Elapsed, Limits, Me, decide
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
-from elastic_etcd.core.view import (
-    EVERYTHING,
+from elastic_etcd.core.values import (
     Ack,
-    Coverage,
     Failure,
     Ledger,
     Member,
@@ -24,10 +22,8 @@ from elastic_etcd.core.view import (
     Report,
     Round,
     Spec,
-    View,
-    covered,
-    view_of,
 )
+from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 
 KEYS = Keys("/elastic_etcd/j")
 

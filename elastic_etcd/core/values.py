@@ -1,0 +1,306 @@
+"""What a job's keys hold, as immutable values, each with its JSON form.
+
+Names and meanings are those of docs/keys.md; times in them are for people to read only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from elastic_etcd.core.keys import encode, hexed
+
+Master: TypeAlias = tuple[str, int]
+Fields: TypeAlias = dict[str, Any]
+
+
+class Phase(StrEnum):
+    """How far a round has come."""
+
+    SETUP = "setup"
+    JOINABLE = "joinable"
+    FROZEN = "frozen"
+    FINAL = "final"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a job was created with; `run` tells two runs of one job id apart."""
+
+    run: str
+    min_nodes: int
+    max_nodes: int
+    created_by: str = ""
+
+    def encode(self) -> str:
+        nodes = {"min_nodes": self.min_nodes, "max_nodes": self.max_nodes}
+        return encode({"run": self.run, "created_by": self.created_by, **nodes})
+
+    @staticmethod
+    def decode(f: Fields) -> Spec:
+        return Spec(str(f["run"]), int(f["min_nodes"]), int(f["max_nodes"]), str(f["created_by"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An agent that holds a live lease in the job; the lease id is its identity."""
+
+    lease: int
+    node: str
+    nproc: int
+    address: str = ""
+    topology: str = ""
+    run: str = ""
+    joined: int = 0
+    version: str = ""
+    leaving: bool = False
+
+    def encode(self) -> str:
+        return encode(
+            {
+                "node": self.node,
+                "nproc": self.nproc,
+                "address": self.address,
+                "labels": {"topology": self.topology} if self.topology else {},
+                "run": self.run,
+                "joined": self.joined,
+                "version": self.version,
+                "leaving": self.leaving,
+            }
+        )
+
+    @staticmethod
+    def decode(lease: int, f: Fields) -> Member:
+        return Member(
+            lease=lease,
+            node=str(f["node"]),
+            nproc=int(f["nproc"]),
+            address=str(f["address"]),
+            topology=str(f.get("labels", {}).get("topology", "")),
+            run=str(f["run"]),
+            joined=int(f.get("joined", 0)),
+            version=str(f.get("version", "")),
+            leaving=bool(f.get("leaving", False)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A member in a round's world; its place in the tuple is its group rank."""
+
+    lease: int
+    node: str
+    nproc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One agreement on a set of members."""
+
+    generation: int
+    phase: Phase
+    coordinator: int
+    reason: str
+    run: str
+    participants: tuple[Participant, ...] = ()
+    master: Master | None = None
+    restarts: int = 0
+    quick: int = 0
+    planned: bool = False  # begun by a join or a leave: workers get more time to stop
+
+    def encode(self) -> str:
+        world = [
+            {"lease": hexed(p.lease), "node": p.node, "nproc": p.nproc} for p in self.participants
+        ]
+        return encode(
+            {
+                "generation": self.generation,
+                "phase": self.phase,
+                "coordinator": hexed(self.coordinator),
+                "reason": self.reason,
+                "run": self.run,
+                "participants": world,
+                "master": _master(self.master),
+                "restarts": self.restarts,
+                "quick": self.quick,
+                "planned": self.planned,
+            }
+        )
+
+    @staticmethod
+    def decode(f: Fields) -> Round:
+        return Round(
+            generation=int(f["generation"]),
+            phase=Phase(f["phase"]),
+            coordinator=int(f["coordinator"], 16),
+            reason=str(f["reason"]),
+            run=str(f["run"]),
+            participants=tuple(
+                Participant(int(p["lease"], 16), str(p["node"]), int(p["nproc"]))
+                for p in f["participants"]
+            ),
+            master=_master_of(f),
+            restarts=int(f["restarts"]),
+            quick=int(f["quick"]),
+            planned=bool(f["planned"]),
+        )
+
+    def place(self, lease: int) -> int | None:
+        """The group rank of the member with `lease`, None when it is no participant."""
+        return next((i for i, p in enumerate(self.participants) if p.lease == lease), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What outlives a round: it is bound to no lease and changes with the generation.
+
+    `final` is the last generation that had a world, `places` its leases in rank order and
+    `nodes` their names,
+    `restarts` how much of the budget is used, `quick` how many times in a row a worker failed
+    right after its start.
+    """
+
+    generation: int = 0
+    final: int = 0
+    places: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    restarts: int = 0
+    quick: int = 0
+
+    def encode(self) -> str:
+        return encode(
+            {
+                "generation": self.generation,
+                "final": self.final,
+                "places": [hexed(lease) for lease in self.places],
+                "nodes": list(self.nodes),
+                "restarts": self.restarts,
+                "quick": self.quick,
+            }
+        )
+
+    @staticmethod
+    def decode(f: Fields) -> Ledger:
+        return Ledger(
+            generation=int(f["generation"]),
+            final=int(f["final"]),
+            places=tuple(int(lease, 16) for lease in f["places"]),
+            nodes=tuple(str(node) for node in f["nodes"]),
+            restarts=int(f["restarts"]),
+            quick=int(f["quick"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A member is ready for a generation: none of its older workers is alive."""
+
+    lease: int
+    master: Master | None = None
+
+    def encode(self) -> str:
+        return encode({"master": _master(self.master)})
+
+    @staticmethod
+    def decode(lease: int, f: Fields) -> Ack:
+        return Ack(lease, _master_of(f))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds."""
+
+    node: str
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    uptime: float
+    message: str = ""
+    at: str = ""
+
+    def encode(self) -> Fields:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @staticmethod
+    def decode(f: Fields) -> Failure:
+        return Failure(
+            node=str(f["node"]),
+            rank=int(f["rank"]),
+            local_rank=int(f["local_rank"]),
+            pid=int(f["pid"]),
+            code=int(f["code"]),
+            uptime=float(f["uptime"]),
+            message=str(f["message"]),
+            at=str(f["at"]),
+        )
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.code}" if self.code < 0 else f"exited {self.code}"
+        return f"worker {self.rank} on {self.node} {how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a node's workers ended: `failure` is None when all of them exited 0.
+
+    A `victim` failed after the next generation had begun: workers die of their peers' end.
+    """
+
+    lease: int
+    revision: int
+    failure: Failure | None
+    victim: bool = False
+
+    def encode(self) -> str:
+        failure = None if self.failure is None else self.failure.encode()
+        return encode({"done": self.failure is None, "failure": failure, "victim": self.victim})
+
+    @staticmethod
+    def decode(lease: int, revision: int, f: Fields) -> Report:
+        failure = Failure.decode(f["failure"]) if f["failure"] else None
+        return Report(lease, revision, failure, bool(f["victim"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of the job ended: `state` is succeeded, failed or stopped."""
+
+    state: str
+    reason: str
+    run: str
+    generation: int
+    exit_code: int
+    failure: Failure | None = None
+    at: str = ""
+
+    def fields(self) -> Fields:
+        failure = None if self.failure is None else self.failure.encode()
+        names = ("state", "reason", "run", "generation", "exit_code", "at")
+        return {**{name: getattr(self, name) for name in names}, "failure": failure}
+
+    def encode(self) -> str:
+        return encode(self.fields())
+
+    @staticmethod
+    def decode(f: Fields) -> Outcome:
+        return Outcome(
+            state=str(f["state"]),
+            reason=str(f["reason"]),
+            run=str(f["run"]),
+            generation=int(f["generation"]),
+            exit_code=int(f["exit_code"]),
+            failure=Failure.decode(f["failure"]) if f["failure"] else None,
+            at=str(f["at"]),
+        )
+
+
+def _master(master: Master | None) -> Fields | None:
+    return None if master is None else {"addr": master[0], "port": master[1]}
+
+
+def _master_of(f: Fields) -> Master | None:
+    master = f["master"]
+    return (str(master["addr"]), int(master["port"])) if master else None
