@@ -106,7 +106,10 @@ class Agent:
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
-        for number in self._config.signals:
+        # Under nohup the terminal's end is ignored, so it stays ignored.
+        hup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
+        for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
         try:
             async with self._membership:
@@ -116,7 +119,7 @@ class Agent:
                 return await self._leave()
         finally:
             self._host.close()
-            for number in self._config.signals:
+            for number in handled:
                 self._loop.remove_signal_handler(number)
 
     async def _next(self) -> None:

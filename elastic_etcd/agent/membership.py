@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from types import TracebackType
@@ -28,7 +28,7 @@ from elastic_etcd.core.rules import Me
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
 from elastic_etcd.core.values import Master, Member, Outcome, Spec
 from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
-from elastic_etcd.errors import EtcdError, EtcdRefused, EtcdUnreachable, UsageError
+from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
@@ -86,8 +86,11 @@ class Membership:
     def join(self, run: str, last: int) -> None:
         """Become a member, of `run` if this agent was in one; answered by Joined or Broken.
 
-        `last` is the last generation whose workers this agent started.
+        `last` is the last generation whose workers this agent started. A write of the member
+        before that is still on its way is given up: without its key the fence refuses it.
         """
+        if self._task:
+            self._task.cancel()
         self._run(self._join(run, last))
 
     def write(self, state: State, write: Write, master: Master | None) -> None:
@@ -133,9 +136,8 @@ class Membership:
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 
-    def _run(self, work: object) -> None:
+    def _run(self, work: Coroutine[None, None, None]) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""
-        assert asyncio.iscoroutine(work)
         self._task = asyncio.create_task(work)
         self._task.add_done_callback(self._failed)
 
@@ -200,14 +202,13 @@ class Membership:
         self._post(_joined(key, run, view, self._member.lease))
 
     async def _commit(self, txn: Txn) -> None:
-        """A refusal (no space, say) is told and waited out: training goes on meanwhile."""
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(EtcdRefused), wait=wait_exponential(max=10), reraise=True
-        ):
+        """A refusal (no space, no permission) is told and waited out: training goes on."""
+        refusals = retry_if_exception_type((EtcdRefused, EtcdDenied))
+        async for attempt in AsyncRetrying(retry=refusals, wait=wait_exponential(max=10)):
             with attempt:
                 try:
                     result = await self._client.txn(txn)
-                except EtcdRefused as error:
+                except (EtcdRefused, EtcdDenied) as error:
                     log.warning("%s", error)
                     raise
         self._post(Wrote(result.succeeded))

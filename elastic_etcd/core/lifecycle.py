@@ -80,7 +80,7 @@ def _absorb(state: State, event: Event, now: float) -> State:
             return _lost(state) if vanished(view, me) else _seen(state, view, now)
         case Joined(run, spec, lease, created):
             me = replace(me, run=run, spec=spec, lease=lease, created=created)
-            state = replace(state, view=None, lost=False, over=False, tried=())
+            state = replace(state, view=None, lost=False, over=False, writing=None, tried=())
             return replace(state, me=me, failure=None, victim=False, finished=False)
         case LeaseLost():
             return _lost(state)

@@ -42,3 +42,17 @@ def test_the_demo_s_script_runs_under_other_launchers(tmp_path: Path) -> None:
     assert "epoch 3/4  world 1" in told
     assert "epoch 1/" not in told, "it goes on from its checkpoint"
     assert "accuracy 0." in told
+
+
+@pytest.mark.parametrize("shell", ["", 'trap "" HUP; '], ids=["terminal", "nohup"])
+def test_the_terminal_s_end(shell: str) -> None:
+    worker = ("--no-python", "sh", "-c", "kill -HUP $PPID")
+    agent = (sys.executable, "-m", "elastic_etcd.launch", *worker)
+    done = subprocess.run(
+        ["sh", "-c", f'{shell}exec "$@"', "sh", *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("SIGHUP: leaving" in done.stderr) == (not shell), done.stderr

@@ -178,7 +178,13 @@ class System:
         member = Put(KEYS.member(lease), Member(lease, node.name, 1, run=RUN).encode(), lease)
         store, _ = store.apply(Txn((), (member,)))
         now = replace(
-            node, lease=lease, incarnation=node.incarnation + 1, joining=False, told=True, acked=0
+            node,
+            lease=lease,
+            incarnation=node.incarnation + 1,
+            joining=False,
+            told=True,
+            acked=0,
+            txn=None,
         )
         return self._event("joins", store, now, Joined(RUN, 1, lease, 1))
 

@@ -151,6 +151,7 @@ class Stage:
             agent.state = None
             return
         assert self.etcd.txn(txn)
+        agent.txn = None  # a write of the member before is given up
         spec_kv, key = self.etcd.kvs[KEYS.spec], self.etcd.kvs[KEYS.member(agent.lease)]
         known = self.everything().spec
         assert known is not None
