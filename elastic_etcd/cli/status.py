@@ -74,11 +74,12 @@ def describe(job: str, view: View) -> dict[str, Any]:
     """The job as plain data, the shape of `--json`."""
     now = view.round
     phase = now.phase.value if now else "closed" if view.outcome else "setup"
+    last = view.outcome.generation if view.outcome else view.ledger.generation
     return {
         "job": job,
         "revision": view.revision,
         "phase": phase,
-        "generation": now.generation if now else view.ledger.generation,
+        "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "restarts": now.restarts if now else view.ledger.restarts,
         "min_nodes": view.spec.min_nodes if view.spec else None,

@@ -88,6 +88,7 @@ def test_a_finished_job() -> None:
     kept = {KEYS.outcome: OUTCOME.encode(), KEYS.history(3): "not json"}
     state = status.describe("j", view(kept))
     assert (state["phase"], state["reason"], state["nodes"]) == ("closed", "no restarts left", [])
+    assert state["generation"] == OUTCOME.generation
     assert state["outcome"]["exit_code"] == 3
     assert state["history"][0]["ended"].startswith("unreadable: ")
 
