@@ -1,3 +1,3 @@
 """Elastic PyTorch DDP training, coordinated through etcd v3."""
 
-__version__ = "0.1.0"
+from elastic_etcd.version import __version__ as __version__

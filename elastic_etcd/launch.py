@@ -37,6 +37,7 @@ _RDZV_CONF = {
 
 def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
+    _open_standard_streams()
     try:
         args = _read(sys.argv[1:] if argv is None else argv, os.environ, prog)
         config = _config(args, os.environ)
@@ -49,6 +50,15 @@ def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
     except ElasticEtcdError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _open_standard_streams() -> None:
+    """A closed 0, 1 or 2 would be taken by the next file opened, and worker output go there."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:

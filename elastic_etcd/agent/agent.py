@@ -7,7 +7,6 @@ one mailbox; each is stepped through the lifecycle, and the actions that come ou
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
@@ -75,6 +74,9 @@ async def _run(config: AgentConfig) -> int:
             root = f"{config.prefix}/{config.job}"
             log.info("no --etcd: one of its own at %s, for this run only", embedded.endpoint)
             log.info("  etcdctl --endpoints=%s get --prefix %s/", embedded.endpoint, root)
+            if config.max_nodes > 1:
+                where = f"--etcd {embedded.endpoint} --job {config.job}"
+                log.warning("only agents on this host can join, with %s", where)
         client = await scope.enter_async_context(Client(etcd))
         return await Agent(config, client, logs).live()
 
@@ -96,6 +98,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._mailbox: asyncio.Queue[Event | None] = asyncio.Queue()  # None: look at the mirror
         self._looking = False
+        self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
         self._state = State(Me(run=""), config.nproc)
@@ -129,8 +132,9 @@ class Agent:
             view = self._membership.view()
             if view is None:
                 return
-            for key in view.malformed:
-                log.warning("ignored, not written by this program: %s", key)
+            for text in set(view.malformed) - self._malformed:
+                log.warning("ignored, not written by this program: %s", text)
+            self._malformed |= set(view.malformed)
             event = Viewed(view)
         if isinstance(event, Emptied) and self._stuck:
             self._stuck.cancel()
@@ -266,4 +270,3 @@ def _through(logs: Logs) -> Iterator[None]:
         yield
     finally:
         root.handlers[:] = before
-        sys.stderr.flush()

@@ -120,7 +120,7 @@ class Host:
         self._post(Emptied(generation))
 
     def _store_died(self, text: str) -> None:
-        log.warning("nobody answers at MASTER_ADDR:MASTER_PORT any more: %s", text)
+        log.warning("nobody answers at the master endpoint any more: %s", text)
 
     def _drop_listener(self) -> None:
         if self._listener:

@@ -11,7 +11,6 @@ from typing import Never, Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
-import elastic_etcd
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core import writes
 from elastic_etcd.core.events import (
@@ -32,6 +31,7 @@ from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreacha
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
+from elastic_etcd.version import __version__
 
 START_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
 LEAVE_TIMEOUT = 2.0
@@ -170,7 +170,7 @@ class Membership:
             nproc=config.nproc,
             address=config.advertise or self._client.local_address(),
             topology=config.topology_label,
-            version=elastic_etcd.__version__,
+            version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"
         spec = Spec(run or os.urandom(6).hex(), config.min_nodes, config.max_nodes, by)

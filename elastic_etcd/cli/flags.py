@@ -200,8 +200,8 @@ def connection(group: Group) -> None:
         "--etcd",
         "--rdzv-endpoint",
         metavar="HOST:PORT,...",
-        help="etcd's endpoints, also http(s)://...; also ETCDCTL_ENDPOINTS "
-        "(without: launch starts one for this run)",
+        help="etcd's endpoints, also http(s)://...; or ETCDCTL_ENDPOINTS (without either, "
+        "`launch` starts an etcd for its run)",
     )
     group.flag(
         "--prefix",

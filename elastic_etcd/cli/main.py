@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_etcd import __version__
+from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -81,7 +81,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "phase": phase,
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
-        "restarts": now.restarts if now else view.ledger.restarts,
+        "restarts": now.restarts if now else _last_restarts(view),
         "min_nodes": view.spec.min_nodes if view.spec else None,
         "max_nodes": view.spec.max_nodes if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
@@ -91,6 +91,11 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "outcome": view.outcome.fields() if view.outcome else None,
         "malformed": list(view.malformed),
     }
+
+
+def _last_restarts(view: View) -> int:
+    """Of the newest world: the ledger goes when the job ends."""
+    return int(_entry(*view.history[-1]).get("restarts", 0)) if view.history else 0
 
 
 def _participants(view: View) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ def valid_prefix(prefix: str) -> bool:
 
 def hexed(lease: int) -> str:
     """A lease id as etcdctl prints it."""
-    return format(lease, "x")
+    return format(lease, "016x")
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
         begun = view.ledger.final > 0
         return _claim(view, me, "no round is under way" if begun else "the job begins")
     if view.coverage not in (EVERYTHING, now.coordinator):
-        return Decision(Act.WAIT, _waiting(now, me))  # not looking at its coordinator yet
+        return Decision(Act.WAIT, _waiting(now, me, limits))  # not looking at its coordinator yet
     if view.coordinator is None:
         names = (p.node for p in now.participants if p.lease == now.coordinator)
         return _claim(view, me, f"{next(names, 'the coordinator')} is lost")
@@ -138,7 +138,7 @@ def decide(view: View, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     if mine:
         return mine
     if now.coordinator != me.lease:
-        return Decision(Act.WAIT, _waiting(now, me))
+        return Decision(Act.WAIT, _waiting(now, me, limits))
     if view.coverage != EVERYTHING:
         return Decision(Act.WAIT, "reading all of the job")
     lead = {
@@ -169,8 +169,10 @@ def vanished(view: View, me: Me) -> bool:
     return not ended(view, me) and (no_spec or not own)
 
 
-def _waiting(now: Round, me: Me) -> str:
+def _waiting(now: Round, me: Me, limits: Limits) -> str:
     if now.phase is Phase.FINAL and now.place(me.lease) is None:
+        if len(now.participants) < limits.max_nodes:
+            return "waiting to be taken in"
         return f"spare: {len(now.participants)} nodes train, this one takes a place that gets free"
     return f"{now.phase}: {now.reason}"
 
@@ -218,9 +220,8 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
 
     A re-formation knows by leases who is alive, and a dead node's lease ends by itself.
     """
-    del me
     live = _live(view)
-    acked = {ack.lease for ack in view.acks}
+    acked = {ack.lease for ack in view.acks} | ({me.lease} if me.acked == now.generation else set())
     ready = [m for m in live if m.lease in acked]
     if len(ready) < limits.min_nodes:
         short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready"
@@ -231,10 +232,12 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
     places = view.ledger.places
     full = len(ready) >= limits.max_nodes
     if not any(m.lease in places for m in live):
-        if not full and elapsed.join < limits.settle:
+        # Who is there but not ready yet is waited for as long as who is not there yet.
+        since = elapsed.join if len(ready) == len(live) else min(elapsed.join, elapsed.phase)
+        if not full and since < limits.settle:
             of = f"{len(ready)} of at most {limits.max_nodes} nodes are ready"
             why = f"{of}; more may come within {limits.settle:g} s (--settle)"
-            return Decision(Act.WAIT, why, until=limits.settle - elapsed.join)
+            return Decision(Act.WAIT, why, until=limits.settle - since)
     else:
         # A spare, which has nothing to stop, must not take the place of a slower survivor.
         awaited = [m for m in live if not full or m.lease in places]
@@ -258,7 +261,7 @@ def _budget(
     if not any(m.lease in ledger.places for m in ready):
         ledger = replace(ledger, restarts=0, quick=0)
     elif culprit and lost:
-        now = replace(now, reason=f"{', '.join(lost)} lost")
+        now = replace(now, reason=f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost")
     elif culprit:
         assert culprit.failure is not None
         spent = 0 if elapsed.ran >= limits.restart_window else ledger.restarts

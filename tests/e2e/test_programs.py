@@ -56,3 +56,24 @@ def test_the_terminal_s_end(shell: str) -> None:
         check=True,
     )
     assert ("SIGHUP: leaving" in done.stderr) == (not shell), done.stderr
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&-"])
+def test_closed_standard_streams(closed: str) -> None:
+    """Nothing else may get their numbers, or a worker's output goes there and is stuck."""
+    worker = "import sys; [print('x' * 4000, file=f) for f in (sys.stdout, sys.stderr) * 500]"
+    agent = (sys.executable, "-m", "elastic_etcd.launch", "--no-python", sys.executable)
+    shell = f'exec {closed}; exec "$@"'
+    subprocess.run(
+        ["sh", "-c", shell, "sh", *agent, "-c", worker],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_folder_of_our_name(tmp_path: Path) -> None:
+    """`python -m` puts the working directory first: a clone's parent, say."""
+    (tmp_path / "elastic_etcd").mkdir()
+    agent = ("-m", "elastic_etcd.launch", "--no-python", "true")
+    subprocess.run([sys.executable, *agent], cwd=tmp_path, check=True, timeout=60)

@@ -223,7 +223,7 @@ def test_leases_are_as_documented(written: list[Written]) -> None:
             assert hexed(one.lease) == owner, one
         elif told[one.kind].startswith("the coordinator's until `final`"):
             final = one.value["phase"] == "final"
-            assert hexed(one.lease) == ("0" if final else one.value["coordinator"]), one
+            assert hexed(one.lease) == (hexed(0) if final else one.value["coordinator"]), one
         else:
             assert (told[one.kind], one.lease) == ("none", 0), one
 

@@ -24,7 +24,7 @@ from elastic_etcd.core.events import (
     Write,
     Wrote,
 )
-from elastic_etcd.core.keys import Keys, hexed
+from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Limits
 from elastic_etcd.core.txn import KeyValue, Txn
@@ -156,7 +156,7 @@ class Stage:
         known = self.everything().spec
         assert known is not None
         agent.member = replace(agent.member, run=known.run)
-        yield f"{agent.name}: joined as {hexed(agent.lease)}"
+        yield f"{agent.name}: joined as {agent.lease:x}"
         yield from self.event(agent, Joined(known.run, spec_kv.create, agent.lease, key.create))
 
     def event(self, agent: Agent, event: Event) -> Iterator[str]:

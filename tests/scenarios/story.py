@@ -10,7 +10,6 @@ from elastic_etcd.core.events import (
     Ticked,
     WorkerEnded,
 )
-from elastic_etcd.core.keys import hexed
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Me
 from elastic_etcd.core.txn import Delete, Put, Txn
@@ -107,7 +106,7 @@ class Story(Stage):
             yield f"{o.state}{code}" if o else "no outcome"
         elif what == "keys":
             for key, kv in sorted(self.etcd.kvs.items()):
-                lease = f"  (lease {hexed(kv.lease)})" if kv.lease else ""
+                lease = f"  (lease {kv.lease:x})" if kv.lease else ""
                 yield key.removeprefix(KEYS.root + "/") + lease
         elif what == "workers":
             for agent in self.agents.values():
@@ -148,7 +147,7 @@ class Story(Stage):
 def _round(now: Round | None) -> str:
     if now is None:
         return "no round"
-    world = " ".join(hexed(p.lease) for p in now.participants)
+    world = " ".join(f"{p.lease:x}" for p in now.participants)
     planned = ", planned" if now.planned else ""
     restarts = f", {now.restarts} restarts" if now.restarts else ""
     head = f"generation {now.generation} {now.phase}"
@@ -156,6 +155,6 @@ def _round(now: Round | None) -> str:
 
 
 def _ledger(ledger: Ledger) -> str:
-    places = " ".join(hexed(lease) for lease in ledger.places)
+    places = " ".join(f"{lease:x}" for lease in ledger.places)
     last = f"generation {ledger.generation}, last world {ledger.final} [{places}]"
     return f"{last}, {ledger.restarts} restarts, {ledger.quick} quick"

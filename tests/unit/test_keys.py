@@ -37,7 +37,7 @@ def test_what_is_no_prefix(prefix: str) -> None:
 
 def test_a_lease_is_written_as_etcdctl_prints_it() -> None:
     assert hexed(0x694D8F5A8F2C1A0B) == "694d8f5a8f2c1a0b"
-    assert KEYS.member(0x1A) == "/elastic_etcd/resnet-7/members/1a"
+    assert hexed(0xA1) == "00000000000000a1"
 
 
 @given(numbers, numbers)
