@@ -6,6 +6,7 @@ one mailbox; each is stepped through the lifecycle, and the actions that come ou
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -63,9 +64,9 @@ def run(config: AgentConfig) -> int:
 
 async def _run(config: AgentConfig) -> int:
     async with AsyncExitStack() as scope:
-        logs = await scope.enter_async_context(
-            Logs.open(config.log, job=config.job, node=config.node, role=config.role)
-        )
+        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        names = {"job": config.job, "node": config.node, "role": config.role}
+        logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
         scope.enter_context(_through(logs))
         etcd = config.etcd
         if etcd is None:

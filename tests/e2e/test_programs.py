@@ -79,3 +79,16 @@ def test_a_folder_of_our_name(tmp_path: Path) -> None:
     (tmp_path / "elastic_etcd").mkdir()
     agent = ("-m", "elastic_etcd.launch", "--no-python", "true")
     subprocess.run([sys.executable, *agent], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_torchrun_s_prefix_of_lines() -> None:
+    agent = ("-m", "elastic_etcd.launch", "--role", "trainer", "--no-python", "echo", "hello")
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${rank}> "}
+    done = subprocess.run(
+        [sys.executable, *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | template,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "<trainer/0> hello\n"
