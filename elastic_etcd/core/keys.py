@@ -87,7 +87,10 @@ def encode(fields: Mapping[str, Any]) -> str:
 
 def decode(value: str) -> dict[str, Any]:
     """The object in `value`; ValueError when it is none that this version understands."""
-    fields = json.loads(value)
+    try:
+        fields = json.loads(value)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     if fields.get("v") != VERSION:

@@ -113,8 +113,8 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     )
 
 
-# Whatever a value of another's making can raise: an infinite number, a thousand brackets.
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+# Whatever a value of another's making can raise: a missing field, an infinite number.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 def _read(kv: KeyValue | None, decoder: Callable[[KeyValue], T], bad: list[str]) -> T | None:

@@ -5,7 +5,6 @@ holds its lease), and the round the mod revision on which the decision was made.
 the wall-clock time for people to read; nothing compares it.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -280,7 +279,7 @@ def _settled(keys: Keys, view: View, ended: dict[str, Any]) -> Sequence[Put]:
     told = [replace(f, message=f.message if i == 0 else "") for i, f in enumerate(failures)]
     try:
         known = decode(entry)
-    except (ValueError, json.JSONDecodeError):
+    except ValueError:
         known = {"generation": view.ledger.final}
     known = {**known, **ended, "failures": [f.encode() for f in told]}
     return (Put(keys.history(view.ledger.final), encode(known)),)

@@ -92,3 +92,9 @@ def test_what_is_no_value(value: str) -> None:
 def test_decoding_raises_nothing_else(value: str) -> None:
     with contextlib.suppress(ValueError):
         assert decode(value)["v"] == 1
+
+
+def test_a_value_of_a_hundred_thousand_brackets_is_malformed() -> None:
+    """Also in history, which is read where a view has not been through it."""
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode("[" * 100_000)
