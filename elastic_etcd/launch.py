@@ -16,11 +16,12 @@ from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.cli import flags, values
 from elastic_etcd.errors import ElasticEtcdError, UsageError
-from elastic_etcd.etcd.config import EtcdConfig
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
+
+    from elastic_etcd.etcd.config import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
 
@@ -109,15 +110,7 @@ def _nodes(args: Namespace) -> tuple[int, int]:
 
 
 def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
-    etcd = EtcdConfig.parse(
-        args.etcd,
-        cacert=args.cacert,
-        cert=args.cert,
-        key=args.key,
-        user=args.user,
-        password_file=args.password_file,
-        env=env,
-    )
+    etcd = flags.etcd_of(args, env)
     if etcd is None and args.nnodes[1] > 1 and args.master_addr is not None:
         raise UsageError(
             f"--master-addr {args.master_addr}: nodes meet through etcd here, not at a master.\n"

@@ -11,11 +11,7 @@ from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import GroupRanks, worker_env
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.workers import WorkerExit, WorkerGroup, WorkerSpec
-from elastic_etcd.core.events import (
-    Emptied,
-    Event,
-    WorkerEnded,
-)
+from elastic_etcd.core.events import Emptied, Event, WorkerEnded
 from elastic_etcd.core.values import Failure, Master, Round
 from elastic_etcd.errors import UsageError
 

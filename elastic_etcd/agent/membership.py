@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Never, Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
@@ -66,12 +65,7 @@ class Membership:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from elastic_etcd.cli import values
 from elastic_etcd.core.keys import PREFIX
 from elastic_etcd.errors import UsageError
+from elastic_etcd.etcd.config import EtcdConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -214,6 +215,19 @@ def connection(group: Group) -> None:
     group.flag("--key", metavar="FILE", help="its key")
     group.flag("--user", metavar="NAME", help="etcd user; its password is in ELASTIC_ETCD_PASSWORD")
     group.flag("--password-file", metavar="FILE", help="or in this file")
+
+
+def etcd_of(args: argparse.Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
+    """What the flags of `connection` say; None where nothing names an etcd. Raises UsageError."""
+    return EtcdConfig.parse(
+        args.etcd,
+        cacert=args.cacert,
+        cert=args.cert,
+        key=args.key,
+        user=args.user,
+        password_file=args.password_file,
+        env=env,
+    )
 
 
 def _etcd(group: Group) -> None:

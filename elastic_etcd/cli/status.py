@@ -13,12 +13,12 @@ from elastic_etcd.core.keys import Keys, decode
 from elastic_etcd.core.view import EVERYTHING, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from elastic_etcd.core.values import Member
+    from elastic_etcd.etcd.config import EtcdConfig
 
 _HISTORY = 8  # generations shown; --json has all
 
@@ -37,15 +37,7 @@ def main(argv: Sequence[str]) -> int:
     group.flag("--timeout", type=values.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     try:
         args = parser.parse_args(argv)
-        config = EtcdConfig.parse(
-            args.etcd,
-            cacert=args.cacert,
-            cert=args.cert,
-            key=args.key,
-            user=args.user,
-            password_file=args.password_file,
-            env=os.environ,
-        )
+        config = flags.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
         keys = Keys(f"{args.prefix}/{args.job}")

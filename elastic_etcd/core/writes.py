@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_etcd.core.events import (
-    Write,
-)
+from elastic_etcd.core.events import Write
 from elastic_etcd.core.keys import Keys, decode, encode
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Me

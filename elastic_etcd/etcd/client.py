@@ -12,7 +12,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
@@ -82,12 +81,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if os.getpid() != self._pid:  # gRPC's threads did not come along
             return
         connections = {*self._retired, *filter(None, [self._connection])}

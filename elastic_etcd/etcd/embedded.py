@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from elastic_etcd import trampoline
@@ -51,12 +50,7 @@ class EmbeddedEtcd:
         await self._stop()
         raise EtcdUnreachable(f"the embedded etcd found no free port {PORT_TRIES} times in a row")
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def _start(self, program: str) -> bool:

@@ -8,7 +8,7 @@ events (etcd#18089, #19179), so a fresh list is compared with the copy now and t
 import asyncio
 import logging
 from collections.abc import Callable
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Never, Self
 
 from tenacity import RetryCallState
@@ -66,12 +66,7 @@ class Mirror:
             self._tasks.append(task)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)

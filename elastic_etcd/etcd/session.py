@@ -8,7 +8,6 @@ find out after 65 s). Errors never end a session: only etcd's word that the leas
 import asyncio
 import logging
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from tenacity import RetryCallState
@@ -63,12 +62,7 @@ class Session:
         self._keeper.add_done_callback(self._ended)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
