@@ -118,7 +118,7 @@ def _seen(state: State, view: View, now: float) -> State:
 
 def _lost(state: State) -> State:
     """No member any more: nothing that was acked or seen counts."""
-    me = replace(state.me, lease=0, created=0, acked=0, offered=0)
+    me = replace(state.me, lease=0, created=0, acked=0)
     return replace(state, me=me, view=None, lost=True, marked=False)
 
 
@@ -135,8 +135,7 @@ def _answered(state: State, ok: bool) -> State:
     if write.what is None:
         return replace(state, marked=True)
     if ok and write.what.act is Act.ACK:
-        offered = write.generation if me.acked == write.generation else me.offered
-        return replace(state, me=replace(me, acked=write.generation, offered=offered))
+        return replace(state, me=replace(me, acked=write.generation))
     return state
 
 

@@ -64,7 +64,6 @@ class Me:
     created: int = 0  # create revision of the member key: the fence of every write
     spec: int = 0  # create revision of the spec: the fence against another run
     acked: int = 0  # generation acked under this lease
-    offered: int = 0  # generation for which the master endpoint was offered
     running: int = 0  # generation whose workers are alive here
     ran: int = 0  # last generation whose workers were started
     reported: int = 0  # generation whose end was reported
@@ -182,12 +181,8 @@ def _own_part(now: Round, me: Me) -> Decision | None:
     generation = now.generation
     if now.phase is Phase.JOINABLE and me.acked != generation and not me.running:
         return Decision(Act.ACK, f"ready for generation {generation}")
-    place = now.place(me.lease)
-    if place is None:
-        return None  # whoever has a place has acked, also if the answer to its ack was lost
-    if now.phase is Phase.FROZEN and place == 0 and me.offered != generation:
-        return Decision(Act.ACK, f"offer the master endpoint of generation {generation}")
-    if now.phase is Phase.FINAL and me.ran != generation and not me.running:
+    takes_part = now.place(me.lease) is not None
+    if takes_part and now.phase is Phase.FINAL and me.ran != generation and not me.running:
         return Decision(Act.RUN, f"generation {generation}: {now.reason}", round=now)
     return None
 
@@ -287,7 +282,7 @@ def _budget(
 
 
 def _frozen(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
-    """All participants must still be there, and group rank 0 has said where its store is."""
+    """All participants must still be there; group rank 0's ack says where its store will be."""
     del limits, elapsed
     live = {m.lease for m in _live(view)}
     for participant in now.participants:
@@ -296,7 +291,7 @@ def _frozen(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) ->
     first = now.participants[0]
     master = next((a.master for a in view.acks if a.lease == first.lease), None)
     if master is None:
-        return Decision(Act.WAIT, f"{first.node} has not offered the master endpoint yet")
+        return _claim(view, me, f"the ack of {first.node} is gone")
     final = replace(now, phase=Phase.FINAL, master=master)
     ledger = replace(
         view.ledger,

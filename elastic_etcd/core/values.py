@@ -195,7 +195,10 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A member is ready for a generation: none of its older workers is alive."""
+    """A member is ready for a generation: none of its older workers is alive.
+
+    `master` is where it will host the store, should it become group rank 0.
+    """
 
     lease: int
     master: Master | None = None

@@ -34,7 +34,7 @@ def build(
 ) -> Txn:
     """The Txn of `write`, on the view on which it was decided.
 
-    `master` is this agent's endpoint where the write is an ack that offers it.
+    `master` is where this agent would host the store, for an ack.
     """
     me, view, what = state.me, state.view, write.what
     if what is None:
@@ -162,7 +162,7 @@ def stop(keys: Keys, view: View, me: Me, now: str) -> Txn:
 
 
 def _ack(keys: Keys, view: View, me: Me, master: Master | None) -> Txn:
-    """Ready for the round's generation; from group rank 0, once frozen, with the endpoint."""
+    """Ready for the round's generation, with the endpoint that counts from group rank 0."""
     assert view.round
     key = keys.ack(view.round.generation, me.lease)
     return Txn(_fence(keys, view, me), (Put(key, Ack(me.lease, master).encode(), me.lease),))

@@ -238,8 +238,7 @@ class System:
 
     def _txn(self, state: State, write: Write, node: Node) -> Txn:
         now = state.view.round if state.view else None
-        offers = now is not None and now.phase is Phase.FROZEN
-        master = (node.name, now.generation) if offers and now else None
+        master = (node.name, now.generation) if now else None
         member = Member(node.lease, node.name, 1, run=RUN)
         return _without_reasons(writes.build(KEYS, state, write, member, master, ""))
 

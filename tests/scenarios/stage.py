@@ -190,8 +190,7 @@ class Stage:
 
     def _txn(self, agent: Agent, state: State, write: Write) -> Txn:
         now = state.view.round if state.view else None
-        offers = now is not None and now.phase is Phase.FROZEN
-        master = (agent.name, 29500) if offers else None
+        master = (agent.name, 29500) if now else None
         assert agent.member is not None
         return writes.build(KEYS, state, write, agent.member, master, "")
 

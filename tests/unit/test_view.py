@@ -299,7 +299,6 @@ mes = st.builds(
     lease=st.sampled_from([0xA, 0xB]),
     created=st.just(2),
     acked=st.integers(0, 4),
-    offered=st.integers(0, 4),
     running=st.integers(0, 4),
     ran=st.integers(0, 4),
     stopping=st.booleans(),
