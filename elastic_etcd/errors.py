@@ -7,6 +7,8 @@
     │   ├── EtcdDenied        password, permission or certificate refused
     │   ├── EtcdRefused       a request that etcd will not serve (quota, size)
     │   └── ForkedClient      a client used in a process that forked after it was made
+    ├── AgentGone             a worker's agent does not answer any more
+    ├── StaleGeneration       a worker's generation is not the job's current one
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     └── TrainingFailed        a worker failed and no restart was allowed
         └── BudgetUsedUp      a worker failed once more than --max-restarts
@@ -47,6 +49,14 @@ class EtcdRefused(EtcdError):
 
 class ForkedClient(EtcdError):
     """A client was used in a process that forked after the client was made."""
+
+
+class AgentGone(ElasticEtcdError):
+    """The agent that started this worker does not answer any more."""
+
+
+class StaleGeneration(ElasticEtcdError):
+    """This worker's generation is not the job's current one: others go on without it."""
 
 
 class TrainingFailed(ElasticEtcdError):
