@@ -89,6 +89,8 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         "etcd": etcd,
         "job": _job(args, most, etcd),
         "argv": _worker_command(args, env),
+        "warm": args.start_method != "exec" and (args.run_path or not args.no_python),
+        "preload": tuple(args.preload),
         "node": args.node_name,
         "min_nodes": least,
         "max_nodes": most,

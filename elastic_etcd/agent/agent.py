@@ -13,13 +13,16 @@ from contextlib import AsyncExitStack, contextmanager
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import ConsoleHandler
+from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.host import Host, check_devices
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.workers import Notice
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.events import (
     Action,
     Arm,
+    Broken,
     Emptied,
     Event,
     Exit,
@@ -78,15 +81,19 @@ async def _run(config: AgentConfig) -> int:
             if config.max_nodes > 1:
                 where = f"--etcd {embedded.endpoint} --job {config.job}"
                 log.warning("only agents on this host can join, with %s", where)
+        guardian = Guardian(etcd, log.warning)
+        guardian.start()
+        scope.callback(guardian.dismiss)
         client = await scope.enter_async_context(Client(etcd))
-        return await Agent(config, client, logs).live()
+        return await Agent(config, client, logs, guardian).live()
 
 
 class Agent:
     """The mailbox and its loop."""
 
-    def __init__(self, config: AgentConfig, client: Client, logs: Logs) -> None:
+    def __init__(self, config: AgentConfig, client: Client, logs: Logs, guardian: Guardian) -> None:
         self._config = config
+        self._guardian = guardian
         self._limits = Limits(
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
@@ -104,7 +111,8 @@ class Agent:
         self._stuck: asyncio.TimerHandle | None = None
         self._state = State(Me(run=""), config.nproc)
         self._membership = Membership(client, config, self._mailbox.put_nowait, self._changed)
-        self._host = Host(config, logs, self._mailbox.put_nowait)
+        current = self._membership.current
+        self._host = Host(config, logs, self._mailbox.put_nowait, self._guard, current)
         self._exit: Exit | None = None
         self._at_once: int | None = None
 
@@ -117,9 +125,12 @@ class Agent:
             self._loop.add_signal_handler(number, self._signalled, number)
         try:
             async with self._membership:
-                self._membership.join(run="", last=0)
-                while self._exit is None and self._at_once is None:
-                    await self._next()
+                joining = asyncio.create_task(self._join())
+                try:
+                    while self._exit is None and self._at_once is None:
+                        await self._next()
+                finally:
+                    joining.cancel()
                 return await self._leave()
         finally:
             self._host.close()
@@ -146,6 +157,21 @@ class Agent:
             self._do(action)
         if self._state.me.lease and not self._state.over:
             await self._membership.cover(lifecycle.coverage(self._state))
+        self._guard()
+
+    async def _join(self) -> None:
+        """Be warm before joining, so that nobody waits for this node's imports."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._membership.look())  # a wrong address is told at once
+                group.create_task(self._host.warm())
+        except* ElasticEtcdError as errors:
+            self._mailbox.put_nowait(Broken(errors.exceptions[0]))
+        else:
+            self._membership.join(run="", last=0)
+
+    def _guard(self) -> None:
+        self._guardian.guard(self._state.me.lease, self._host.groups)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -172,16 +198,24 @@ class Agent:
     def _write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
         master = None
-        offers = isinstance(write.what, Decision) and write.what.act is Act.ACK
-        if offers and now and now.phase is Phase.FROZEN:
+        if now and isinstance(write.what, Decision) and write.what.act is Act.ACK:
             master = self._host.offer(now.generation, self._membership.address)
         self._membership.write(self._state, write, master)
 
     def _stop(self, grace: Grace) -> None:
-        given = self._config.shutdown_timeout
+        given, notice = self._config.shutdown_timeout, self._notice(grace)
+        if grace is Grace.CHANGE and self._host.elastic:
+            grace = Grace.LEAVE  # a whole step may have to end first, and nothing is lost then
         seconds = GRACE[grace] if given is None else given
-        self._host.stop(seconds)
+        self._host.stop(seconds, notice)
         self._stuck = self._loop.call_later(seconds + UNKILLABLE, self._unkillable)
+
+    def _notice(self, grace: Grace) -> Notice:
+        """Only a world that is whole can stop at a step that all its ranks agree on."""
+        if self._state.me.leaving and grace is Grace.LEAVE:
+            return Notice("change", "this node is leaving", leaving=True)
+        whole = grace is Grace.CHANGE and self._state.ending is None
+        return Notice("change" if whole else "interrupt", self._state.said)
 
     def _level(self, decision: Decision) -> int:
         """What a user waits for or has to know is told; the rest is for debugging."""
@@ -221,6 +255,7 @@ class Agent:
             return self._at_once
         assert self._exit is not None
         why, me = self._exit.why, self._state.me
+        await self._host.end(str(why or "this node is leaving"))
         if isinstance(why, Exception):
             raise why
         if why is None:

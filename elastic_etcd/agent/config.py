@@ -52,7 +52,8 @@ class AgentConfig:
 
     `etcd` None means an embedded etcd for this run; `argv` is a worker's whole command, still
     with torchrun's `${local_rank}` in it (see `substitute`); `etcd_timeout` None waits for ever
-    for an etcd that went away; `shutdown_timeout` None leaves the grace to the reason of the stop.
+    for an etcd that went away; `shutdown_timeout` None leaves the grace to the reason of the stop;
+    `warm`: workers are forked from a process that has torch and the `preload` modules loaded.
     """
 
     etcd: EtcdConfig | None
@@ -75,6 +76,8 @@ class AgentConfig:
     etcd_timeout: float | None = None
     shutdown_timeout: float | None = None
     virtual_local_rank: bool = False
+    warm: bool = True
+    preload: tuple[str, ...] = ()
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

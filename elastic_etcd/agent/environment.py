@@ -1,4 +1,4 @@
-"""A worker's environment: every variable that torchrun gives, and three of our own."""
+"""A worker's environment: every variable that torchrun gives, and four of our own."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -47,11 +47,12 @@ def worker_env(
     max_restarts: int,
     virtual_local_rank: bool,
     error_file: str,
+    socket: str = "",
     signals: Sequence[Signals] = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGHUP, Signals.SIGQUIT),
 ) -> dict[str, str]:
     """The whole environment of the worker `local_rank`, made from the agent's own, `base`.
 
-    There is one role, so role ranks are the world's. `signals` are those that the agent handles
+    `socket` is where it finds the agent (docs/channel.md). There is one role, so role ranks are the world's. `signals` are those that the agent handles
     (torchrun's --signals-to-handle, which its workers see, too).
 
     Raises UsageError when `virtual_local_rank` finds fewer devices in CUDA_VISIBLE_DEVICES than
@@ -86,6 +87,7 @@ def worker_env(
         ELASTIC_ETCD_JOB=job,
         ELASTIC_ETCD_GENERATION=str(generation),
         ELASTIC_ETCD_NODE=node,
+        ELASTIC_ETCD_SOCKET=socket,
     )
     if virtual_local_rank:
         env["LOCAL_RANK"] = "0"

@@ -1,16 +1,19 @@
 """What this node gives to a world: its workers, and the store when it is group rank 0."""
 
+import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.agent import store
+from elastic_etcd.agent.channel import Channels, Peer
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import GroupRanks, worker_env
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.workers import WorkerExit, WorkerGroup, WorkerSpec
+from elastic_etcd.agent.logs import Logs, WorkerLog
+from elastic_etcd.agent.worker import Started, WorkerSpec, execute
+from elastic_etcd.agent.workers import Notice, WorkerExit, WorkerGroup
 from elastic_etcd.core.events import Emptied, Event, WorkerEnded
 from elastic_etcd.core.values import Failure, Master, Round
 from elastic_etcd.errors import UsageError
@@ -18,38 +21,64 @@ from elastic_etcd.errors import UsageError
 if TYPE_CHECKING:
     import socket
 
+GOODBYE = 3.0  # seconds for a parked worker to end by itself
+PATIENCE = 2.0  # seconds beyond a lease's TTL: by then a lost node is known to be lost
+
 log = logging.getLogger(__name__)
 
 
 class Host:
-    """Starts and stops the workers of one generation at a time. Events go to `post`."""
+    """Starts and stops the workers of one generation at a time. Events go to `post`.
 
-    def __init__(self, config: AgentConfig, logs: Logs, post: Callable[[Event], None]) -> None:
+    `changed` says that `groups`, the process groups that run here, are others. `current` answers
+    whether a generation is still the job's: "" or why it is not.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        logs: Logs,
+        post: Callable[[Event], None],
+        changed: Callable[[], None],
+        current: Callable[[int], Coroutine[None, None, str]],
+    ) -> None:
         self._config = config
         self._logs = logs
         self._post = post
-        self._workers: WorkerGroup | None = None
+        self._changed = changed
+        self._current = current
+        self._group: WorkerGroup | None = None
+        self._empty = True  # nothing of the group runs, though some of it may be parked
+        self._channels = Channels(self._heard, self._asked)
+        self._socket = self._channels.open()
+        self._questions: set[asyncio.Task[None]] = set()
         self._store = store.StoreHost(self._store_died)
         self._listener: tuple[int, socket.socket] | None = None
 
-    def close(self) -> None:
-        """End what is left, the hard way: the ordinary way is `stop` and its Emptied."""
-        if self._workers:
-            self._workers.kill()
-        self._store.close()
-        self._drop_listener()
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The process groups of this node's workers."""
+        return self._group.groups if self._group else ()
+
+    @property
+    def elastic(self) -> bool:
+        """Whether every worker that runs here recovers in process."""
+        return self._group is not None and self._group.elastic
+
+    async def warm(self) -> None:
+        """Make everything ready that a start would otherwise wait for. Raises UsageError."""
 
     def offer(self, generation: int, address: str) -> Master:
-        """The endpoint at which this node will host the store of `generation`."""
-        self._drop_listener()
-        listener, port = store.bind(address)
-        self._listener = (generation, listener)
-        return address, port
+        """The endpoint at which this node would host the store of `generation`."""
+        if self._listener is None or self._listener[0] != generation:
+            self._drop_listener()
+            self._listener = (generation, store.bind(address)[0])
+        return address, self._listener[1].getsockname()[1]
 
     def start(self, lease: int, now: Round) -> None:
-        """Start this node's workers of the final round `now`."""
+        """Start this node's workers of the final round `now`, or send on those that wait for it."""
         place = now.place(lease)
-        assert self._workers is None, "I3: older workers are alive"
+        assert self._empty, "I3: older workers are alive"
         assert place is not None
         assert now.master is not None
         if place == 0 and self._listener and self._listener[0] == now.generation:
@@ -65,13 +94,71 @@ class Host:
             *(ranks.world_size, *now.master),
         )
         specs = [self._spec(i, ranks, now, now.master) for i in range(nprocs[place])]
-        self._workers = WorkerGroup(now.generation, specs, self._logs, self._exited, self._emptied)
-        self._workers.start()
+        parked = self._group.release() if self._group else {}
+        self._group = WorkerGroup(
+            now.generation,
+            specs,
+            self._logs,
+            self._exited,
+            self._emptied,
+            self._start_worker,
+            self._config.lease_ttl + PATIENCE,
+        )
+        self._empty = False
+        self._group.start(parked, now.reason)
+        self._changed()
 
-    def stop(self, grace: float) -> None:
-        """SIGTERM, after `grace` seconds SIGKILL; answered by Emptied."""
-        if self._workers:  # else they have just ended, and Emptied is in the mailbox
-            self._workers.stop(grace)
+    def stop(self, grace: float, notice: Notice) -> None:
+        """Ask the workers to stop, after `grace` seconds SIGKILL; answered by Emptied."""
+        if self._group and not self._empty:  # else Emptied is in the mailbox
+            self._group.stop(grace, notice)
+
+    async def end(self, reason: str) -> None:
+        """Say goodbye to parked workers, and wait a moment for them to end by themselves."""
+        if self._group:
+            await self._group.say_bye(reason, GOODBYE)
+
+    def close(self) -> None:
+        """End what is left, the hard way: the ordinary way is `stop` and its Emptied."""
+        if self._group:
+            self._group.end()
+        for question in self._questions:
+            question.cancel()
+        self._channels.close()
+        self._store.close()
+        self._drop_listener()
+
+    def _start_worker(
+        self, spec: WorkerSpec, output: WorkerLog, then: Callable[[Started], None]
+    ) -> None:
+        def started(process: Started) -> None:
+            then(process)
+            self._changed()
+
+        execute(spec, output, started)
+
+    def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
+        """A worker has something to say; what comes too late is of no interest any more."""
+        worker = self._group.find(peer) if self._group else None
+        if self._group is None or worker is None:
+            log.debug("process %d is no worker of this node", peer.pid)
+            return
+        match message["type"]:
+            case "elastic":
+                worker.peer = peer
+            case "disconnected" if worker.peer is peer:
+                worker.peer = None
+            case "parked" if message["generation"] == self._group.generation:
+                self._group.park(worker, message["error"])
+
+    def _asked(self, peer: Peer, number: int) -> None:
+        task = asyncio.create_task(self._answer(peer, number))
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _answer(self, peer: Peer, number: int) -> None:
+        why = await self._current(peer.generation)
+        peer.send({"type": "current", "id": number, "current": not why, "reason": why})
 
     def _spec(self, local_rank: int, ranks: GroupRanks, now: Round, master: Master) -> WorkerSpec:
         config = self._config
@@ -90,6 +177,7 @@ class Host:
             max_restarts=config.max_restarts,
             virtual_local_rank=config.virtual_local_rank,
             error_file=error_file,
+            socket=self._socket,
             signals=config.signals,
         )
         argv = tuple(substitute(config.argv, local_rank))
@@ -112,7 +200,8 @@ class Host:
         self._post(WorkerEnded(ended.generation, failure))
 
     def _emptied(self, generation: int) -> None:
-        self._workers = None
+        self._empty = True
+        self._changed()
         self._post(Emptied(generation))
 
     def _store_died(self, text: str) -> None:

@@ -18,6 +18,12 @@ class LinePrefixer:
         self._rest = bytearray()
         self._after_return = False
 
+    def rename(self, prefix: bytes) -> bytes:
+        """Begin the lines from here on with another prefix; gives the unfinished one."""
+        rest = self.finish()
+        self._prefix = prefix
+        return rest
+
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are complete with this chunk, prefixed; may be empty."""
         cut = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1

@@ -74,6 +74,18 @@ class WorkerStream:
         """The last 64 KiB that were read."""
         return bytes(self._tail[-_TAIL:])
 
+    def move(self, prefix: bytes, file: LogFile | None) -> None:
+        """What comes from here on is another generation's."""
+        self.drain()
+        if self._read < 0:
+            return
+        rest = self._lines.rename(prefix)
+        if self._console is not None:
+            self._console.write(rest)
+        if self._file is not None:
+            self._file.close()
+        self._file = file
+
     def drain(self) -> None:
         """Take what lies in the pipe now, however full the console is.
 
@@ -208,17 +220,31 @@ class Logs:
 
     def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to."""
+        prefix = self._prefix_of(generation, rank, local_rank)
+
+        def stream(which: Streams, console: Console) -> WorkerStream:
+            file = self._file_of(which, generation, rank, local_rank)
+            shown = self._destinations(which, local_rank)[0]
+            return WorkerStream(prefix, console if shown else None, file)
+
+        return WorkerLog(stream(Streams.OUT, self.stdout), stream(Streams.ERR, self.stderr))
+
+    def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
+        """The worker behind `output` goes on in another generation."""
+        prefix = self._prefix_of(generation, rank, local_rank)
+        output.out.move(prefix, self._file_of(Streams.OUT, generation, rank, local_rank))
+        output.err.move(prefix, self._file_of(Streams.ERR, generation, rank, local_rank))
+
+    def _prefix_of(self, generation: int, rank: int, local_rank: int) -> bytes:
+        return self._prefix(generation=generation, rank=rank, local_rank=local_rank).encode()
+
+    def _file_of(
+        self, which: Streams, generation: int, rank: int, local_rank: int
+    ) -> LogFile | None:
         place = self._place(generation, rank)
-        facts = {"generation": generation, "rank": rank, "local_rank": local_rank}
-        prefix = self._prefix(**facts).encode()
-
-        def stream(which: Streams, name: str, console: Console) -> WorkerStream:
-            to_console, to_file = self._destinations(which, local_rank)
-            file = self._open_file(place / name) if to_file and place is not None else None
-            return WorkerStream(prefix, console if to_console else None, file)
-
-        out = stream(Streams.OUT, "stdout.log", self.stdout)
-        return WorkerLog(out, stream(Streams.ERR, "stderr.log", self.stderr))
+        if place is None or not self._destinations(which, local_rank)[1]:
+            return None
+        return self._open_file(place / ("stdout.log" if which is Streams.OUT else "stderr.log"))
 
     def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
         """Whether a stream goes to (the console, a file)."""

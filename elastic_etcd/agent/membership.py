@@ -24,7 +24,7 @@ from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Me
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
-from elastic_etcd.core.values import Master, Member, Outcome, Spec
+from elastic_etcd.core.values import Master, Member, Outcome, Phase, Spec
 from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client
@@ -34,6 +34,7 @@ from elastic_etcd.version import __version__
 
 START_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
 LEAVE_TIMEOUT = 2.0
+CURRENT_TIMEOUT = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,25 @@ class Membership:
     def address(self) -> str:
         """Where the other nodes reach this one: the address of the socket to etcd."""
         return self._member.address
+
+    async def look(self) -> None:
+        """Raises EtcdError where no etcd answers, so that a user need not wait for that."""
+        await self._client.range(Get(self.keys.spec), timeout=START_TIMEOUT)
+
+    async def current(self, generation: int) -> str:
+        """Why `generation` is not the job's present world with this member in it; "" if it is."""
+        gets = (Get(self.keys.round), Get(self.keys.member(self._member.lease)))
+        try:
+            seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
+        except EtcdError as error:
+            return f"that can't be known now: {error}"
+        view = view_of(seen, self.keys, None)
+        now = view.round
+        if not view.members:
+            return "this node has lost its lease"
+        if now is None or now.generation != generation or now.phase is not Phase.FINAL:
+            return f"the job has left generation {generation}"
+        return ""
 
     def join(self, run: str, last: int) -> None:
         """Become a member, of `run` if this agent was in one; answered by Joined or Broken.

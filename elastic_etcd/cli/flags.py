@@ -37,7 +37,6 @@ exit codes:
 WITHOUT_MEANING = {
     "rdzv_backend": "nodes always meet through etcd v3, at --etcd",
     "monitor_interval": "the exit of a worker is an event here, not polled",
-    "start_method": "each worker is a program started afresh",
     "event_log_handler": "events are kept in etcd; see elastic-etcd status",
     "logs_specs": "use --log-dir, --redirects and --tee",
     "duplicate_stdout_filters": "filter the files under --log-dir",
@@ -251,6 +250,23 @@ def _worker(group: Group) -> None:
     group.switch("-m", "--module", help="script is a module: python -m script")
     group.switch("--no-python", help="script is a program of its own, not Python")
     group.switch("--run-path", help="run with this Python, whatever PYTHON_EXEC says")
+    group.flag(
+        "--start-method",
+        choices=("warm", "exec", "spawn", "fork", "forkserver"),
+        default="warm",
+        metavar="METHOD",
+        help="warm: fork Python workers from a process that has torch loaded; exec: start each as "
+        "a program of its own (default: warm; torchrun's spawn, fork and forkserver mean warm)",
+    )
+    group.flag(
+        "--preload",
+        action="extend",
+        type=values.modules,
+        default=[],
+        metavar="MODULE,...",
+        help="modules that the warm process loads, too, so that no worker waits for them; may be "
+        "repeated",
+    )
     group.switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each sees its own GPU only")
     group.flag(
         "--signals-to-handle",

@@ -116,6 +116,15 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(signal.Signals[part] for part in names))
 
 
+def modules(text: str) -> list[str]:
+    """Names of modules, with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
+    if wrong:
+        raise ArgumentTypeError(f"{wrong[0]!r} is no module's name")
+    return names
+
+
 def log_level(text: str) -> str:
     """A level of Python's logging, in any case."""
     if text.upper() not in _LOG_LEVELS:

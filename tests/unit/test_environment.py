@@ -31,6 +31,7 @@ def env(
         max_restarts=3,
         virtual_local_rank=virtual,
         error_file="/tmp/error.json",
+        socket="/run/agent",
     )
 
 
@@ -59,6 +60,7 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_JOB": "j",
         "ELASTIC_ETCD_GENERATION": "7",
         "ELASTIC_ETCD_NODE": "host-a",
+        "ELASTIC_ETCD_SOCKET": "/run/agent",
     }
 
 

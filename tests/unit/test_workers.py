@@ -14,7 +14,8 @@ import pytest
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.processes import is_gone
-from elastic_etcd.agent.workers import WorkerExit, WorkerGroup, WorkerSpec
+from elastic_etcd.agent.worker import WorkerSpec
+from elastic_etcd.agent.workers import WorkerExit, WorkerGroup
 
 SHUTDOWN = 15.0
 
