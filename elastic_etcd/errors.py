@@ -9,6 +9,7 @@
     │   └── ForkedClient      a client used in a process that forked after it was made
     ├── AgentGone             a worker's agent does not answer any more
     ├── StaleGeneration       a worker's generation is not the job's current one
+    ├── MalformedState        a snapshot, or a file of one, is not what was written (a ValueError)
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     └── TrainingFailed        a worker failed and no restart was allowed
         └── BudgetUsedUp      a worker failed once more than --max-restarts
@@ -57,6 +58,10 @@ class AgentGone(ElasticEtcdError):
 
 class StaleGeneration(ElasticEtcdError):
     """This worker's generation is not the job's current one: others go on without it."""
+
+
+class MalformedState(ElasticEtcdError, ValueError):
+    """A snapshot, or a file of one, is not what was written."""
 
 
 class TrainingFailed(ElasticEtcdError):
