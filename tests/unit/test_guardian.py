@@ -1,0 +1,263 @@
+"""The guardian with real processes: what it ends, what it leaves alone, and what ends it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import guard
+from elastic_etcd.agent.guardian import Guardian
+from elastic_etcd.etcd.config import EtcdConfig
+from tests.unit.stand_in import DEADLINE, agent, ended, running, worker
+
+NOWHERE = EtcdConfig(("127.0.0.1:1",), user="me", password="hidden-word")
+MEMORY = 15_000  # kB
+
+
+class Observed(Guardian):
+    """Tells when it has started or lost a process, and when a thawed one has the newest state."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        super().__init__(NOWHERE, self.said.append)
+        self.started, self.ended, self.drained = (asyncio.Event() for _ in range(3))
+        self.full = False
+
+    def start(self) -> None:
+        super().start()
+        self.started.set()
+
+    def _start_again(self, what: str) -> None:
+        super()._start_again(what)
+        self.ended.set()
+
+    def _send(self) -> None:
+        super()._send()
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        if loop.remove_writer(self._socket):
+            loop.add_writer(self._socket, self._send)
+            self.full = True
+        elif self.full:
+            self.drained.set()
+
+    def killed(self) -> None:
+        """Kill its process; what follows can be waited for."""
+        assert self.pid is not None
+        self.started.clear()
+        self.ended.clear()
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def replaced(self) -> None:
+        """Kill its process, and wait for the next one."""
+        old = self.pid
+        self.killed()
+        await happens(self.started)
+        assert self.pid not in (old, None)
+
+    def end_of_file(self) -> None:
+        """What its process sees when the agent has ended."""
+        assert self._socket is not None
+        self._socket.shutdown(socket.SHUT_WR)
+
+
+async def happens(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), DEADLINE)
+
+
+@pytest.fixture
+async def guardian() -> AsyncIterator[Observed]:
+    it = Observed()
+    it.start()
+    yield it
+    it.dismiss()
+
+
+@contextlib.contextmanager
+def waiting_guard() -> Iterator["tuple[subprocess.Popen[bytes], socket.socket]"]:
+    """The process by itself, which has read all that was sent but the last few packets."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        ours.settimeout(DEADLINE)
+        command = [sys.executable, "-I", "-S", guard.__file__, "1"]
+        with subprocess.Popen(command, stdin=theirs.fileno()) as process:
+            theirs.close()
+            ours.send(b'{"path": []}')
+            for _ in range(1000):  # each waits for room, which only the reader makes
+                ours.send(b"0")
+            yield process, ours
+            process.kill()
+
+
+def open_in(pid: int) -> set[str]:
+    """What the process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(fd.readlink()))
+    return found
+
+
+def test_the_groups_of_a_killed_agent_end_whatever_they_ignore() -> None:
+    with worker() as spared, agent(NOWHERE) as it:
+        it.kill()
+        assert ended(*(pid for pids in it.workers for pid in pids), it.guardian)
+        assert all(map(running, spared))
+        assert it.words() == f"elastic_etcd: the agent (pid {it.pid}) is gone: killed what it ran\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_the_agent_s_group_ends_the_agent_only(number: signal.Signals) -> None:
+    with agent(NOWHERE) as it:
+        os.killpg(it.pid, number)
+        assert it.process.wait(DEADLINE)
+        assert ended(*(pid for pids in it.workers for pid in pids), it.guardian)
+
+
+def test_a_stopped_agent_is_not_a_dead_one() -> None:
+    with agent(NOWHERE) as it:
+        os.kill(it.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, it.pid, os.WSTOPPED)
+        assert running(it.guardian)
+        assert all(running(pid) for pids in it.workers for pid in pids)
+        os.kill(it.guardian, signal.SIGKILL)
+        os.kill(it.pid, signal.SIGCONT)
+        assert "SIGKILL" in it.line()["said"]  # it goes on as before
+        assert all(running(pid) for pids in it.workers for pid in pids)
+
+
+async def test_each_death_is_said_once_and_a_quick_one_slows_the_next_start(
+    guardian: Observed,
+) -> None:
+    first = guardian.pid
+    await guardian.replaced()
+    second = guardian.pid
+    await guardian.replaced()
+    assert guardian.said == [
+        f"the guardian (pid {first}) has ended (SIGKILL); another one is started now",
+        f"the guardian (pid {second}) has ended (SIGKILL); another one is started in 1 s",
+    ]
+
+
+async def test_the_one_that_replaces_another_guards_the_same(guardian: Observed) -> None:
+    with worker() as pids:
+        guardian.guard(0, [pids[0]])
+        await guardian.replaced()
+        guardian.end_of_file()
+        assert await asyncio.to_thread(ended, *pids)
+
+
+async def test_one_that_cannot_be_started_is_tried_again(
+    guardian: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nowhere/python")
+        guardian.killed()
+        await happens(guardian.started)
+        assert guardian.pid is None
+        guardian.guard(0, [])
+    what = "the guardian can't be started (No such file or directory)"
+    assert guardian.said[1:] == [f"{what}; another one is started in 1 s"]
+    guardian.started.clear()
+    await happens(guardian.started)
+    assert guardian.pid is not None
+
+
+async def test_dismissed_it_ends_nothing(guardian: Observed) -> None:
+    with worker() as pids:
+        guardian.guard(0, [pids[0]])
+        pid = guardian.pid
+        guardian.dismiss()
+        assert guardian.pid is None
+        assert not Path(f"/proc/{pid}").exists()  # nor as a zombie
+        assert all(map(running, pids))
+    assert guardian.said == []
+
+
+async def test_dismissed_before_another_one_is_started(guardian: Observed) -> None:
+    await guardian.replaced()
+    guardian.killed()
+    await happens(guardian.ended)
+    guardian.dismiss()
+    assert guardian._again is None
+    assert guardian.pid is None
+
+
+async def test_a_frozen_guardian_stops_nobody_and_hears_the_newest_when_it_thaws(
+    guardian: Observed,
+) -> None:
+    assert guardian.pid is not None
+    with worker() as older, worker() as newest:
+        os.kill(guardian.pid, signal.SIGSTOP)
+        for _ in range(5_000):
+            guardian.guard(0, [older[0]])
+            guardian.guard(0, [older[0], newest[0]])
+        guardian.guard(0, [newest[0]])
+        assert guardian.full
+        os.kill(guardian.pid, signal.SIGCONT)
+        await happens(guardian.drained)
+        guardian.end_of_file()
+        assert await asyncio.to_thread(ended, *newest)
+        assert all(map(running, older))
+
+
+async def test_a_frozen_guardian_can_be_dismissed(guardian: Observed) -> None:
+    assert guardian.pid is not None
+    os.kill(guardian.pid, signal.SIGSTOP)
+    guardian.dismiss()
+    assert guardian.pid is None
+
+
+def test_signals_do_not_end_the_process() -> None:
+    with worker() as pids, waiting_guard() as (process, agent_end):
+        for number in guard.IGNORED:
+            process.send_signal(number)
+        agent_end.send(f"0 {pids[0]}".encode())
+        agent_end.close()
+        assert ended(*pids)
+
+
+def test_an_agent_that_ends_without_anything_to_guard() -> None:
+    with waiting_guard() as (process, agent_end):
+        agent_end.close()
+        assert process.wait(DEADLINE) == 0
+
+
+def test_memory_while_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting_guard() as (process, _):
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    lines = (line.split() for line in rollup.splitlines()[1:])
+    sizes = {name: int(size) for name, size, _ in lines}
+    with capsys.disabled():
+        print(f" guardian: RSS {sizes['Rss:']} kB, PSS {sizes['Pss:']} kB ", end="")
+    assert sizes["Pss:"] <= sizes["Rss:"] < MEMORY
+
+
+def test_secrets_are_in_no_argument_and_no_variable() -> None:
+    secret = NOWHERE.password
+    assert secret
+    given = {"ELASTIC_ETCD_PASSWORD": secret, "ETCDCTL_PASSWORD": secret}
+    with agent(NOWHERE, env={**given, "ETCDCTL_USER": f"me:{secret}"}) as it:
+        assert secret in Path(f"/proc/{it.pid}/environ").read_text()
+        for what in ("environ", "cmdline"):
+            assert secret not in Path(f"/proc/{it.guardian}/{what}").read_text()
+
+
+async def test_nobody_else_holds_the_agent_s_end(guardian: Observed) -> None:
+    """Else the end of the agent would not be the end of file."""
+    assert guardian.pid is not None
+    assert guardian._socket is not None
+    end = str(Path(f"/proc/self/fd/{guardian._socket.fileno()}").readlink())
+    greedy = [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
+    with subprocess.Popen(greedy, close_fds=False) as child:
+        holders = {pid for pid in (os.getpid(), child.pid, guardian.pid) if end in open_in(pid)}
+        child.kill()
+    assert holders == {os.getpid()}
