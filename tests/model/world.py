@@ -52,6 +52,7 @@ class Node:
     workers: int = 0  # generation of the live workers
     acked: int = 0  # generation that this lease has acked, known or not to the agent
     txn: Txn | None = None
+    late: tuple[Txn, int] | None = None  # a copy of one still on its way, and whose lease
     told: bool = True  # whether the agent knows that its lease is gone
     joining: bool = False
     out: bool = False  # left for good
@@ -71,6 +72,7 @@ class Faults(NamedTuple):
     expire: int = 0  # the lease of a live agent ends (frozen, cut off)
     leave: int = 0  # SIGTERM to an agent
     lost: int = 0  # a Txn is applied, its answer is lost and the client tries again
+    late: int = 0  # a Txn reaches the server a second time, whenever that may be
 
     def without(self, index: int) -> "Faults":
         """These, after the fault at `index` has happened once more."""
@@ -104,6 +106,11 @@ class System:
         """All transitions of `node`."""
         if node.stale:
             yield Move("old lease ends", store.revoke(node.stale), replace(node, stale=0))
+        if node.late:
+            after, acked, ok = self._commit(store, replace(node, lease=node.late[1]), node.late[0])
+            label = f"late copy: {'written' if ok else 'refused'}"
+            again = acked if node.late[1] == node.lease else node
+            yield Move(label, after, replace(again, late=None))
         if node.out:
             return
         if node.state is None:
@@ -134,7 +141,9 @@ class System:
             yield self._event("is empty", store, empty, Emptied(node.workers))
 
     def _faults(self, store: Store, node: Node, state: State) -> Iterator[Move]:
-        dead = Node(node.number, node.incarnation, lease=node.lease, stale=node.stale)
+        dead = Node(
+            node.number, node.incarnation, lease=node.lease, stale=node.stale, late=node.late
+        )
         yield Move("dies", store, dead, "crash")
         if node.workers and state.alive and not state.me.stopping:
             failure = Failure(node.name, 0, 0, 1, 1, 100.0)
@@ -152,6 +161,9 @@ class System:
             if ok:
                 label = f"{_describe(state.writing)}: written, its answer lost"
                 yield Move(label, after, written, "lost")
+            if not node.late:
+                copied = replace(node, late=(node.txn, node.lease))
+                yield Move(f"{_describe(state.writing)}: sent twice", store, copied, "late")
 
     def _commit(self, store: Store, node: Node, txn: Txn) -> tuple[Store, Node, bool]:
         after, ok = store.apply(txn)
@@ -166,7 +178,7 @@ class System:
 
     def _back(self, store: Store, node: Node) -> Move:
         """It may be back before its old lease has ended."""
-        again = fresh(node.number, node.incarnation + 1, stale=node.lease)
+        again = replace(fresh(node.number, node.incarnation + 1, node.lease), late=node.late)
         return Move("comes back", store, again, "back" if not node.stale else "never")
 
     def _join(self, store: Store, node: Node) -> Move:
