@@ -67,13 +67,15 @@ def _say(text: str) -> None:
 
 
 def _load(packet: bytes) -> dict[str, object]:
-    """The agent's EtcdConfig as a dictionary; its modules can be imported from here on."""
+    """The agent's EtcdConfig as a dictionary, and the etcd client while what was killed dies."""
     import json
 
     config: dict[str, object] = json.loads(packet)
     path = config.pop("path")
     assert isinstance(path, list)
     sys.path[:] = path
+    import elastic_etcd.etcd.client  # noqa: F401
+
     return config
 
 

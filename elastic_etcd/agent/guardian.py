@@ -6,6 +6,7 @@ this end of the socket, so that its end of file means nothing but the agent's ow
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -56,7 +57,8 @@ class Guardian:
             self._start_again(f"the guardian can't be started ({error.strerror})")
             return
         ours.setblocking(False)
-        ours.send(_config(self._etcd))
+        with contextlib.suppress(ConnectionError):  # dead already; `_ended` will say so
+            ours.send(_config(self._etcd))
         self._socket = ours
         loop.add_reader(ours, self._ended)
         self._send()
@@ -96,7 +98,8 @@ class Guardian:
     def _ended(self) -> None:
         assert self._process is not None
         pid, code = self._process.pid, self._end()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        known = -code in set(signal.Signals)
+        how = signal.Signals(-code).name if known else f"exit code {code}"
         if asyncio.get_running_loop().time() - self._started > QUIET:
             self._delay = 0.0
         self._start_again(f"the guardian (pid {pid}) has ended ({how})")

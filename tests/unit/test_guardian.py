@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,6 +167,21 @@ async def test_one_that_cannot_be_started_is_tried_again(
         guardian.guard(0, [])
     what = "the guardian can't be started (No such file or directory)"
     assert guardian.said[1:] == [f"{what}; another one is started in 1 s"]
+    guardian.started.clear()
+    await happens(guardian.started)
+    assert guardian.pid is not None
+
+
+async def test_one_that_ends_at_once_is_tried_again(
+    guardian: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", shutil.which("false"))
+        await guardian.replaced()
+        guardian.ended.clear()
+        guardian.guard(0, [])
+        await happens(guardian.ended)
+    assert guardian.said[1].endswith("has ended (exit code 1); another one is started in 1 s")
     guardian.started.clear()
     await happens(guardian.started)
     assert guardian.pid is not None
