@@ -1,0 +1,99 @@
+"""GPU tensors on their way to a snapshot: through page-locked memory, on a stream of their own.
+
+Two buffers take turns: while one is copied on into the snapshot, the GPU fills the other.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from elastic_etcd.train.image import Piece
+
+BUFFER = 32 << 20  # bytes
+
+
+class Staging:
+    """Two buffers, pinned if `device_type` is "cuda", and a stream for each device."""
+
+    def __init__(self, device_type: str = "cuda", size: int = BUFFER) -> None:
+        self.device_type = device_type
+        self.size = size
+        self._pinned = device_type == "cuda"
+        self._buffers: list[torch.Tensor] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The same pieces in the same order, those of `device_type` now in host memory.
+
+        A piece is good until the next is asked for.
+        """
+        filled: tuple[list[Piece], list[torch.cuda.Event]] | None = None
+        for turn, batch in enumerate(self._batches(pieces)):
+            filling = self._fill(turn % 2, batch)
+            if filled is not None:
+                yield from _arrived(*filled)
+            filled = filling
+        if filled is not None:
+            yield from _arrived(*filled)
+
+    def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+        """Pieces that fit one buffer together; those that stay on their device need no room."""
+        batch: list[Piece] = []
+        room = self.size
+        for start, piece in pieces:
+            if piece.device.type != self.device_type:
+                batch.append((start, piece))
+                continue
+            unit = piece.element_size()
+            first = 0
+            while first < len(piece):
+                if room < 64:
+                    yield batch
+                    batch, room = [], self.size
+                part = piece[first : first + room // unit]
+                batch.append((start + first * unit, part))
+                first += len(part)
+                room -= -(-len(part) * unit // 64) * 64
+        if batch:
+            yield batch
+
+    def _fill(self, turn: int, batch: list[Piece]) -> tuple[list[Piece], list[torch.cuda.Event]]:
+        """Ask for the copies. The events tell when they are there."""
+        moved: list[Piece] = []
+        streams: list[torch.cuda.Stream] = []
+        end = 0
+        for start, piece in batch:
+            if piece.device.type != self.device_type:
+                moved.append((start, piece))
+                continue
+            size = len(piece) * piece.element_size()
+            room = self._buffer(turn)[end : end + size].view(piece.dtype)
+            end += -(-size // 64) * 64
+            if self._pinned:
+                stream = self._stream(piece.device)
+                if stream not in streams:  # what the training has queued comes first
+                    stream.wait_stream(torch.cuda.current_stream(piece.device))
+                    streams.append(stream)
+                with torch.cuda.stream(stream):
+                    room.copy_(piece, non_blocking=True)
+            else:
+                room.copy_(piece)
+            moved.append((start, room))
+        return moved, [stream.record_event() for stream in streams]
+
+    def _buffer(self, turn: int) -> torch.Tensor:
+        while len(self._buffers) <= turn:
+            buffer = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffers.append(buffer)
+        return self._buffers[turn]
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _arrived(pieces: list[Piece], events: list[torch.cuda.Event]) -> Iterator[Piece]:
+    for event in events:
+        event.synchronize()
+    yield from pieces
