@@ -8,13 +8,14 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import ConsoleHandler
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.host import Host, check_devices
+from elastic_etcd.agent.host import Current, Host, Post, check_devices
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Notice
@@ -85,13 +86,19 @@ async def _run(config: AgentConfig) -> int:
         guardian.start()
         scope.callback(guardian.dismiss)
         client = await scope.enter_async_context(Client(etcd))
-        return await Agent(config, client, logs, guardian).live()
+        return await Agent(config, client, guardian, partial(Host, config, logs)).live()
 
 
 class Agent:
-    """The mailbox and its loop."""
+    """The mailbox and its loop. `host` makes the Host, given its last three arguments."""
 
-    def __init__(self, config: AgentConfig, client: Client, logs: Logs, guardian: Guardian) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        client: Client,
+        guardian: Guardian,
+        host: Callable[[Post, Callable[[], None], Current], Host],
+    ) -> None:
         self._config = config
         self._guardian = guardian
         self._limits = Limits(
@@ -112,7 +119,7 @@ class Agent:
         self._state = State(Me(run=""), config.nproc)
         self._membership = Membership(client, config, self._mailbox.put_nowait, self._changed)
         current = self._membership.current
-        self._host = Host(config, logs, self._mailbox.put_nowait, self._guard, current)
+        self._host = host(self._mailbox.put_nowait, self._guard, current)
         self._exit: Exit | None = None
         self._at_once: int | None = None
 

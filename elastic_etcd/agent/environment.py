@@ -1,4 +1,4 @@
-"""A worker's environment: every variable that torchrun gives, and four of our own."""
+"""A worker's environment: every variable that torchrun gives, and five of our own."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -87,6 +87,7 @@ def worker_env(
         ELASTIC_ETCD_JOB=job,
         ELASTIC_ETCD_GENERATION=str(generation),
         ELASTIC_ETCD_NODE=node,
+        ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
     )
     if virtual_local_rank:

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from elastic_etcd.agent import store
 from elastic_etcd.agent.channel import Channels, Peer
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 GOODBYE = 3.0  # seconds for a parked worker to end by itself
 PATIENCE = 2.0  # seconds beyond a lease's TTL: by then a lost node is known to be lost
 
+Post: TypeAlias = Callable[[Event], None]
+Current: TypeAlias = Callable[[int], Coroutine[None, None, str]]
+
 log = logging.getLogger(__name__)
 
 
@@ -38,9 +41,9 @@ class Host:
         self,
         config: AgentConfig,
         logs: Logs,
-        post: Callable[[Event], None],
+        post: Post,
         changed: Callable[[], None],
-        current: Callable[[int], Coroutine[None, None, str]],
+        current: Current,
     ) -> None:
         self._config = config
         self._logs = logs

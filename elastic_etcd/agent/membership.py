@@ -82,20 +82,20 @@ class Membership:
         """Raises EtcdError where no etcd answers, so that a user need not wait for that."""
         await self._client.range(Get(self.keys.spec), timeout=START_TIMEOUT)
 
-    async def current(self, generation: int) -> str:
-        """Why `generation` is not the job's present world with this member in it; "" if it is."""
+    async def current(self, generation: int) -> tuple[bool | None, str]:
+        """Whether `generation` is the job's present world, and why not; None: it can't be known."""
         gets = (Get(self.keys.round), Get(self.keys.member(self._member.lease)))
         try:
             seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
         except EtcdError as error:
-            return f"that can't be known now: {error}"
+            return None, str(error)
         view = view_of(seen, self.keys, None)
         now = view.round
         if not view.members:
-            return "this node has lost its lease"
+            return False, "this node has lost its lease"
         if now is None or now.generation != generation or now.phase is not Phase.FINAL:
-            return f"the job has left generation {generation}"
-        return ""
+            return False, f"the job has left generation {generation}"
+        return True, ""
 
     def join(self, run: str, last: int) -> None:
         """Become a member, of `run` if this agent was in one; answered by Joined or Broken.

@@ -60,6 +60,7 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_JOB": "j",
         "ELASTIC_ETCD_GENERATION": "7",
         "ELASTIC_ETCD_NODE": "host-a",
+        "ELASTIC_ETCD_LOCAL_RANK": "1",
         "ELASTIC_ETCD_SOCKET": "/run/agent",
     }
 
