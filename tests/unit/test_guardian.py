@@ -202,8 +202,9 @@ async def test_dismissed_before_another_one_is_started(guardian: Observed) -> No
     await guardian.replaced()
     guardian.killed()
     await happens(guardian.ended)
+    again = guardian._again
     guardian.dismiss()
-    assert guardian._again is None
+    assert again and again.cancelled()
     assert guardian.pid is None
 
 
@@ -233,6 +234,7 @@ async def test_a_frozen_guardian_can_be_dismissed(guardian: Observed) -> None:
 
 
 def test_signals_do_not_end_the_process() -> None:
+    """And it kills although it can load nothing: its path is empty."""
     with worker() as pids, waiting_guard() as (process, agent_end):
         for number in guard.IGNORED:
             process.send_signal(number)
