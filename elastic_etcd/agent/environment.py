@@ -52,8 +52,9 @@ def worker_env(
 ) -> dict[str, str]:
     """The whole environment of the worker `local_rank`, made from the agent's own, `base`.
 
-    `socket` is where it finds the agent (docs/channel.md). There is one role, so role ranks are the world's. `signals` are those that the agent handles
-    (torchrun's --signals-to-handle, which its workers see, too).
+    `socket` is where it finds the agent (docs/channel.md). There is one role, so role ranks are
+    the world's. `signals` are those that the agent handles (torchrun's --signals-to-handle, which
+    its workers see, too).
 
     Raises UsageError when `virtual_local_rank` finds fewer devices in CUDA_VISIBLE_DEVICES than
     workers.

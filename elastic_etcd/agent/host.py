@@ -25,7 +25,7 @@ GOODBYE = 3.0  # seconds for a parked worker to end by itself
 PATIENCE = 2.0  # seconds beyond a lease's TTL: by then a lost node is known to be lost
 
 Post: TypeAlias = Callable[[Event], None]
-Current: TypeAlias = Callable[[int], Coroutine[None, None, str]]
+Current: TypeAlias = Callable[[int], Coroutine[None, None, tuple[bool | None, str]]]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Host:
     """Starts and stops the workers of one generation at a time. Events go to `post`.
 
     `changed` says that `groups`, the process groups that run here, are others. `current` answers
-    whether a generation is still the job's: "" or why it is not.
+    whether a generation is still the job's, and why not.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Host:
         task.add_done_callback(self._questions.discard)
 
     async def _answer(self, peer: Peer, number: int) -> None:
-        why = await self._current(peer.generation)
-        peer.send({"type": "current", "id": number, "current": not why, "reason": why})
+        current, why = await self._current(peer.generation)
+        peer.send({"type": "current", "id": number, "current": current, "reason": why})
 
     def _spec(self, local_rank: int, ranks: GroupRanks, now: Round, master: Master) -> WorkerSpec:
         config = self._config
