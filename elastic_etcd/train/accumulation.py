@@ -1,0 +1,68 @@
+"""How a world of any size makes up the same global batch: what each rank takes in each step."""
+
+from dataclasses import dataclass
+
+from elastic_etcd.train.place import place
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """One rank's part of a step of the optimizer.
+
+    batch_sizes: samples that each rank takes in a step, in rank order: equal but for one, their
+    sum is the global batch. micro_batches: the sizes of this rank's micro-batches, equal but for
+    one. rank, world_size: for which world it holds.
+    """
+
+    batch_sizes: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that this rank takes in a step."""
+        return self.batch_sizes[self.rank]
+
+    def __len__(self) -> int:
+        """How many micro-batches this rank accumulates in a step; ranks may differ by one."""
+        return len(self.micro_batches)
+
+    def weight(self, size: int) -> float:
+        """Factor for the mean loss of `size` of this rank's samples.
+
+        With it the gradients that DDP averages over ranks, summed over a step's micro-batches, are
+        those of the mean loss over the global batch, whatever the world.
+        """
+        return size * self.world_size / sum(self.batch_sizes)
+
+
+def accumulation_steps(
+    global_batch: int,
+    micro_batch: int,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Accumulation:
+    """Plan the micro-batches of at most `micro_batch` samples that make up `global_batch`.
+
+    rank, world_size: as for ElasticSampler, to whose reshard() the batch_sizes go where the world
+    does not divide the global batch. Raises ValueError if a rank would get no sample.
+    """
+    if rank is None or world_size is None:
+        rank, world_size = place()
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+    if micro_batch < 1:
+        raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
+    if global_batch < world_size:
+        raise ValueError(f"a global batch of {global_batch} leaves ranks of {world_size} idle")
+    sizes = _parts(global_batch, world_size)
+    own = sizes[rank]
+    return Accumulation(sizes, _parts(own, -(-own // micro_batch)), rank, world_size)
+
+
+def _parts(total: int, parts: int) -> tuple[int, ...]:
+    """Split into so many parts that differ by at most one, larger ones first."""
+    size, rest = divmod(total, parts)
+    return (size + 1,) * rest + (size,) * (parts - rest)

@@ -1,0 +1,117 @@
+"""The order of an epoch: functions from positions in it to indices of the data set.
+
+Both are tensors of int64, in blocks; a position from `length` on stands for a repetition of the
+order from its start.
+"""
+
+from collections.abc import Iterator
+from math import isqrt
+
+import torch
+
+ROUNDS = 8
+_LOW = (1 << 32) - 1
+_WORD = (1 << 64) - 1
+
+
+class Straight:
+    """The data set's own order."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions % self.length
+
+
+class Exact:
+    """The order of torch.utils.data.DistributedSampler for the same seed and epoch.
+
+    Holds 4 bytes per index (8 from 2**31 on), made once: torch.randperm draws the same order for
+    int32 and int64.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        generator = torch.Generator()
+        generator.manual_seed(seed + epoch)
+        dtype = torch.int32 if length < 1 << 31 else torch.int64
+        self._indices = torch.randperm(length, generator=generator, dtype=dtype)
+        self.length = length
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return self._indices[positions % self.length]
+
+
+class Stream:
+    """A permutation keyed by seed and epoch, computed index by index, for up to 2**62 indices.
+
+    A Feistel network of eight rounds on pairs (left, right) with left < a and right < b, where
+    a * b is the smallest such product >= length for a near its root; it adds modulo a and b where
+    the classic adds bits, and walks the cycle past the few values from `length` on (Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Not a cipher for secrets: the round
+    function is a keyed multiplicative hash.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        if not 0 < length <= 1 << 62:
+            raise ValueError(f'shuffle="stream" takes 1 to 2**62 indices, not {length}')
+        self.length = length
+        self._a = isqrt(length - 1) + 1
+        self._b = -(-length // self._a)
+        words = _splitmix64(_hash(seed) ^ epoch)
+        self._keys = [(next(words) | 1, next(words), next(words) | 1) for _ in range(ROUNDS)]
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        indices = self._once(positions % self.length)
+        while True:
+            outside = (indices >= self.length).nonzero().flatten()
+            if not len(outside):
+                return indices
+            indices[outside] = self._once(indices[outside])
+
+    def _once(self, values: torch.Tensor) -> torch.Tensor:
+        left = torch.div(values, self._b, rounding_mode="trunc")
+        right = values - left * self._b
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                _add(right, _hashed(left, key, self._b), self._b)
+            else:
+                _add(left, _hashed(right, key, self._a), self._a)
+        return left.mul_(self._b).add_(right)
+
+
+def _hashed(values: torch.Tensor, key: tuple[int, int, int], below: int) -> torch.Tensor:
+    """Hash of each value to 0...below-1; int64 products wrap, which is the point of them."""
+    factor, term, factor2 = (_signed(word) for word in key)
+    h = values * factor
+    h += term
+    h ^= h >> 32
+    h *= factor2
+    h >>= 32
+    h &= _LOW
+    h *= below
+    h >>= 32
+    return h
+
+
+def _add(values: torch.Tensor, terms: torch.Tensor, modulus: int) -> None:
+    values += terms
+    values -= modulus
+    values += (values >> 63) & modulus  # back where it went below zero
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _hash(seed: int) -> int:
+    return next(_splitmix64(seed))
+
+
+def _splitmix64(state: int) -> Iterator[int]:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & _WORD
+        z = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _WORD
+        yield z ^ z >> 31
