@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
 
         return run(config)
     except ElasticEtcdError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(str(error))}", file=sys.stderr)
         return error.exit_code
 
 
@@ -211,7 +211,12 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"elastic_etcd[{self._node}]: {level}{super().format(record)}"
+        return f"elastic_etcd[{self._node}]: {level}{_shown(super().format(record))}"
+
+
+def _shown(text: str) -> str:
+    """Without what could steer a terminal: reasons and tracebacks may come from other nodes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def _set_up_logging(config: AgentConfig) -> None:

@@ -96,7 +96,10 @@ class Host:
             *(now.generation, now.reason, place, len(nprocs), ranks.first_rank, last),
             *(ranks.world_size, *now.master),
         )
-        specs = [self._spec(i, ranks, now, now.master) for i in range(nprocs[place])]
+        if nprocs[place] != self._config.nproc:
+            wrong = (nprocs[place], self._config.nproc)
+            log.warning("the round says %d workers, this node has been given %d", *wrong)
+        specs = [self._spec(i, ranks, now, now.master) for i in range(self._config.nproc)]
         parked = self._group.release() if self._group else {}
         self._group = WorkerGroup(
             now.generation,

@@ -5,6 +5,7 @@ Names and meanings are those of docs/keys.md; times in them are for people to re
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -13,6 +14,9 @@ from elastic_etcd.core.keys import encode, hexed
 
 Master: TypeAlias = tuple[str, int]
 Fields: TypeAlias = dict[str, Any]
+MOST_WORKERS = 4096  # of one node
+
+_HOST = re.compile(r"[A-Za-z0-9.:%_-]{1,255}")
 
 
 class Phase(StrEnum):
@@ -76,7 +80,7 @@ class Member:
         return Member(
             lease=lease,
             node=str(f["node"]),
-            nproc=int(f["nproc"]),
+            nproc=_nproc(f),
             address=str(f["address"]),
             topology=str(f.get("labels", {}).get("topology", "")),
             run=str(f["run"]),
@@ -138,7 +142,7 @@ class Round:
             reason=str(f["reason"]),
             run=str(f["run"]),
             participants=tuple(
-                Participant(int(p["lease"], 16), str(p["node"]), int(p["nproc"]))
+                Participant(int(p["lease"], 16), str(p["node"]), _nproc(p))
                 for p in f["participants"]
             ),
             master=_master_of(f),
@@ -306,4 +310,18 @@ def _master(master: Master | None) -> Fields | None:
 
 def _master_of(f: Fields) -> Master | None:
     master = f["master"]
-    return (str(master["addr"]), int(master["port"])) if master else None
+    if not master:
+        return None
+    address, port = str(master["addr"]), int(master["port"])
+    # It becomes a variable of the workers' environment, and anybody with the prefix may write it.
+    if not _HOST.fullmatch(address) or not 0 < port < 1 << 16:
+        raise ValueError(f"no address: {address[:80]!r}, port {port}")
+    return address, port
+
+
+def _nproc(f: Fields) -> int:
+    """How many workers a node has. Raises ValueError for what no node has."""
+    nproc = int(f["nproc"])
+    if not 0 < nproc <= MOST_WORKERS:
+        raise ValueError(f"{nproc} workers on a node")
+    return nproc

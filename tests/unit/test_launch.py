@@ -270,6 +270,7 @@ def test_lines_of_the_agent() -> None:
         return launch._Lines("node%1").format(record)
 
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
+    assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n\\x1b[2J"
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
 
 

@@ -30,12 +30,14 @@ KEYS = Keys("/elastic_etcd/j")
 leases = st.integers(1, (1 << 63) - 1)
 numbers = st.integers(0, 1 << 53)
 words = st.text(max_size=8)
-masters = st.none() | st.tuples(words, st.integers(1, 65535))
+hosts = st.from_regex(r"[A-Za-z0-9.:%_-]{1,255}", fullmatch=True)
+masters = st.none() | st.tuples(hosts, st.integers(1, 65535))
+nprocs = st.integers(1, 4096)
 specs = st.builds(Spec, words, numbers, numbers, words)
 members = st.builds(
-    Member, leases, words, numbers, words, words, words, numbers, words, st.booleans()
+    Member, leases, words, nprocs, words, words, words, numbers, words, st.booleans()
 )
-participants = st.lists(st.builds(Participant, leases, words, numbers), max_size=3).map(tuple)
+participants = st.lists(st.builds(Participant, leases, words, nprocs), max_size=3).map(tuple)
 rounds = st.builds(
     Round,
     numbers,
@@ -116,6 +118,22 @@ def test_report(report: Report) -> None:
 @given(outcomes)
 def test_outcome(outcome: Outcome) -> None:
     assert Outcome.decode(decode(outcome.encode())) == outcome
+
+
+@pytest.mark.parametrize(
+    "master", [{"addr": "a\0b", "port": 1}, {"addr": "", "port": 1}, {"addr": "a", "port": 0}]
+)
+def test_no_address_for_the_workers_environment(master: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no address"):
+        Ack.decode(1, {"master": master})
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 4097])
+def test_no_number_of_workers(nproc: int) -> None:
+    fields = {"lease": "a", "node": "n", "nproc": nproc}
+    whole = decode(Round(1, Phase.FINAL, 1, "", "").encode()) | {"participants": [fields]}
+    with pytest.raises(ValueError, match="workers on a node"):
+        Round.decode(whole)
 
 
 def test_a_failure_is_told_in_one_line() -> None:
