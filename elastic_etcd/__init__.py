@@ -12,7 +12,7 @@ from elastic_etcd.version import __version__ as __version__
 if TYPE_CHECKING:
     from elastic_etcd.train.accumulation import accumulation_steps as accumulation_steps
     from elastic_etcd.train.boundary import WorldChanged as WorldChanged
-    from elastic_etcd.train.run import ddp as ddp
+    from elastic_etcd.train.ddp import ddp as ddp
     from elastic_etcd.train.run import run as run
     from elastic_etcd.train.sampler import ElasticSampler as ElasticSampler
     from elastic_etcd.train.state import ElasticState as ElasticState
@@ -22,7 +22,7 @@ _HOMES = {
     "ElasticState": "state",
     "WorldChanged": "boundary",
     "accumulation_steps": "accumulation",
-    "ddp": "run",
+    "ddp": "ddp",
     "run": "run",
 }
 
