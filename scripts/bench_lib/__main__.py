@@ -1,61 +1,27 @@
-"""`scripts/bench recovery`: prints a table, and writes every sample with --json FILE."""
+"""`scripts/bench NAME ...`: each benchmark is a module of this package with a main()."""
 
-import argparse
-import asyncio
-import json
-import os
-import platform
+import importlib
 import sys
-from importlib.metadata import version
-from math import isinf
-from pathlib import Path
 
-from rich.console import Console
-
-from elastic_etcd.etcd.embedded import EmbeddedEtcd
-
-from .recovery import MEASURES, Plan, measure
-from .table import table, verdict
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("benchmark", nargs="?", choices=("recovery",), default="recovery")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--node-kills", type=int, default=1, help="torchrun's, 46 s each")
-    parser.add_argument("--idle", type=float, default=20, help="seconds to measure CPU over")
-    parser.add_argument("--only", choices=("torchrun", "elastic_etcd"))
-    parser.add_argument("--json", type=Path, help="write all samples; null: never")
-    return parser.parse_args()
+NAMES = {
+    "recovery": "faults and what they cost, beside torchrun and others; --timeline",
+    "scale": "rendezvous of many simulated agents",
+    "sampler": "the sampler, at up to 10^10 indices",
+    "state": "commit, restore and sync of a training's state",
+    "warm": "a warm worker's start and memory",
+}
 
 
 def main() -> int:
-    args = arguments()
-    launchers = (args.only,) if args.only else ("torchrun", "elastic_etcd")
-    plan = Plan(args.repeat, args.node_kills, args.idle, launchers)
-    # One thread for each worker under both launchers: two cores are few.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console, progress = Console(width=110), Console(stderr=True)
-
-    async def run() -> dict[str, dict[str, list[float]]]:
-        async with EmbeddedEtcd() as etcd:
-            return measure(etcd.endpoint, plan, progress.log)
-
-    samples = asyncio.run(run())
-    here, torchrun = samples.get("elastic_etcd", {}), samples.get("torchrun", {})
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-    title = f"recovery: torch {version('torch')}, {machine}, {plan.repeat} repetitions"
-    console.print(table(title, MEASURES, here, torchrun))
-    if args.json:
-        finite = {
-            name: {m: [None if isinf(v) else v for v in values] for m, values in found.items()}
-            for name, found in samples.items()
-        }
-        args.json.write_text(json.dumps({"title": title, "samples": finite}, indent=1) + "\n")
-    missed = [
-        m for m in MEASURES if verdict(m, here.get(m.name, []), torchrun.get(m.name, [])) is False
-    ]
-    return 1 if missed and not args.only else 0
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in NAMES:
+        print("usage: scripts/bench NAME [--help]\n")
+        for known, what in NAMES.items():
+            print(f"  {known:10} {what}")
+        return 0 if name in ("-h", "--help") else 2
+    sys.argv = [f"scripts/bench {name}", *sys.argv[2:]]
+    module = importlib.import_module(f"{__package__}.{name}")
+    return int(module.main() or 0)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,48 @@
-"""Nodes of a job, under torchrun or under this program, and the steps that their workers log."""
+"""Nodes of one job under any launcher, and the steps that their workers log."""
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from tests.e2e.processes import MARK, Changes, marked, send
 
-WORKER = Path(__file__).with_name("worker.py")
-PATIENCE = 60.0  # what takes longer has not recovered
+from .launchers import Launcher
+
+PATIENCE = 60.0  # seconds for what is not measured
+
+# Puts CLOCK_MONOTONIC before each line that comes.
+STAMP = """
+import sys, time
+for line in sys.stdin:
+    print(time.monotonic(), line, end="", flush=True)
+"""
 
 T = TypeVar("T")
 
 
 class NotRecovered(Exception):
-    """The job did not train again in time; with what its agents said."""
+    """The job did not train again: "job lost", or not within the bound."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of one worker process; `at` is CLOCK_MONOTONIC in seconds."""
+@dataclass
+class Stream:
+    """What one process did in one world; times are CLOCK_MONOTONIC in seconds."""
 
-    number: int
-    at: float
-    world: int
-    agent: int
+    name: str
     pid: int
+    mark: str = ""
+    world: int = 0
+    passed: dict[str, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -49,132 +57,132 @@ class Node:
     def pid(self) -> int:
         return self.process.pid
 
-    def kill(self) -> float:
-        """SIGKILL all of the node at once; when."""
-        send(signal.SIGSTOP, [self.pid])  # so that it can't react to its workers' death
+    def signal(self, number: signal.Signals) -> float:
+        """Send it to all of the node, and nobody gets to react before the last has it; when."""
+        pids = marked(self.mark)
         at = time.monotonic()
-        send(signal.SIGKILL, marked(self.mark))
-        self.process.wait()
+        send(signal.SIGSTOP, pids)
+        if number is not signal.SIGSTOP:
+            send(number, pids)
         return at
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Run:
-    """One job of two nodes with one worker each, in a directory of its own.
+    """One job, with one worker on each node, in a directory of its own.
 
-    `command` makes an agent's command line for node 0 or 1, without the worker's own.
+    `stamped`: each line that a node writes to its agentN.log begins with the time.
     """
 
-    def __init__(self, command: Callable[[int], list[str]]) -> None:
-        self._command = command
-        self._directory = Path(tempfile.mkdtemp(prefix="bench-"))
-        self._changes = Changes(self._directory)
-        self._old: set[int] = set()
+    def __init__(self, launcher: Launcher, alone: bool = False, stamped: bool = False) -> None:
+        self._launcher = launcher
+        self._stamped = stamped
+        self._command = launcher.job(alone)
+        self.directory = Path(tempfile.mkdtemp(prefix="bench-"))
+        self._changes = Changes(self.directory)
+        self._old: set[str] = set()
+        self._stampers: list[subprocess.Popen[bytes]] = []  # they end with the nodes
         self.nodes: list[Node] = []
 
     def start(self) -> Node:
-        mark = uuid.uuid4().hex
-        index = len(self.nodes)
-        with (self._directory / f"agent{index}.log").open("wb") as log:
+        """Start one more node."""
+        mark, index = uuid.uuid4().hex, len(self.nodes)
+        with self._log(index) as log:
             started = time.monotonic()
             process = subprocess.Popen(
-                [*self._command(index), str(WORKER), str(self._directory)],
-                env=os.environ | {MARK: mark},
+                [*self._command(index), str(self._launcher.worker), str(self.directory)],
+                env=os.environ | self._launcher.environment | {MARK: mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self.nodes.append(Node(process, mark, started))
+        self._changes.follow(process.pid)
         return self.nodes[-1]
 
-    def new_steps(self) -> list[Step]:
-        """All steps of processes that `settled` has not returned yet, by time."""
-        found = []
-        for path in self._directory.glob("*.steps"):
-            lines = path.read_text().rpartition("\n")[0].splitlines()
-            for number, at, world, agent in map(str.split, lines):
-                step = Step(int(number), float(at), int(world), int(agent), int(path.stem))
-                found.append(step)
-        return sorted((s for s in found if s.pid not in self._old), key=lambda s: s.at)
+    def _log(self, index: int) -> IO[bytes]:
+        with (self.directory / f"agent{index}.log").open("wb") as log:
+            if not self._stamped:
+                return os.fdopen(os.dup(log.fileno()), "wb")
+            stamp = [sys.executable, "-S", "-c", STAMP]
+            process = subprocess.Popen(stamp, stdin=subprocess.PIPE, stdout=log)
+        self._stampers.append(process)
+        assert process.stdin
+        return process.stdin
+
+    def new(self) -> list[Stream]:
+        """The streams that `settled` has not returned yet."""
+        return [_read(p) for p in self.directory.glob("*.steps") if p.stem not in self._old]
+
+    def last_old_step(self) -> float:
+        """When the world that `settled` returned last made its last step."""
+        streams = [_read(self.directory / f"{name}.steps") for name in self._old]
+        return max(s.steps[-1] for s in streams if s.steps)
 
     def first_step(self, world: int, seconds: float = PATIENCE) -> float:
-        """When each new process of a world of this size had done its first step.
+        """When the slowest of a new world of this size had done its first step.
 
         Raises NotRecovered when that does not happen.
         """
 
         def done() -> float | None:
-            firsts = {s.pid: s.at for s in reversed(self.new_steps()) if s.world == world}
-            return max(firsts.values()) if len(firsts) >= world else None
+            firsts = [s.steps[0] for s in self.new() if s.world == world]
+            return max(firsts) if len(firsts) >= world else None
 
         return self._wait(done, seconds)
 
-    def settled(self, world: int, steps: int = 25) -> dict[int, int]:
-        """Wait until `world` new processes have done some steps: their pids, with their agents'."""
+    def settled(self, world: int, steps: int = 25) -> list[Stream]:
+        """Wait until a new world of this size has done some steps; it is an old one then."""
 
-        def reached() -> list[Step] | None:
-            last = {s.pid: s for s in self.new_steps()}
-            enough = sum(s.number >= steps for s in last.values()) >= world
-            return list(last.values()) if enough else None
+        def reached() -> list[Stream] | None:
+            streams = [s for s in self.new() if s.world == world and len(s.steps) >= steps]
+            return streams if len(streams) >= world else None
 
-        last = self._wait(reached, PATIENCE)
-        self._old |= {s.pid for s in last}
-        return {s.pid: s.agent for s in last}
+        streams = self._wait(reached, PATIENCE)
+        self._old |= {s.name for s in self.new()}
+        return streams
 
-    def finish(self, node: Node) -> int:
-        """Let the workers end by themselves; the agent's exit code."""
-        (self._directory / "stop").touch()
-        return node.process.wait(PATIENCE)
+    def finish(self, nodes: list[Node]) -> list[int]:
+        """Let the workers end by themselves; the agents' exit codes."""
+        (self.directory / "stop").touch()
+        return [node.process.wait(PATIENCE) for node in nodes]
+
+    def said(self) -> str:
+        """The end of what each agent and its worker wrote."""
+        logs = sorted(self.directory.glob("agent*.log"))
+        return "\n".join(f"{p.stem}: {p.read_text(errors='replace')[-2000:]}" for p in logs)
 
     def close(self) -> None:
         for node in self.nodes:
-            send(signal.SIGKILL, marked(node.mark))
+            node.signal(signal.SIGKILL)
             node.process.kill()
             node.process.wait()
+        for stamper in self._stampers:
+            stamper.wait()
         self._changes.close()
-        shutil.rmtree(self._directory)
+        shutil.rmtree(self.directory)
 
     def _wait(self, until: Callable[[], T | None], seconds: float) -> T:
-        value = self._changes.wait(until, seconds)
-        if value is None:
-            logs = [p.read_text()[-3000:] for p in sorted(self._directory.glob("agent*.log"))]
-            raise NotRecovered("\n".join([f"nothing happened within {seconds:g} s", *logs]))
+        def ready() -> T | str | None:
+            lost = all(node.process.poll() is not None for node in self.nodes)
+            return until() or ("job lost" if lost else None)
+
+        value = self._changes.wait(ready, seconds)
+        if value is None or isinstance(value, str):
+            raise NotRecovered(value or f"> {seconds:g} s")
         return value
 
 
-def torchrun(store_port: int = 0) -> Callable[[int], list[str]]:
-    """The agents of torchrun with the c10d backend, default settings.
-
-    Node 0 hosts the store, unless it is at `store_port` already.
-    """
-    port, job = store_port or free_port(), uuid.uuid4().hex[:8]
-
-    def command(index: int) -> list[str]:
-        host = index == 0 and not store_port
-        return [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            *("--rdzv-id", job, "--rdzv-conf", f"is_host={str(host).lower()}"),
-        ]
-
-    return command
-
-
-def elastic(endpoint: str, job: str = "", *more: str) -> Callable[[int], list[str]]:
-    """This program, default settings."""
-    job = job or f"bench-{uuid.uuid4().hex[:8]}"
-
-    def command(index: int) -> list[str]:
-        return [
-            *(sys.executable, "-m", "elastic_etcd.launch"),
-            *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
-            *("--etcd", endpoint, "--job", job, "--node-name", f"node{index}", *more),
-        ]
-
-    return command
+def _read(path: Path) -> Stream:
+    stream = Stream(path.stem, int(path.stem.partition("-")[0]))
+    for line in path.read_text().rpartition("\n")[0].splitlines():
+        name, _, rest = line.partition(" ")
+        if name == "node":
+            stream.mark = rest
+        elif name.isdecimal():
+            at, world = rest.split()
+            stream.steps.append(float(at))
+            stream.world = int(world)
+        else:
+            stream.passed[line.rpartition(" ")[0]] = float(line.rpartition(" ")[2])
+    return stream

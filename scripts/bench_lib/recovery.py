@@ -1,140 +1,170 @@
-"""How long a job takes to start and to recover, under torchrun and under this program.
+"""How long a job takes to start and to recover, under this program and under its peers.
 
-Both run the same worker script, with two agents and one CPU worker each, in turn, on one
-machine. Times are from the fault to the first step of the slowest worker of the new world.
+Two nodes with one CPU worker each on one machine; all launchers run the same worker script, in
+turn. Times are from the fault to the first step of the slowest worker of the new world.
 """
 
-import math
+import argparse
+import asyncio
+import json
 import os
-import signal
+import platform
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from select import poll
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 
-from elastic_etcd.core.keys import PREFIX
+from rich.console import Console
 
-from .first_request import Proxy
-from .nodes import NotRecovered, Run, elastic, torchrun
-from .processes import cpu_seconds, resident
-from .rounds import RoundsWatch
-from .table import Measure, Samples
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
-LEASE_TTL = 5.0  # this program's default
-TRIES = 4  # of a torchrun job that hangs
-START, WORKER, NODE = (
-    "start -> first step",
-    "worker killed -> first step",
-    "node killed -> first step",
-)
-REQUEST, MEMORY, CPU = "agent start -> first request", "agent's resident memory", "agent's CPU"
-FINAL = "last ack -> final round seen"
-MEASURES = (
-    Measure(START, "s", "<= torchrun", lambda here, torchrun: here <= torchrun),
-    Measure(WORKER, "s", "<= 0.6 x torchrun", lambda here, torchrun: here <= 0.6 * torchrun),
-    Measure(NODE, "s", "<= lease TTL + 3.5 s", lambda here, _: here <= LEASE_TTL + 3.5),
-    Measure(REQUEST, "s", "< 0.4 s", lambda here, _: here < 0.4),
-    Measure(MEMORY, "MB", "< 60 MB", lambda here, _: here < 60),
-    Measure(CPU, "%", "< 0.5 % of a core", lambda here, _: here < 0.5),
-    Measure(FINAL, "s", "< 0.05 s", lambda here, _: here < 0.05),
-)
+from . import faults, launchers, peers, plot, timeline
+from .launchers import Launcher
+from .table import Sample, Samples, table
+
+NAMES = ("torchrun c10d", "torchrun etcd-v2", "ft_launcher", "exec", "warm", "in process")
+PEERS = {"torchrun etcd-v2": "python-etcd==0.4.5", "ft_launcher": "nvidia-resiliency-ext==0.4.1"}
+SLOW = 20.0  # seconds: what takes longer is not measured in each repetition
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often and how long. torchrun needs 46 s for a killed node, so that is done less often."""
+    """How often and how long. What is slow or without an end is measured `slow` times only."""
 
-    repeat: int = 3
-    torchrun_node_kills: int = 1
-    idle_seconds: float = 20.0
-    launchers: tuple[str, ...] = ("torchrun", "elastic_etcd")
+    repeat: int
+    slow: int
+    bound: float
+    idle: float
+    events: tuple[str, ...]
 
 
-def measure(endpoint: str, plan: Plan, say: Callable[[str], None]) -> dict[str, Samples]:
-    """Alternate the launchers; the samples of each, by measure."""
-    samples: dict[str, Samples] = {name: {} for name in plan.launchers}
-    for number in range(plan.repeat):
-        for name, found in samples.items():
-            say(f"repetition {number + 1} of {plan.repeat}: {name}")
-            idle = plan.idle_seconds if number == 0 else 0.0
-            if name == "torchrun":
-                kill_node = len(found.get(NODE, [])) < plan.torchrun_node_kills
-                for _ in range(TRIES):
-                    if _faults(Run(torchrun()), found, kill_node=kill_node, idle=idle):
-                        break
-                    idle = 0.0
-                _first_request(None, found)
-            else:
-                job = f"bench-{os.getpid()}-{number}"
-                watch = RoundsWatch(endpoint, f"{PREFIX}/{job}")
-                try:
-                    _faults(Run(elastic(endpoint, job)), found, kill_node=True, idle=idle)
-                finally:
-                    _add(found, FINAL, *watch.close())
-                _first_request(endpoint, found)
+def main() -> int:
+    args = arguments()
+    # One thread for each worker, whatever the launcher: two cores are few.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return asyncio.run(run(args))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench recovery", description=__doc__)
+    add = parser.add_argument
+    add("--repeat", type=int, default=3)
+    add("--slow", type=int, default=1, help=f"repetitions of what takes more than {SLOW:g} s")
+    add("--bound", type=float, default=75, help="seconds after which it has not recovered")
+    add("--idle", type=float, default=20, help="seconds to measure CPU over")
+    add("--quick", action="store_true", help="--repeat 1 --bound 20 --idle 5")
+    add("--only", action="append", choices=NAMES, help="this launcher; may be repeated")
+    add("--event", action="append", default=[], help="events with this text; may be repeated")
+    add("--timeline", action="store_true", help="a killed worker, event by event")
+    add("--kills", type=int, default=5, help="kills behind each timeline")
+    add("--json", type=Path, help="write all samples, as numbers or why there is none")
+    add("--plot", type=Path, metavar="PNG")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeat, args.bound, args.idle = 1, 20.0, 5.0
+    args.only = args.only or (("exec", "warm", "in process") if args.timeline else NAMES)
+    return args
+
+
+async def run(args: argparse.Namespace) -> int:
+    console, progress = (
+        Console(width=max(150, Console().width)),
+        Console(stderr=True, log_path=False),
+    )
+    async with EmbeddedEtcd() as etcd:
+        if args.timeline:
+            return timeline.show(etcd.endpoint, args.only, args.kills, console, args.plot)
+        plan = Plan(args.repeat, args.slow, args.bound, args.idle, tuple(args.event))
+        with ExitStack() as scope:
+            runners = [
+                launcher
+                for name in args.only
+                if (launcher := find(name, etcd.endpoint, scope, progress.log))
+            ]
+            samples = measure(runners, etcd.endpoint, plan, progress.log)
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+    title = f"recovery: torch {version('torch')}, {machine}, {plan.repeat} repetitions"
+    ours = [launcher.name for launcher in runners if launcher.ours]
+    console.print(table(title, faults.MEASURES, samples, ours))
+    if args.json:
+        args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
+    if args.plot:
+        plot.bars(title, faults.MEASURES, samples, args.plot)
+    return 0
+
+
+def find(name: str, endpoint: str, scope: ExitStack, say: Say) -> Launcher | None:
+    """The launcher, made ready; None, and `say` why, if that is not possible here."""
+    if name == "torchrun c10d":
+        return launchers.c10d()
+    if name not in PEERS:
+        return launchers.elastic(name, endpoint)
+    try:
+        python = peers.venv(name.replace(" ", "-"), PEERS[name])
+        if name == "ft_launcher":
+            return launchers.ft_launcher(python)
+        return launchers.etcd_v2(python, scope.enter_context(peers.etcd_v2()))
+    except peers.Unavailable as why:
+        say(f"{name} is left out: {why}")
+        return None
+
+
+def measure(runners: list[Launcher], endpoint: str, plan: Plan, say: Say) -> dict[str, Samples]:
+    """Alternate the launchers, event by event; the samples of each, by measure."""
+    samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
+    for repetition in range(plan.repeat):
+        for fault in faults.FAULTS:
+            for launcher in runners:
+                found = samples[launcher.name]
+                if not wanted(fault, launcher, found, plan):
+                    continue
+                say(f"{repetition + 1} of {plan.repeat}: {fault.measure.name}: {launcher.name}")
+                one(launcher, fault, found, plan, plan.idle if repetition == 0 else 0.0)
+        if chosen(faults.REQUEST.name, plan):
+            for launcher in runners:
+                request(launcher, endpoint, samples[launcher.name])
     return samples
 
 
-def _add(found: Samples, name: str, *values: float) -> None:
-    found.setdefault(name, []).extend(values)
-
-
-def _faults(run: Run, found: Samples, *, kill_node: bool, idle: float) -> bool:
-    """One job: start, kill a worker, kill a node, finish. False if it hung: an infinite sample.
-
-    torchrun's jobs hang when one agent sees its worker fail and the other one first sees that the
-    membership changed: only the former counts a restart, so that their workers look for each
-    other under different TORCHELASTIC_RESTART_COUNTs in the store.
-    """
-    fault = START
-    try:
-        survivor, victim = run.start(), run.start()
-        _add(found, START, run.first_step(world=2) - survivor.started)
-        workers = run.settled(world=2)
-        _add(found, MEMORY, *(resident(node.pid) for node in run.nodes))
-        if idle:
-            _add(found, CPU, *_cpu([node.pid for node in run.nodes], idle))
-
-        fault, killed = WORKER, time.monotonic()
-        os.kill(next(pid for pid, agent in workers.items() if agent == victim.pid), signal.SIGKILL)
-        _add(found, WORKER, run.first_step(world=2) - killed)
-        run.settled(world=2)
-        if kill_node:
-            # Node 0 has torchrun's store: with it the job would end.
-            fault, killed = NODE, victim.kill()
-            _add(found, NODE, run.first_step(world=1, seconds=120) - killed)
-            run.settled(world=1)
-        code = run.finish(survivor)
-        if code:
-            raise RuntimeError(f"the surviving agent exited {code}")
-    except NotRecovered as hung:
-        print(f"{fault}: {hung}", file=sys.stderr)
-        _add(found, fault, math.inf)
+def wanted(fault: faults.Fault, launcher: Launcher, found: Samples, plan: Plan) -> bool:
+    if not chosen(fault.measure.name, plan):
         return False
-    finally:
-        run.close()
-    return True
+    if fault is faults.ADDED_APART and launcher.name != "torchrun c10d":
+        return False
+    before = found.get(fault.measure.name, [])
+    slow = [s for s in before if isinstance(s, str) or s > SLOW]
+    return fault is faults.WORKER or len(slow) < plan.slow
 
 
-def _cpu(pids: list[int], seconds: float) -> list[float]:
-    """Percent of a core that each process takes over a stretch of undisturbed training."""
-    before = [(cpu_seconds(pid), time.monotonic()) for pid in pids]
-    poll().poll(seconds * 1000)  # nothing to wait for but time itself
-    after = [(cpu_seconds(pid), time.monotonic()) for pid in pids]
-    return [
-        100 * (cpu - cpu0) / (at - at0)
-        for (cpu0, at0), (cpu, at) in zip(before, after, strict=True)
-    ]
+def chosen(name: str, plan: Plan) -> bool:
+    return not plan.events or any(text in name for text in plan.events)
 
 
-def _first_request(endpoint: str | None, found: Samples) -> None:
-    """From an agent's start to the first request to its etcd; None: torchrun, to its store."""
-    proxy = Proxy(endpoint)
-    run = Run(elastic(f"127.0.0.1:{proxy.port}") if endpoint else torchrun(proxy.port))
+def one(launcher: Launcher, fault: faults.Fault, found: Samples, plan: Plan, idle: float) -> None:
+    def add(name: str, sample: Sample) -> None:
+        found.setdefault(name, []).append(sample)
+
+    if fault is faults.ADDED_APART:
+        launcher = replace(launchers.c10d(share_store=False))
     try:
-        node = run.start()
-        _add(found, REQUEST, proxy.first() - node.started)
-    finally:
-        run.close()
-        proxy.close()
+        faults.suffer(launcher, fault, plan.bound, idle, add)
+    except RuntimeError as error:  # the others' figures are still wanted
+        print(error, file=sys.stderr)
+
+
+def request(launcher: Launcher, endpoint: str, found: Samples) -> None:
+    """Only where there is something to listen for: our etcd, torchrun's store."""
+    if launcher.name == "torchrun c10d":
+        seconds = faults.first_request(launchers.first_request, None)
+    elif launcher.name == "warm":
+        name = launcher.name
+        seconds = faults.first_request(
+            lambda port: launchers.elastic(name, f"127.0.0.1:{port}"), endpoint
+        )
+    else:
+        return
+    found.setdefault(faults.REQUEST.name, []).append(seconds)

@@ -1,4 +1,4 @@
-"""When a watcher sees the acks and the rounds of a job, through etcdctl."""
+"""What is written to a job's keys, and when a watcher sees it, through etcdctl."""
 
 import base64
 import json
@@ -6,15 +6,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_etcd.etcd.embedded import find_program
 
-STAMP = """
-import sys, time
-for line in sys.stdin:
-    print(time.monotonic(), line, end="", flush=True)
-"""
+from .nodes import STAMP
+
+
+@dataclass(frozen=True)
+class Written:
+    """One key of one commit. `at` is CLOCK_MONOTONIC; no value: removed."""
+
+    at: float
+    revision: int
+    key: str
+    value: dict[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """Such as "acks" or "round"."""
+        return self.key.split("/")[0]
 
 
 class RoundsWatch:
@@ -31,32 +44,19 @@ class RoundsWatch:
         assert self._watch.stdout
         self._watch.stdout.close()
 
-    def close(self) -> list[float]:
-        """Seconds from the last needed ack to the final round, for each generation.
-
-        The last needed ack is the last one before the round is frozen, or the end of the lease
-        of a member whose ack will not come; from there on the coordinator waits for nobody but
-        group rank 0's offer of its store.
-        """
+    def close(self) -> list[Written]:
+        """All that was written, in order."""
         self._watch.send_signal(signal.SIGTERM)
         self._watch.wait()
         self._stamp.wait()
         self._seen.seek(0)
-        needed, frozen = 0.0, False
         found = []
         for line in self._seen:
             stamp, _, answer = line.partition(" ")
             for event in json.loads(answer).get("Events", []):
                 kv = event["kv"]
-                kind = base64.b64decode(kv["key"]).decode()[len(self._root) :].split("/")[1]
-                phase = json.loads(base64.b64decode(kv.get("value", "e30="))).get("phase")
-                acked = kind == "acks" and "value" in kv and not frozen
-                if acked or (kind == "members" and "value" not in kv):
-                    needed = float(stamp)
-                elif kind == "round" and phase == "frozen":
-                    frozen = True
-                elif kind == "round" and phase == "final":
-                    found.append(float(stamp) - needed)
-                    frozen = False
+                key = base64.b64decode(kv["key"]).decode()[len(self._root) + 1 :]
+                value = json.loads(base64.b64decode(kv["value"])) if "value" in kv else None
+                found.append(Written(float(stamp), kv["mod_revision"], key, value))
         self._seen.close()
         return found

@@ -1,59 +1,79 @@
-"""The table that a benchmark prints: torchrun and this program side by side."""
+"""The table that a benchmark prints: the launchers side by side, with ratios and targets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isinf
 from statistics import median
 
 from rich.table import Table
 
-Samples = dict[str, list[float]]  # by the measure's name
+Sample = float | str  # a figure, or why there is none: "job lost", "> 75 s"
+Samples = dict[str, list[Sample]]  # by the measure's name
 
 
 @dataclass(frozen=True)
 class Measure:
-    """`met` says of the medians (here, torchrun's or inf) whether the goal is reached."""
+    """`met` says of the medians (here, torchrun c10d's or inf) whether the target is reached."""
 
     name: str
     unit: str
-    goal: str
-    met: Callable[[float, float], bool]
+    target: str = ""
+    met: Callable[[float, float], bool] | None = None
 
 
-def finite(values: list[float]) -> list[float]:
-    """The samples of jobs that did not hang."""
-    return [v for v in values if not isinf(v)]
+def figures(samples: Sequence[Sample]) -> list[float]:
+    return [s for s in samples if not isinstance(s, str)]
 
 
-def summary(values: list[float], unit: str) -> str:
-    """Median and range, and how many never came to an end."""
-    ended = finite(values)
-    never = f"{len(values) - len(ended)} of {len(values)} never" if ended != values else ""
-    if not ended:
-        return never or "-"
-    digits = 3 if unit == "s" and median(ended) < 1 else 2 if unit in "s%" else 1
-    low, middle, high = (f"{v:.{digits}f}" for v in (min(ended), median(ended), max(ended)))
-    spread = f" ({low}-{high})" if len(ended) > 1 else ""
-    return f"{middle} {unit}{spread}{never and ', ' + never}"
+def middle(samples: Sequence[Sample]) -> float:
+    """The median of the figures; infinite if there are none."""
+    found = figures(samples)
+    return median(found) if found else float("inf")
 
 
-def verdict(measure: Measure, here: list[float], torchrun: list[float]) -> bool | None:
-    """Whether the goal is reached; None when there is nothing to judge."""
-    if not here:
-        return None
-    other = finite(torchrun)
-    return measure.met(median(here), median(other) if other else float("inf"))
+def texts(samples: Sequence[Sample]) -> list[str]:
+    """What the samples without a figure say, with how many of them do: "2 of 3 job lost"."""
+    said = [s for s in samples if isinstance(s, str)]
+    share = {text: said.count(text) for text in said}
+    if len(samples) == 1:
+        return said
+    return [f"{count} of {len(samples)} {text}" for text, count in share.items()]
 
 
-def table(title: str, measures: tuple[Measure, ...], here: Samples, torchrun: Samples) -> Table:
-    result = Table(title=title)
-    for column in ("measure", "torchrun", "elastic_etcd", "ratio", "goal", ""):
-        result.add_column(column, justify="left" if column in ("measure", "goal") else "right")
+def number(value: float, unit: str) -> str:
+    digits = 3 if unit == "s" and value < 1 else 2 if unit in "s%" and value < 10 else 1
+    return f"{value:.{digits}f}"
+
+
+def cell(measure: Measure, samples: list[Sample], baseline: list[Sample], judged: bool) -> str:
+    """Median, ratio to the baseline and verdict; range and number; what had no figure."""
+    if not samples:
+        return "-"
+    found, lines = figures(samples), texts(samples)
+    if found:
+        value, other = median(found), middle(baseline)
+        verdict = ""
+        if judged and measure.met:
+            verdict = " [green]✓[/]" if measure.met(value, other) else " [red]✗[/]"
+        ratio = f" ({value / other:.2f}x)" if figures(baseline) and samples != baseline else ""
+        low, high = (number(v, measure.unit) for v in (min(found), max(found)))
+        spread = [f"{low}-{high}"] if len(found) > 1 else []
+        lines = [f"{number(value, measure.unit)}{ratio}{verdict}", *spread, *lines]
+    return "\n".join(lines)
+
+
+def table(
+    title: str, measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]
+) -> Table:
+    """One column for each launcher; `ours` are judged by the targets."""
+    result = Table(title=title, show_lines=True)
+    result.caption = "median (ratio to torchrun c10d) and range; ✓ ✗: target met, missed"
+    for column in ("event → first step of the new world", *samples, "target"):
+        result.add_column(column)
+    baseline = samples.get("torchrun c10d", {})
     for m in measures:
-        ours, theirs = here.get(m.name, []), torchrun.get(m.name, [])
-        both = finite(ours) and finite(theirs)
-        ratio = f"{median(finite(ours)) / median(finite(theirs)):.2f}" if both else "-"
-        met = {None: "", True: "[green]met[/]", False: "[red]missed[/]"}[verdict(m, ours, theirs)]
-        row = (summary(theirs, m.unit), summary(ours, m.unit), ratio)
-        result.add_row(m.name, *row, m.goal, met)
+        if not any(found.get(m.name) for found in samples.values()):
+            continue
+        base = baseline.get(m.name, [])
+        cells = [cell(m, s.get(m.name, []), base, name in ours) for name, s in samples.items()]
+        result.add_row(f"{m.name} [{m.unit}]".replace("[", r"\["), *cells, m.target)
     return result

@@ -1,0 +1,143 @@
+"""What is done to a job of two nodes, and how long it takes until it trains again."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.e2e.processes import marked
+
+from .first_request import Proxy
+from .launchers import Launcher
+from .nodes import Node, NotRecovered, Run, Stream
+from .processes import cpu, proportional, resident
+from .table import Measure, Sample
+
+LEASE_TTL = 5.0  # this program's default
+START = Measure("start → first step", "s", "≤ 0.6 x c10d", lambda here, c10d: here <= 0.6 * c10d)
+MEMORY = Measure("agent: resident memory", "MB")
+REST = Measure("node, all but its worker: memory", "MB")
+CPU = Measure("node, all but its worker: idle CPU", "%", "≤ 0.5 %", lambda here, _: here <= 0.5)
+REQUEST = Measure("start → first request", "s", "≤ 0.4 s", lambda here, _: here <= 0.4)
+COSTS = (MEMORY, REST, CPU)
+
+Workers = list[Stream]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`do` gives when it did it, to node 1 if not said otherwise; `before`, `after`: nodes."""
+
+    measure: Measure
+    do: Callable[[Run, Workers], float]
+    before: int = 2
+    after: int = 1
+    bad: bool = True  # done to a node that is not to end well
+
+
+def _under(limit: float) -> Callable[[float, float], bool]:
+    return lambda here, _: here <= limit
+
+
+def _kill_worker(run: Run, workers: Workers) -> float:
+    at = time.monotonic()
+    os.kill(next(w.pid for w in workers if w.mark == run.nodes[1].mark), signal.SIGKILL)
+    return at
+
+
+def _to_agent(number: signal.Signals) -> Callable[[Run, Workers], float]:
+    def do(run: Run, _: Workers) -> float:
+        at = time.monotonic()
+        os.kill(run.nodes[1].pid, number)
+        return at
+
+    return do
+
+
+def _to_node(number: signal.Signals, index: int = 1) -> Callable[[Run, Workers], float]:
+    return lambda run, _: run.nodes[index].signal(number)
+
+
+def _add(run: Run, _: Workers) -> float:
+    run.start()
+    return math.nan  # counted from the last step before the change
+
+
+_TTL = f"≤ lease TTL ({LEASE_TTL:g} s) + 0.8 s"
+_SOON = _under(LEASE_TTL + 0.8)
+_STOP, _KILL, _TERM = signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM
+WORKER = Fault(
+    Measure("worker SIGKILLed", "s", "≤ 0.30 s", _under(0.30)), _kill_worker, after=2, bad=False
+)
+ADDED = Fault(Measure("node added: pause", "s", "≤ 0.35 s", _under(0.35)), _add, 1, 2, bad=False)
+# torch's own way round the crash that a node added to a running job meets by default.
+ADDED_APART = Fault(Measure("same, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "s"), _add, 1, 2)
+FAULTS = (
+    WORKER,
+    Fault(Measure("agent SIGKILLed", "s", "≤ 0.6 s", _under(0.6)), _to_agent(_KILL)),
+    Fault(Measure("node SIGKILLed", "s", _TTL, _SOON), _to_node(_KILL)),
+    Fault(Measure("node 0 SIGKILLed (c10d's store)", "s", _TTL, _SOON), _to_node(_KILL, 0)),
+    Fault(Measure("node SIGSTOPped", "s", _TTL, _SOON), _to_node(_STOP)),
+    ADDED,
+    ADDED_APART,
+    Fault(Measure("node leaves by SIGTERM", "s"), _to_agent(_TERM), bad=False),
+)
+MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS, REQUEST)
+
+
+def suffer(
+    launcher: Launcher, fault: Fault, bound: float, idle: float, add: Callable[[str, Sample], None]
+) -> None:
+    """One job and one fault: the samples go to `add`. What is not over by `bound` is text."""
+    run = Run(launcher, alone=fault.before == 1)
+    now = START
+    try:
+        nodes = [run.start() for _ in range(fault.before)]
+        first = run.first_step(fault.before)
+        if fault.before == 2:
+            add(START.name, first - nodes[0].started)
+        workers = run.settled(fault.before)
+        if fault is WORKER:
+            _costs(run, workers, idle, add)
+        now = fault.measure
+        at = fault.do(run, workers)
+        recovered = run.first_step(fault.after, bound)
+        add(now.name, recovered - (run.last_old_step() if math.isnan(at) else at))
+        run.settled(fault.after)
+        codes = run.finish([] if fault.bad else run.nodes)
+        if launcher.ours and any(codes):
+            raise RuntimeError(f"{now.name}: agents exited {codes}:\n{run.said()}")
+    except NotRecovered as reason:
+        add(now.name, str(reason))
+        if launcher.ours or now is START:  # the peers' are known
+            raise RuntimeError(f"{launcher.name}, {now.name}: {reason}:\n{run.said()}") from reason
+    finally:
+        run.close()
+
+
+def _costs(run: Run, workers: Workers, idle: float, add: Callable[[str, Sample], None]) -> None:
+    """What a node takes while its worker trains undisturbed."""
+    training = {worker.pid for worker in workers}
+
+    def rest(node: Node) -> list[int]:
+        return [pid for pid in marked(node.mark) if pid not in training]
+
+    for node in run.nodes:
+        add(MEMORY.name, resident(node.pid))
+        add(REST.name, proportional(rest(node)))
+    if idle:
+        for percent in cpu([rest(node) for node in run.nodes], idle):
+            add(CPU.name, percent)
+
+
+def first_request(launcher: Callable[[int], Launcher], upstream: str | None) -> float:
+    """Seconds from an agent's start to its first request; `launcher` takes the port it comes to."""
+    proxy = Proxy(upstream)
+    run = Run(launcher(proxy.port))
+    try:
+        return proxy.first() - run.start().started
+    finally:
+        run.close()
+        proxy.close()

@@ -1,0 +1,92 @@
+"""The launchers that are compared: how each starts an agent of a job, default settings."""
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_etcd.etcd.embedded import free_ports
+
+PLAIN = Path(__file__).with_name("worker.py")
+ELASTIC = Path(__file__).with_name("elastic_worker.py")
+LIMITS = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
+
+Command = Callable[[int], list[str]]  # node 0, 1, ...: its agent's command line, less the script
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`job()` is a new job. `alone`: it begins with one node, and is not to wait for another."""
+
+    name: str
+    job: Callable[[bool], Command]
+    worker: Path = PLAIN
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ours: bool = False
+
+
+def c10d(share_store: bool = True) -> Launcher:
+    """The default backend of torchrun; node 0 hosts the store."""
+    environment = {} if share_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    name = "torchrun c10d"
+    return Launcher(name, lambda alone: _tcp_store(torchrun, alone), environment=environment)
+
+
+def ft_launcher(python: Path) -> Launcher:
+    """NVIDIA's fault tolerant launcher; it has no module to run, only a script."""
+    program = (str(python), str(python.with_name("ft_launcher")), "--ignore-missing-fault-tol-cfg")
+    return Launcher("ft_launcher", lambda alone: _tcp_store(program, alone))
+
+
+def _tcp_store(program: tuple[str, ...], alone: bool, port: int = 0) -> Command:
+    """Node 0 hosts the store, unless it is at `port` already."""
+    host = port == 0
+    [port], job = [port] if port else free_ports(1), uuid.uuid4().hex[:8]
+
+    def command(index: int) -> list[str]:
+        conf = f"is_host={str(host and index == 0).lower()}{_last_call(alone)}"
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+        return [*program, *LIMITS, *rendezvous, "--rdzv-id", job, "--rdzv-conf", conf]
+
+    return command
+
+
+def first_request(port: int) -> Launcher:
+    """An agent of torchrun whose store is at a port where nobody answers."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    return Launcher("torchrun c10d", lambda alone: _tcp_store(torchrun, alone, port))
+
+
+def etcd_v2(python: Path, endpoint: str) -> Launcher:
+    """The backend etcd-v2 of torchrun: `endpoint` serves etcd's v2 API."""
+
+    def job(alone: bool) -> Command:
+        name = uuid.uuid4().hex[:8]
+        conf = f"read_timeout=60{_last_call(alone)}"
+        rendezvous = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", endpoint)
+        torchrun = (str(python), "-m", "torch.distributed.run", *LIMITS, *rendezvous)
+        return lambda _: [*torchrun, "--rdzv-id", name, "--rdzv-conf", conf]
+
+    return Launcher("torchrun etcd-v2", job)
+
+
+def _last_call(alone: bool) -> str:
+    # Else each job of one node would begin with 30 s in which nothing is measured.
+    return ",last_call_timeout=1" if alone else ""
+
+
+def elastic(name: str, endpoint: str, *more: str, root: str = "") -> Launcher:
+    """This program; `root` is a job id that is known beforehand, else each job has a new one."""
+    method = "exec" if name == "exec" else "warm"
+    worker = ELASTIC if name == "in process" else PLAIN
+
+    def job(_: bool) -> Command:
+        known = root or f"bench-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        agent = (sys.executable, "-m", "elastic_etcd.launch", *LIMITS, "--start-method", method)
+        rest = ("--etcd", endpoint, "--job", known, *more)
+        return lambda index: [*agent, *rest, "--node-name", f"node{index}"]
+
+    return Launcher(name, job, worker, ours=True)
