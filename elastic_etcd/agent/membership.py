@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Never, Self
 
@@ -60,6 +61,8 @@ class Membership:
         self._mirror: Mirror | None = None
         self._mirror_scope = AsyncExitStack()
         self._coverage: Coverage = None
+        self._first: Coverage = None
+        self._looked: Snapshot | None = None
         self._task: asyncio.Task[None] | None = None
         self._silence = False
 
@@ -80,7 +83,7 @@ class Membership:
 
     async def look(self) -> None:
         """Raises EtcdError where no etcd answers, so that a user need not wait for that."""
-        await self._client.range(Get(self.keys.spec), timeout=START_TIMEOUT)
+        self._looked = await self._client.range(*writes.look(self.keys), timeout=START_TIMEOUT)
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
         """Whether `generation` is the job's present world, and why not; None: it can't be known."""
@@ -114,6 +117,8 @@ class Membership:
 
     async def cover(self, coverage: Coverage) -> None:
         """Mirror what `coverage` asks for; the list comes before the events that follow it."""
+        if self._mirror is None and coverage is None:
+            coverage = self._first  # its coordinator was seen at joining: no need to list twice
         if self._mirror and coverage == self._coverage:
             return
         await self._mirror_scope.aclose()
@@ -193,27 +198,37 @@ class Membership:
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; look again whenever somebody else was faster."""
         while True:
-            seen = await self._client.range(*writes.look(self.keys), timeout=timeout)
+            early, self._looked = self._looked, None
+            seen = early or await self._client.range(*writes.look(self.keys), timeout=timeout)
             txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
+            if isinstance(txn, str) and early:
+                continue  # it may have changed since
             if isinstance(txn, str) and again:
                 self._post(Broken(txn))
                 return
             if isinstance(txn, str):
                 raise UsageError(f"job {self._config.job}: {txn}")
-            result = await self._client.txn(txn, timeout)
-            if result.succeeded or result.ambiguous:
+            entered = await self._entered(txn, timeout)
+            if entered:
                 break
-        mine = await self._client.range(
-            Get(self.keys.spec), Get(self.keys.member(self._member.lease)), timeout=timeout
-        )
-        key = mine.kvs.get(self.keys.member(self._member.lease))
-        run = mine.kvs.get(self.keys.spec)
+        key = entered.kvs.get(self.keys.member(self._member.lease))
+        run = entered.kvs.get(self.keys.spec)
         if key is None or run is None:  # the lease is lost already, or the job over
             self._post(LeaseLost("its keys were gone at once"))
             return
-        view = view_of(mine, self.keys, None)
+        view = view_of(entered, self.keys, None)
         self._member = view.members[0]  # with its run, for the mark of leaving
+        self._first = view.round.coordinator if view.round else None
         self._post(_joined(key, run, view, self._member.lease))
+
+    async def _entered(self, txn: Txn, timeout: float | None) -> Snapshot | None:
+        """What there is of the job right after `txn`; None if somebody else was faster."""
+        own = self.keys.member(self._member.lease)
+        gets = Get(self.keys.spec), Get(self.keys.round), Get(own)
+        result = await self._client.txn(replace(txn, then=(*txn.then, *gets)), timeout)
+        if result.succeeded:
+            return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
+        return await self._client.range(*gets, timeout=timeout) if result.ambiguous else None
 
     async def _commit(self, txn: Txn) -> None:
         """A refusal (no space, no permission) is told and waited out: training goes on."""
