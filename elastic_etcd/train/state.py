@@ -64,8 +64,10 @@ class ElasticState:
             raise UsageError("nothing to restore: neither commit() nor sync() has been called")
         self._load(slot)
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """Give all ranks the newest snapshot that any of them has. Collective.
+
+        Returns, alike on all ranks, whether that comes from an earlier world.
 
         Values that are not committed are lost, except that rank 0's are what all begin with when
         no rank has a snapshot. After it the values and the snapshots of all ranks are the same,
@@ -91,6 +93,7 @@ class ElasticState:
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
+        return newest is not None and newest.generation != _generation()
 
     def check(self) -> None:
         """At each step's end, on all ranks: make room for a planned change of world.

@@ -1,0 +1,288 @@
+"""Snapshots in shared memory: whole or not there, also when their writer is killed anywhere."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from multiprocessing import Pipe
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.encoding import decode, encode
+from elastic_etcd.train.image import (
+    CHUNK,
+    HEADER,
+    Header,
+    Piece,
+    Version,
+    digest_of,
+    pack,
+    pieces_of,
+    unpack,
+    write,
+)
+from elastic_etcd.train.snapshot import Slot, Snapshot
+from elastic_etcd.train.staging import Staging
+from tests.unit.processes import Child
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.float8_e4m3fn),
+]
+ODD = [
+    torch.arange(7, dtype=torch.uint8)[3:],  # at an address that no word begins at
+    torch.arange(12.0).view(3, 4).t(),
+    torch.arange(10)[::3],
+    torch.tensor(3.5),
+    torch.empty(0, 4),
+    torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    torch.ones(3).expand(5, 3),
+]
+
+
+def memory() -> Snapshot:
+    return Snapshot([os.memfd_create(f"test{slot}") for slot in (0, 1)])
+
+
+def put(
+    snapshot: Snapshot, version: Version, tensors: Sequence[torch.Tensor], staging: Any = None
+) -> None:
+    objects, size = pack({"all": encode(list(range(len(tensors))), [])}, tensors)
+    pieces = pieces_of(objects, tensors)
+    through = staging.through(pieces) if staging else pieces
+    snapshot.write(version, len(objects), size, through)
+
+
+def got(slot: Slot | None) -> list[torch.Tensor]:
+    assert slot is not None
+    header = slot.header()
+    assert header is not None
+    _, tensors = unpack(slot.read(header.objects), slot.body(header.size))
+    return [tensor for tensor, _ in tensors]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    plain = tensor.resolve_conj().contiguous().view(-1)
+    return list(plain.view(torch.uint8).tolist()) if plain.numel() else []
+
+
+def test_tensors_of_every_kind_come_back_bit_by_bit() -> None:
+    snapshot = memory()
+    tensors = [torch.randn(5, 3).mul(100).to(dtype) for dtype in DTYPES] + ODD
+    put(snapshot, Version(1, 1, 1), tensors)
+    for tensor, back in zip(tensors, got(snapshot.check()), strict=True):
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert bits(back) == bits(tensor)
+
+
+@given(st.lists(st.integers(0, 5000), max_size=12), st.sampled_from((256, 1024, 4096)))
+def test_the_buffers_of_a_gpu_give_the_same_bytes_in_the_same_order(
+    lengths: list[int], size: int
+) -> None:
+    tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in lengths]
+    objects, whole = pack({}, tensors)
+    direct, staged = (torch.zeros(whole, dtype=torch.uint8) for _ in range(2))
+    digest = write(direct, pieces_of(objects, tensors))
+    assert write(staged, Staging("cpu", size).through(pieces_of(objects, tensors))) == digest
+    assert torch.equal(direct, staged)
+
+
+def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
+    staging = Staging("cuda", 256)
+    tensors = [torch.ones(1000), torch.ones(3)]
+    pieces = list(staging.through(pieces_of(b"x", tensors)))
+    assert pieces[1][1].data_ptr() == tensors[0].data_ptr()
+
+
+@pytest.mark.parametrize("size", [64, CHUNK - 64, CHUNK, CHUNK + 64, 2 * CHUNK + 192])
+def test_the_digest_is_of_every_byte(size: int) -> None:
+    body = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    digest = write(torch.empty_like(body), [(0, body.view(torch.int64))])
+    assert digest_of(body) == digest
+    for where in (0, size // 2, size - 1):
+        body[where] ^= 16
+        assert digest_of(body) != digest
+        body[where] ^= 16
+    assert digest_of(body) == digest
+
+
+def test_two_chunks_that_change_places_are_found() -> None:
+    body = torch.randint(0, 255, (2 * CHUNK,), dtype=torch.uint8)
+    assert digest_of(body) != digest_of(torch.cat((body[CHUNK:], body[:CHUNK])))
+
+
+def test_a_commit_leaves_the_one_before_and_may_grow() -> None:
+    snapshot = memory()
+    assert snapshot.newest() is snapshot.check() is None
+    for count in (1, 2, 3, 4):
+        put(snapshot, Version(0, count, 5), [torch.full((count * 100_000,), float(count))])
+        assert snapshot.version() == Version(0, count, 5)
+        versions = [h.version.counter for slot in snapshot.slots if (h := slot.header())]
+        assert sorted(versions) == [count - 1, count][-len(versions) :]
+        assert bool((got(snapshot.check())[0] == count).all())
+
+
+def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
+    ages = [
+        *(Version(9, 0, 1), Version(0, 1, 1), Version(0, 7, 1), Version(2, 5, 1)),
+        *(Version(2, 6, 1), Version(3, 1, 1)),
+    ]
+    assert sorted(set(ages), key=Version.age) == ages
+
+
+def test_the_memory_is_another_process_s_to_read() -> None:
+    snapshot = memory()
+    put(snapshot, Version(4, 2, 9), [torch.arange(100)])
+    again = Snapshot([os.dup(slot.fd) for slot in snapshot.slots])
+    assert again.version() == Version(4, 2, 9)
+    assert torch.equal(got(again.check())[0], torch.arange(100))
+    put(again, Version(4, 3, 9), [torch.arange(1_000_000)])  # the file has grown since
+    assert torch.equal(got(again.check())[0], torch.arange(1_000_000))
+
+
+def test_a_damaged_snapshot_is_dropped_for_the_one_before() -> None:
+    snapshot = memory()
+    for count in (1, 2):
+        put(snapshot, Version(0, count, 5), [torch.full((100,), float(count))])
+    newest = snapshot.newest()
+    assert newest is not None
+    got(newest)[0][50] = 0
+    assert snapshot.check() is not newest
+    assert snapshot.version() == Version(0, 1, 5)
+    got(snapshot.newest())[0][50] = 0
+    assert snapshot.check() is None
+
+
+def test_a_forked_process_can_not_write() -> None:
+    slot = memory().slots[0]
+    slot.pid += 1
+    with pytest.raises(UsageError, match="forked"):
+        slot.clear(10)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_header_or_none(data: bytes) -> None:
+    assert Header.unpack(data) is None
+    packed = Header(Version(1, 2, 3), 10, 64, bytes(16)).pack()
+    assert Header.unpack(packed + data) == Header(Version(1, 2, 3), 10, 64, bytes(16))
+    for cut in range(len(packed)):
+        assert Header.unpack(packed[:cut].ljust(HEADER, b"\0")) is None
+
+
+TABLES = st.lists(
+    st.tuples(
+        st.sampled_from(("torch.float32", "torch.bool", "torch.float", "os.system", 3)),
+        st.one_of(
+            st.lists(st.integers(-2, 1 << 70) | st.booleans(), max_size=3).map(tuple),
+            st.text(max_size=2),
+        ),
+        st.booleans(),
+    )
+    | st.integers(),
+    max_size=3,
+)
+
+
+@given(TABLES | st.none(), st.dictionaries(st.text() | st.integers(), st.binary() | st.integers()))
+def test_any_table_of_tensors_is_read_or_malformed(table: Any, parts: Any) -> None:
+    try:
+        found, tensors = unpack(encode((table, parts), []), torch.zeros(4096, dtype=torch.uint8))
+    except MalformedState:
+        return
+    assert all(isinstance(part, bytes) for part in found.values())
+    assert len(tensors) == len(table)
+
+
+def commit_until(fds: list[Any], count: int, last: int) -> None:
+    """Commit `count` times, then once more, to be killed after `last` pieces of it."""
+    snapshot = Snapshot([fd.detach() for fd in fds])
+    for n in range(1, count + 1):
+        put(snapshot, Version(0, n, 1), numbered(n))
+    tensors = numbered(count + 1)
+    objects, size = pack({}, tensors)
+    pieces = pieces_of(objects, tensors)
+
+    def killed() -> Iterator[Piece]:
+        yield from islice(pieces, last)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    snapshot.write(Version(0, count + 1, 1), len(objects), size, killed())
+
+
+def commit_for_ever(fds: list[Any], said: Any) -> None:
+    snapshot = Snapshot([fd.detach() for fd in fds])
+    for count in range(1, 1_000_000):
+        put(snapshot, Version(0, count, 1), numbered(count))
+        said.send(count)
+
+
+def numbered(count: int) -> list[torch.Tensor]:
+    return [torch.full((n + 64 * count,), count) for n in (1_000_000, 1_000, 0, 70_001)]
+
+
+def passed_on(snapshot: Snapshot) -> list[Any]:
+    return [DupFd(slot.fd) for slot in snapshot.slots]
+
+
+def left_whole(snapshot: Snapshot) -> int:
+    """Which commit the newest snapshot is, when its process is dead; all of it is that one's."""
+    left = Snapshot([os.dup(slot.fd) for slot in snapshot.slots])
+    slot, version = left.newest(), left.version()
+    assert slot is not None
+    assert version is not None
+    assert slot.whole()
+    assert all(bool((tensor == version.counter).all()) for tensor in got(slot))
+    return version.counter
+
+
+@pytest.mark.parametrize("last", range(6))
+@pytest.mark.parametrize("count", [1, 4])
+def test_killed_between_two_pieces_of_a_commit_it_leaves_the_one_before(
+    count: int, last: int
+) -> None:
+    snapshot = memory()
+    assert Child(commit_until, passed_on(snapshot), count, last).result() is None
+    assert left_whole(snapshot) == count
+
+
+def test_killed_at_any_moment_it_leaves_the_last_or_the_one_that_it_was_at() -> None:
+    rng = random.Random(7)
+    for _ in range(12):
+        snapshot = memory()
+        heard, said = Pipe(duplex=False)
+        child = Child(commit_for_ever, passed_on(snapshot), said)
+        said.close()
+        last = 0
+        for _ in range(rng.randint(1, 6)):
+            assert heard.poll(30)
+            last = heard.recv()
+        for _ in range(rng.randint(0, 20000)):  # some microseconds, not a wait
+            pass
+        assert child.process.pid
+        os.kill(child.process.pid, signal.SIGKILL)
+        assert child.result() is None
+        with suppress(EOFError):
+            while True:
+                last = heard.recv()
+        heard.close()
+        assert left_whole(snapshot) in {last, last + 1}
+
+
+def test_a_part_is_read_with_its_tensors() -> None:
+    tensors: list[torch.Tensor] = []
+    part = encode({"w": torch.arange(5)}, tensors)
+    snapshot = memory()
+    objects, size = pack({"model": part}, tensors)
+    snapshot.write(Version(0, 1, 1), len(objects), size, pieces_of(objects, tensors))
+    slot = snapshot.check()
+    assert slot is not None
+    parts, found = unpack(slot.read(len(objects)), slot.body(size))
+    assert decode(parts["model"], [t for t, _ in found])["w"].tolist() == [0, 1, 2, 3, 4]

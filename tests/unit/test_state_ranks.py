@@ -1,0 +1,320 @@
+"""States of several ranks: they agree on the newest snapshot, and only who lacks it gets it."""
+
+import os
+import signal
+from math import ceil, log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elastic_etcd.errors import MalformedState
+from elastic_etcd.train import sync
+from elastic_etcd.train.image import Version
+from elastic_etcd.train.state import ElasticState
+from tests.unit.processes import Child, group, ranks
+
+
+@given(st.integers(1, 40), st.data())
+def test_each_who_lacks_it_gets_it_once_from_one_who_has_it(size: int, data: st.DataObject) -> None:
+    holders = data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
+    pairs = list(sync.rounds(holders, size))
+    having = dict.fromkeys(holders, 0)  # and after which round
+    busy = dict.fromkeys(range(size), 0)
+    for sender, receiver in pairs:
+        assert sender in having
+        assert receiver not in having
+        wave = max(busy[sender], having[sender]) + 1
+        busy[sender] = having[receiver] = wave
+    assert set(having) == set(range(size))
+    assert max(having.values()) <= ceil(log2(size / len(holders)))
+
+
+class Sampler:
+    """What a state takes for a sampler: it has a state_dict and can be dealt out anew."""
+
+    def __init__(self) -> None:
+        self.consumed = 0
+        self.place = (0, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.consumed = saved["consumed"]
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        self.place = (rank, world_size)
+
+
+def received() -> list[int]:
+    """The sizes of what this rank receives from now on."""
+    sizes: list[int] = []
+    real = dist.recv
+
+    def recv(tensor: torch.Tensor, *args: Any) -> Any:
+        sizes.append(tensor.numel())
+        return real(tensor, *args)
+
+    dist.recv = recv  # only this process's, which ends with the test
+    return sizes
+
+
+def made(rank: int) -> ElasticState:
+    torch.manual_seed(rank)
+    bare = nn.Linear(300, 4)
+    wrapped = nn.parallel.DistributedDataParallel(bare)
+    nn.init.constant_(bare.weight, rank)
+    model = wrapped if rank == 1 else bare  # as a script may, that wraps it after the first sync
+    optimizer = torch.optim.Adam(model.parameters())
+    bare(torch.ones(300)).sum().backward()
+    if rank != 2:
+        optimizer.step()
+    return ElasticState(model=model, optimizer=optimizer, sampler=Sampler(), epoch=rank)
+
+
+def held(state: ElasticState) -> tuple[Any, ...]:
+    """All that a rank has: values, snapshot, place."""
+    model = getattr(state.model, "module", state.model)
+    weights = [t.tolist() for t in model.state_dict().values()]
+    moments = [t.tolist() for row in state.optimizer.state.values() for t in row.values()]
+    slot = state._open().check()
+    assert slot is not None
+    return weights, moments, state.epoch, state.sampler.consumed, slot.header()
+
+
+def several_syncs(rank: int) -> list[Any]:
+    sync.BUCKET = 1000
+    state = made(rank)
+    sizes = received()
+    stages: list[Any] = []
+
+    def synced() -> None:
+        sizes.clear()
+        state.sync()
+        stages.append((held(state), state.sampler.place, sum(sizes) > 0))
+
+    synced()  # nobody has a snapshot
+    if rank != 0:  # two have a newer one
+        state.epoch, state.sampler.consumed = 10, 64
+        state.commit()
+    synced()
+    state.epoch = 20 + rank
+    synced()  # all have the newest
+    return stages
+
+
+def test_ranks_start_from_rank_0_and_go_on_from_the_newest(tmp_path: Path) -> None:
+    first, second, third = zip(*ranks(3, tmp_path, several_syncs), strict=True)
+    for stage, epoch, receive in (
+        (first, 0, [False, True, True]),
+        (second, 10, [True, False, False]),
+        (third, 10, [False, False, False]),
+    ):
+        assert all(what == stage[0][0] for what, _, _ in stage)
+        assert stage[0][0][2] == epoch
+        assert [place for _, place, _ in stage] == [(0, 3), (1, 3), (2, 3)]
+        assert [received for _, _, received in stage] == receive
+    assert second[0][0][3] == 64
+    assert first[0][0][1]  # a newcomer's optimizer has rank 0's moments
+
+
+def of_two_lineages(rank: int) -> Any:
+    """Both have committed once, without having met."""
+    state = ElasticState(epoch=rank + 5)
+    state.commit()
+    state.sync()
+    again = state._open().version()
+    state.sync()
+    assert state._open().version() == again
+    return state.epoch, again
+
+
+def test_of_two_that_are_as_new_the_lower_rank_s_counts(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, of_two_lineages)
+    assert one == other
+    assert one[0] == 5
+
+
+def after_others(rank: int) -> Any:
+    """Rank 1 comes back with more commits, of a generation that the job has left."""
+    os.environ["ELASTIC_ETCD_GENERATION"] = "7"
+    state = ElasticState(epoch=0)
+    for _ in range(5 if rank else 3):
+        state.epoch += 1
+        state.commit()
+    os.environ["ELASTIC_ETCD_GENERATION"] = "8"
+    if rank == 0:
+        state.epoch = 100
+        state.commit()
+    assert not state.sync()  # rank 0's commit is of this world
+    state.commit()
+    os.environ["ELASTIC_ETCD_GENERATION"] = "9"
+    assert state.sync()
+    return state.epoch, state._open().version()
+
+
+def test_the_later_generation_s_commit_is_the_newer(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, after_others)
+    assert one == other
+    assert one[0] == 100
+    assert one[1].counter == 5
+
+
+def dying(rank: int, folder: Path) -> Any:
+    """Rank 0, which alone has the newest, is killed while it sends; the others go on."""
+    sync.BUCKET = 1000
+    (folder / "before").mkdir(exist_ok=True)
+    (folder / "after").mkdir(exist_ok=True)
+    state = ElasticState(data=torch.zeros(100_000), count=0)
+    try:
+        with group(rank, 3, folder / "before"):
+            state.sync()
+            if rank == 0:
+                state.count = 1
+                state.commit()
+                sent = 0
+                real = dist.send
+
+                def send(*args: Any) -> Any:
+                    nonlocal sent
+                    sent += 1
+                    if sent == 20:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args)
+
+                dist.send = send
+            state.sync()
+    except RuntimeError as error:
+        broken = str(error)
+    version = state._open().version()
+    assert version is not None
+    assert version.counter == 0
+    state._rewind()
+    with group(rank - 1, 2, folder / "after"):
+        state.sync()
+        state.count += 5
+        state.commit()
+        state.sync()
+    return state.count, state._open().version(), broken
+
+
+def test_a_sender_that_dies_leaves_all_others_with_what_they_had(tmp_path: Path) -> None:
+    children = [Child(dying, rank, tmp_path) for rank in range(3)]
+    dead, one, other = [child.result() for child in children]
+    assert dead is None
+    assert one[:2] == other[:2]
+    assert one[0] == 5
+    assert one[1].counter == 1
+
+
+class Evil:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def from_an_evil_peer(rank: int, folder: Path) -> Any:
+    state = ElasticState(allow_pickle=rank == 0, value=Evil(folder) if rank == 0 else 3)
+    try:
+        state.sync()
+    except MalformedState as error:
+        return state.value, str(error)
+    return None
+
+
+def test_a_peer_s_pickle_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    _, (value, error) = ranks(2, tmp_path, from_an_evil_peer, folder)
+    assert "allow_pickle" in error
+    assert value == 3
+    assert not folder.exists()
+
+
+def from_a_faulty_peer(rank: int) -> Any:
+    state = ElasticState(data=torch.full((1000,), float(rank)))
+    if rank == 0:
+        state.commit()
+        real = dist.send
+
+        def send(tensor: torch.Tensor, receiver: int) -> Any:
+            if tensor.numel() > 1000:
+                tensor = tensor.clone()
+                tensor[500] ^= 1
+            return real(tensor, receiver)
+
+        dist.send = send
+    try:
+        state.sync()
+    except MalformedState as error:
+        return str(error), state._open().newest(), float(state.data.sum())
+    return None
+
+
+def test_what_does_not_arrive_as_it_was_sent_is_no_snapshot(tmp_path: Path) -> None:
+    _, (error, newest, total) = ranks(2, tmp_path, from_a_faulty_peer)
+    assert "rank 0 did not arrive" in error
+    assert newest is None
+    assert total == 1000
+
+
+def of_other_names(rank: int) -> Any:
+    state = ElasticState(model=1) if rank == 0 else ElasticState(model=1, epoch=2)
+    try:
+        state.sync()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return str(error)
+    return None
+
+
+def test_states_of_other_names_are_told_apart(tmp_path: Path) -> None:
+    _, error = ranks(2, tmp_path, of_other_names)
+    assert error == "the snapshot is of model; this state is of model, epoch"
+
+
+def only_rank_0_saves(rank: int, folder: Path) -> bool:
+    state = ElasticState(epoch=3)
+    state.commit()
+    state.save(folder / f"from{rank}")
+    return (folder / f"from{rank}").exists()
+
+
+def test_only_rank_0_saves(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, only_rank_0_saves, tmp_path) == [True, False]
+
+
+def from_a_file(rank: int, folder: Path) -> Any:
+    """Rank 1's node alone has the file; rank 0 begins anew."""
+    writer = ElasticState(epoch=9)
+    writer.commit()
+    writer.save(folder / "file")
+    dist.barrier()
+    state = ElasticState(epoch=0)
+    if rank == 1:
+        state.load(folder / "file")
+    state.sync()
+    version = state._open().version()
+    assert version is not None
+    return state.epoch, version.age()
+
+
+def test_a_file_that_one_rank_loaded_is_what_all_go_on_from(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, from_a_file, tmp_path) == [(9, Version(0, 1, 0).age())] * 2
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_a_group_that_takes_host_memory_is_given_it(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert sync._device() == torch.device("cpu")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert sync._device() == torch.device("cuda", 1)
