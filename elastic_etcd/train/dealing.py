@@ -44,18 +44,20 @@ def cut(ranges: Sequence[range], start: int, stop: int, step: int = 1) -> tuple[
 
 @dataclass(frozen=True)
 class Deal:
-    """The positions `left` of an epoch, dealt out to ranks in rounds.
+    """The positions `left` of an epoch of `length`, dealt out in rounds, as `rank` sees it.
 
     In each round `lanes[i]` takes the i-th position: the j-th of all that are left goes to rank
     `lanes[j % len(lanes)]`. The tail, which does not fill a round, goes to nobody ("drop"), is
-    filled up with positions past the end that stand for repetitions ("pad"), or goes to those whose
-    turn it is ("uneven").
+    filled up with positions from `length` on, which stand for repetitions ("pad"), or goes to those
+    whose turn it is ("uneven").
 
-    Invariant: `after(counts)` holds each position of `left` exactly once, less those dealt.
+    Invariant: `after(counts)` holds each position of `left` exactly once, less those used.
     """
 
+    length: int
     left: tuple[range, ...]
     lanes: Sequence[int]
+    rank: int
     tail: Tail
 
     @cached_property
@@ -63,27 +65,43 @@ class Deal:
         """How many positions are left."""
         return sum(map(len, self.left))
 
-    @cached_property
+    @property
     def width(self) -> int:
         """Positions in a round."""
         return len(self.lanes)
 
-    def own(self, rank: int) -> tuple[int, ...]:
-        """The places of `rank` in a round, in order."""
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """This rank's places in a round, in order."""
         if isinstance(self.lanes, range):  # one each: don't look through thousands
-            return (rank,)
-        return tuple(place for place, taker in enumerate(self.lanes) if taker == rank)
+            return (self.rank,)
+        return tuple(place for place, rank in enumerate(self.lanes) if rank == self.rank)
 
-    def size(self, own: Sequence[int]) -> int:
-        """How many positions, repetitions included, who has these places is dealt in all."""
+    @cached_property
+    def size(self) -> int:
+        """How many positions, repetitions included, this rank is dealt in all."""
         rounds, rest = divmod(self.total, self.width)
         if rest and self.tail == "pad":
             rounds += 1
-        served = sum(place < rest for place in own) if self.tail == "uneven" else 0
-        return rounds * len(own) + served
+        served = sum(place < rest for place in self.own) if self.tail == "uneven" else 0
+        return rounds * len(self.own) + served
 
-    def after_rounds(self, rounds: int) -> tuple[range, ...]:
-        """What is left when everybody has used these rounds (the last may be the tail)."""
+    def ends_round(self, count: int) -> bool:
+        """Whether this rank is at the end of a round, or of all rounds, after `count` positions."""
+        return count % len(self.own) == 0 or count == self.size
+
+    def after_own(self, count: int, step: int) -> tuple[range, ...]:
+        """What is left when this rank has used `count` and everybody is at the same step.
+
+        step: rounds in a step. It counts where this rank's last batch is short and others' may be
+        whole (tail "uneven"). Raises RuntimeError in the middle of a round.
+        """
+        if not self.ends_round(count):
+            parts = f"{count % len(self.own)} of {len(self.own)} parts"
+            raise RuntimeError(f"in the middle of a step ({parts}): commit at its end, or agree()")
+        rounds = -(-count // len(self.own))
+        if self.tail == "uneven" and count == self.size:
+            rounds = -(-rounds // step) * step
         return cut(self.left, rounds * self.width, self.total)
 
     def after(self, counts: Sequence[int]) -> tuple[range, ...]:
@@ -114,3 +132,21 @@ def joined(ranges: Sequence[range]) -> tuple[range, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+def packed(left: Sequence[range], length: int) -> tuple[int, list[list[int]]]:
+    """How many positions are consumed, and [start, stop, step] of those that were passed over.
+
+    What is left normally is all from one position on, and nothing was passed over.
+    """
+    whole = bool(left) and left[-1] == range(left[-1].start, length)
+    skipped = left[:-1] if whole else left
+    consumed = length - sum(map(len, left))
+    return consumed, [[part.start, part.stop, part.step] for part in skipped]
+
+
+def unpacked(consumed: int, skipped: Sequence[Sequence[int]], length: int) -> tuple[range, ...]:
+    """The positions that are left, in the order of dealing; the inverse of `packed`."""
+    ranges = tuple(range(*part) for part in skipped)
+    start = consumed + sum(map(len, ranges))
+    return (*ranges, range(start, length)) if start < length else ranges

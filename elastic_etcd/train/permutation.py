@@ -1,27 +1,32 @@
 """The order of an epoch: functions from positions in it to indices of the data set.
 
-Both are tensors of int64, in blocks; a position from `length` on stands for a repetition of the
-order from its start.
+Both are tensors of int64, of any length: an order is computed, or looked up, in blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isqrt
+from typing import Literal
 
 import torch
 
-ROUNDS = 8
+Shuffle = Literal["exact", "stream", False]
+Order = Callable[[torch.Tensor], torch.Tensor]
+
 _LOW = (1 << 32) - 1
 _WORD = (1 << 64) - 1
 
 
-class Straight:
-    """The data set's own order."""
+def order_of(shuffle: Shuffle, length: int, seed: int, epoch: int) -> Order:
+    """The order of this epoch, for positions 0...length-1."""
+    if shuffle is False or not length:
+        return _straight
+    if shuffle == "exact":
+        return Exact(length, seed, epoch)
+    return Stream(length, seed, epoch)
 
-    def __init__(self, length: int) -> None:
-        self.length = length
 
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions % self.length
+def _straight(positions: torch.Tensor) -> torch.Tensor:
+    return positions
 
 
 class Exact:
@@ -36,16 +41,15 @@ class Exact:
         generator.manual_seed(seed + epoch)
         dtype = torch.int32 if length < 1 << 31 else torch.int64
         self._indices = torch.randperm(length, generator=generator, dtype=dtype)
-        self.length = length
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        return self._indices[positions % self.length]
+        return self._indices[positions]
 
 
 class Stream:
     """A permutation keyed by seed and epoch, computed index by index, for up to 2**62 indices.
 
-    A Feistel network of eight rounds on pairs (left, right) with left < a and right < b, where
+    A Feistel network on pairs (left, right) with left < a and right < b, where
     a * b is the smallest such product >= length for a near its root; it adds modulo a and b where
     the classic adds bits, and walks the cycle past the few values from `length` on (Black and
     Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Not a cipher for secrets: the round
@@ -58,11 +62,12 @@ class Stream:
         self.length = length
         self._a = isqrt(length - 1) + 1
         self._b = -(-length // self._a)
+        rounds = 8 if length > 1 << 16 else 24  # small domains take more to look uniform
         words = _splitmix64(_hash(seed) ^ epoch)
-        self._keys = [(next(words) | 1, next(words), next(words) | 1) for _ in range(ROUNDS)]
+        self._keys = [(next(words) | 1, next(words), next(words) | 1) for _ in range(rounds)]
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        indices = self._once(positions % self.length)
+        indices = self._once(positions)
         while True:
             outside = (indices >= self.length).nonzero().flatten()
             if not len(outside):
