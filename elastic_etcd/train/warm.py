@@ -1,0 +1,210 @@
+"""The warm pool: it imports torch once, and forks workers that begin where `import torch` ended.
+
+`python -u warm.py CHANNEL MODULES COMMAND...` is started by agent/warm.py, by its path, with the
+interpreter and the environment of the workers; COMMAND is what they run, `python -u train.py ...`.
+A worker is forked ahead of its use and waits for its order. Standard library, torch, and MODULES.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this folder: its names are not for the worker's imports
+
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import traceback
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_etcd.train import entry
+else:  # beside this file, and in nobody's sys.modules
+    entry = ModuleType("entry")
+    SourceFileLoader("entry", str(Path(__file__).with_name("entry.py"))).exec_module(entry)
+
+# What a first DDP step imports.
+OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
+# A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
+# fork fails after it, and without NVML the question whether there is a GPU initialises it.
+IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# A scheduler signals every process of a job: the pool outlives that, a worker decides for itself.
+OUTLIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1
+
+
+class Unsafe(Exception):
+    """Workers can't be forked from this process; says why."""
+
+
+class Pool:
+    """The process that has imported everything; `serve` returns in a forked worker only."""
+
+    def __init__(self, channel: socket.socket, command: list[str]) -> None:
+        self._channel = channel
+        self._agent = os.getppid()
+        self._cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
+        self._environment = entry.Environment()
+        # The modules are imported as the script would import them.
+        main = entry.Entry(command)
+        self._folder = main.folder
+        if self._folder is not None:
+            sys.path.insert(0, self._folder)
+        main.take_place()
+
+    def warm_up(self, modules: list[str]) -> bool:
+        """Import everything; tell the agent how it went. False: nothing can be served."""
+        os.environ.update(IMPORTING)
+        try:
+            for name in (*OURS, *modules):
+                try:
+                    import_module(name)
+                except BaseException as error:  # noqa: BLE001 - also what calls sys.exit
+                    traceback.print_exc()
+                    words = traceback.format_exception_only(type(error), error)[-1].strip()
+                    say(self._channel, failed="" if name in OURS else name, why=words)
+                    return False
+                check_safe(f"import {name}")
+        except Unsafe as error:
+            say(self._channel, unsafe=str(error))
+            return False
+        self._environment.imported()
+        gc.collect()
+        gc.freeze()  # never looked at again by the collector: the pages stay shared
+        say(self._channel, warm=True)
+        return True
+
+    def serve(self) -> entry.Entry | None:
+        """Fork a worker for each channel that the agent sends. None: the agent wants no more.
+
+        In a worker it returns what that has to run.
+        """
+        while True:
+            message, fds, _, _ = socket.recv_fds(self._channel, 64, 1)
+            if not message:
+                return None
+            with socket.socket(fileno=fds[0]) as orders:
+                try:
+                    check_safe("something after the imports")
+                    if fork_away():
+                        return self._become_worker(orders)
+                except Unsafe as error:
+                    say(self._channel, unsafe=str(error))
+                except OSError as error:
+                    sys.stderr.write(f"fork: {error.strerror}\n")
+
+    def _become_worker(self, orders: socket.socket) -> entry.Entry:
+        """As exec would begin, then what the order says."""
+        self._channel.close()
+        os.setpgid(0, 0)
+        die_with(self._agent)
+        os.fchdir(self._cwd)
+        os.close(self._cwd)
+        os.umask(self._umask)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        entry.fresh_randomness()
+        say(orders, pid=os.getpid())
+        message, fds, _, _ = socket.recv_fds(orders, 64, 64)
+        if not message:  # the agent doesn't need this one
+            os._exit(0)
+        with open(fds[0], "rb") as file:  # noqa: PTH123 - a descriptor
+            order = json.load(file)
+        for stream, fd in ((1, fds[1]), (2, fds[2])):
+            os.dup2(fd, stream)
+            os.close(fd)
+        self._environment.become(order["env"])
+        given = entry.Entry([*order["argv"], *map(str, fds[3:])])
+        if self._folder in sys.path and given.folder not in (None, self._folder):
+            sys.path[sys.path.index(self._folder)] = given.folder
+        given.take_place()
+        return given
+
+
+def say(channel: socket.socket, **words: object) -> None:
+    """One message to the agent."""
+    channel.send(json.dumps(words).encode())
+
+
+def check_safe(who: str) -> None:
+    """Raises Unsafe when a fork would lose threads or break CUDA."""
+    tasks = list(Path("/proc/self/task").iterdir())
+    if len(tasks) > 1:
+        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in tasks}))
+        raise Unsafe(f"{who} started {len(tasks) - 1} threads ({names})")
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        try:
+            device = str(fd.readlink())
+        except FileNotFoundError:  # the listing's own
+            continue
+        if device in ("/dev/nvidia-uvm", "/dev/kfd"):
+            raise Unsafe(f"{who} initialised the GPU driver (it opened {device})")
+
+
+def fork_away() -> bool:
+    """Fork a process that the agent will be the parent of; True in it.
+
+    The agent is a child subreaper meanwhile: it inherits from the process between.
+    """
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    try:
+        child = os.fork()
+    except OSError:
+        os._exit(1)
+    if child:
+        os._exit(0)
+    return True
+
+
+def die_with(agent: int) -> None:
+    """Wait until the agent is the parent, then ask the kernel for SIGKILL at its death.
+
+    Not earlier, or the end of the process between would be taken for it.
+    """
+    parent = os.getppid()
+    if parent != agent:
+        try:
+            pidfd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            pass
+        else:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll()
+            os.close(pidfd)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != agent:
+        os._exit(0)
+
+
+def main(argv: list[str]) -> entry.Entry | None:
+    """The pool's whole life; in a worker, what it runs."""
+    channel = socket.socket(fileno=int(argv[1]))
+    pool = Pool(channel, argv[3:])
+    if pool.warm_up(argv[2].split(",") if argv[2] else []):
+        return pool.serve()
+    return None
+
+
+if __name__ == "__main__":
+    worker = main(sys.argv)
+    if worker is not None:
+        worker.run()
