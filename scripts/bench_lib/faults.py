@@ -16,7 +16,12 @@ from .processes import cpu, proportional, resident
 from .table import Measure, Sample
 
 LEASE_TTL = 5.0  # this program's default
-START = Measure("start → first step", "s", "≤ 0.6 x c10d", lambda here, c10d: here <= 0.6 * c10d)
+START = Measure(
+    "start → first step",
+    "s",
+    "≤ 0.6 x c10d",
+    lambda here, c10d: None if math.isinf(c10d) else here <= 0.6 * c10d,
+)
 MEMORY = Measure("agent: resident memory", "MB")
 REST = Measure("node, all but its worker: memory", "MB")
 CPU = Measure("node, all but its worker: idle CPU", "%", "≤ 0.5 %", lambda here, _: here <= 0.5)

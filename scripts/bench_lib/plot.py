@@ -10,7 +10,14 @@ from matplotlib import pyplot as plt
 
 from .table import Measure, Samples, figures, middle, number, texts
 
-COLOURS = ("#9e9e9e", "#c4a484", "#76b900", "#90caf9", "#1976d2", "#0d2f6b")
+COLOURS = {
+    "torchrun c10d": "#9e9e9e",
+    "torchrun etcd-v2": "#c4a484",
+    "ft_launcher": "#76b900",
+    "exec": "#90caf9",
+    "warm": "#1976d2",
+    "in process": "#0d2f6b",
+}
 BAR = 0.8  # of the distance between two events
 
 
@@ -24,9 +31,8 @@ def bars(
         value for s in all_samples.values() for m in shown for value in figures(s.get(m.name, []))
     )
     figure, axes = plt.subplots(figsize=(10, 1.0 + 0.95 * len(shown)), layout="constrained")
-    for index, ((name, samples), colour) in enumerate(
-        zip(all_samples.items(), COLOURS, strict=False)
-    ):
+    for index, (name, samples) in enumerate(all_samples.items()):
+        colour = COLOURS[name]
         for row, measure in enumerate(shown):
             y = row - BAR / 2 + (index + 0.5) * height
             label = name if row == 0 else "_"
@@ -46,7 +52,8 @@ def bars(
     axes.set_yticks(range(len(shown)), [m.name for m in shown])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlim(right=longest * 3)
+    axes.set_xlim(0.05, longest * 3)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("seconds to the first step of the new world; hatched: did not recover")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
@@ -72,7 +79,7 @@ def stages(found: dict[str, dict[str, float]], to: Path) -> None:
         ends = [1e3 * value for value in each.values()]
         begins = [0.0, *ends[:-1]]
         widths = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        axes.barh(range(len(ends)), widths, left=begins, color="#1976d2")
+        axes.barh(range(len(ends)), widths, left=begins, color=COLOURS[name])
         for row, (end, width) in enumerate(zip(ends, widths, strict=True)):
             axes.text(end, row, f" {end:.0f} (+{width:.1f})", va="center", fontsize=7)
         axes.set_yticks(range(len(ends)), list(each), fontsize=8)

@@ -12,12 +12,15 @@ Samples = dict[str, list[Sample]]  # by the measure's name
 
 @dataclass(frozen=True)
 class Measure:
-    """`met` says of the medians (here, torchrun c10d's or inf) whether the target is reached."""
+    """`met` says of the medians (here, torchrun c10d's or inf) whether the target is reached.
+
+    None: that can't be said without torchrun.
+    """
 
     name: str
     unit: str
     target: str = ""
-    met: Callable[[float, float], bool] | None = None
+    met: Callable[[float, float], bool | None] | None = None
 
 
 def figures(samples: Sequence[Sample]) -> list[float]:
@@ -51,9 +54,8 @@ def cell(measure: Measure, samples: list[Sample], baseline: list[Sample], judged
     found, lines = figures(samples), texts(samples)
     if found:
         value, other = median(found), middle(baseline)
-        verdict = ""
-        if judged and measure.met:
-            verdict = " [green]✓[/]" if measure.met(value, other) else " [red]✗[/]"
+        met = measure.met(value, other) if judged and measure.met else None
+        verdict = {None: "", True: " [green]✓[/]", False: " [red]✗[/]"}[met]
         ratio = f" ({value / other:.2f}x)" if figures(baseline) and samples != baseline else ""
         low, high = (number(v, measure.unit) for v in (min(found), max(found)))
         spread = [f"{low}-{high}"] if len(found) > 1 else []
