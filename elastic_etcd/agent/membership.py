@@ -28,7 +28,7 @@ from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
 from elastic_etcd.core.values import Master, Member, Outcome, Phase, Spec
 from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable, UsageError
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.client import Client, TxnResult
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.version import __version__
@@ -149,8 +149,7 @@ class Membership:
             await self._client.txn(writes.leave(keys, me), LEAVE_TIMEOUT)
             look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
             if look.succeeded:
-                kvs = {kv.key: kv for group in look.gets for kv in group}
-                view = view_of(Snapshot(look.revision, kvs), keys, EVERYTHING)
+                view = view_of(_read(look), keys, EVERYTHING)
                 await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
@@ -196,21 +195,31 @@ class Membership:
         await self._enter(spec, again=bool(run), last=last, timeout=timeout)
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
-        """Write the member key; look again whenever somebody else was faster."""
+        """Write the member key; whenever somebody else was faster, by what is there now."""
+        own = self.keys.member(self._member.lease)
+        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), writes.look(self.keys)
+        early, self._looked = self._looked, None
+        seen = early or await self._client.range(*look, timeout=timeout)
         while True:
-            early, self._looked = self._looked, None
-            seen = early or await self._client.range(*writes.look(self.keys), timeout=timeout)
             txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
-            if isinstance(txn, str) and early:
-                continue  # it may have changed since
+            if isinstance(txn, str) and seen is early:  # it may have changed since
+                seen = await self._client.range(*look, timeout=timeout)
+                continue
             if isinstance(txn, str) and again:
                 self._post(Broken(txn))
                 return
             if isinstance(txn, str):
                 raise UsageError(f"job {self._config.job}: {txn}")
-            entered = await self._entered(txn, timeout)
-            if entered:
+            reading = replace(txn, then=(*txn.then, *after), otherwise=look)
+            result = await self._client.txn(reading, timeout)
+            seen = _read(result)
+            if result.succeeded or result.ambiguous:
                 break
+        entered = seen if result.succeeded else await self._client.range(*after, timeout=timeout)
+        self._take(entered)
+
+    def _take(self, entered: Snapshot) -> None:
+        """The member key is written, if it is there still; `entered` was read after that."""
         key = entered.kvs.get(self.keys.member(self._member.lease))
         run = entered.kvs.get(self.keys.spec)
         if key is None or run is None:  # the lease is lost already, or the job over
@@ -220,15 +229,6 @@ class Membership:
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._first = view.round.coordinator if view.round else None
         self._post(_joined(key, run, view, self._member.lease))
-
-    async def _entered(self, txn: Txn, timeout: float | None) -> Snapshot | None:
-        """What there is of the job right after `txn`; None if somebody else was faster."""
-        own = self.keys.member(self._member.lease)
-        gets = Get(self.keys.spec), Get(self.keys.round), Get(own)
-        result = await self._client.txn(replace(txn, then=(*txn.then, *gets)), timeout)
-        if result.succeeded:
-            return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
-        return await self._client.range(*gets, timeout=timeout) if result.ambiguous else None
 
     async def _commit(self, txn: Txn) -> None:
         """A refusal (no space, no permission) is told and waited out: training goes on."""
@@ -260,6 +260,10 @@ class Membership:
     def _answered(self) -> None:
         self._silence = False
         log.info("etcd answers again at %s", self._client.endpoint)
+
+
+def _read(result: TxnResult) -> Snapshot:
+    return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
 
 
 def _joined(key: KeyValue, spec: KeyValue, view: View, lease: int) -> Joined:
