@@ -133,9 +133,9 @@ class _Worker:
 
     def _park(self, world: World, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
+        self._channel.parked("" if world.broken else lost)  # when leaving, too: an end takes time
         if world.leaving:
             raise SystemExit(0)
-        self._channel.parked("" if world.broken else lost)
         gc.collect()  # while others still park: DDP modules hold the old group in cycles
         if lost and self._synced:
             self._state._rewind()  # noqa: SLF001
