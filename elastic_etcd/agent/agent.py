@@ -178,7 +178,8 @@ class Agent:
             self._membership.join(run="", last=0)
 
     def _guard(self) -> None:
-        self._guardian.guard(self._state.me.lease, self._host.groups)
+        lease = self._state.me.lease if self._config.etcd else 0  # one of our own ends with us
+        self._guardian.guard(lease, self._host.groups)
 
     def _do(self, action: Action) -> None:
         match action:

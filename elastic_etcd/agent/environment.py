@@ -33,6 +33,16 @@ def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def common_env(base: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+    """What all workers of a node have in common, whatever the generation."""
+    env = without_secrets(base)
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if "OMP_NUM_THREADS" not in env and local_world_size > 1:
+        _tell_omp_num_threads()
+        env["OMP_NUM_THREADS"] = "1"
+    return env
+
+
 def worker_env(
     base: Mapping[str, str],
     *,
@@ -62,11 +72,7 @@ def worker_env(
     rank = str(ranks.first_rank + local_rank)
     world_size = str(ranks.world_size)
     address, port = master
-    env = without_secrets(base)
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if "OMP_NUM_THREADS" not in env and ranks.local_world_size > 1:
-        _tell_omp_num_threads()
-        env["OMP_NUM_THREADS"] = "1"
+    env = common_env(base, ranks.local_world_size)
     env.update(
         RANK=rank,
         ROLE_RANK=rank,

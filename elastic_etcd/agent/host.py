@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from elastic_etcd.agent import store
 from elastic_etcd.agent.channel import Channels, Peer
 from elastic_etcd.agent.config import AgentConfig, substitute
-from elastic_etcd.agent.environment import GroupRanks, worker_env
+from elastic_etcd.agent.environment import GroupRanks, common_env, worker_env
 from elastic_etcd.agent.logs import Logs, WorkerLog
+from elastic_etcd.agent.warm import WarmPool
 from elastic_etcd.agent.worker import Started, WorkerSpec, execute
 from elastic_etcd.agent.workers import Notice, WorkerExit, WorkerGroup
 from elastic_etcd.core.events import Emptied, Event, WorkerEnded
@@ -55,6 +56,11 @@ class Host:
         self._channels = Channels(self._heard, self._asked)
         self._socket = self._channels.open()
         self._questions: set[asyncio.Task[None]] = set()
+        self._pool: WarmPool | None = None
+        if config.warm:
+            env = common_env(os.environ, config.nproc)
+            self._pool = WarmPool(config.argv, env, config.preload, config.nproc)
+            self._pool.start()
         self._store = store.StoreHost(self._store_died)
         self._listener: tuple[int, socket.socket] | None = None
 
@@ -70,6 +76,8 @@ class Host:
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
+        if self._pool:
+            await self._pool.warm()
 
     def offer(self, generation: int, address: str) -> Master:
         """The endpoint at which this node would host the store of `generation`."""
@@ -130,6 +138,8 @@ class Host:
             self._group.end()
         for question in self._questions:
             question.cancel()
+        if self._pool:
+            self._pool.close()
         self._channels.close()
         self._store.close()
         self._drop_listener()
@@ -141,7 +151,8 @@ class Host:
             then(process)
             self._changed()
 
-        execute(spec, output, started)
+        start = self._pool.start_worker if self._pool else execute
+        start(spec, output, started)
 
     def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
         """A worker has something to say; what comes too late is of no interest any more."""
