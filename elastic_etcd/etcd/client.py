@@ -108,12 +108,14 @@ class Client:
         """All of `ranges` as they stand at one revision, linearizable, read in pages."""
         return (await self.list(*ranges, timeout=timeout)).snapshot
 
-    async def list(self, *ranges: Get, timeout: float | None = None) -> Listing:
-        """As `range`, with the cluster's identity."""
+    async def list(
+        self, *ranges: Get, timeout: float | None = None, values: bool = True
+    ) -> Listing:
+        """As `range`, with the cluster's identity; without `values` each is empty."""
         deadline = _deadline(timeout)
         while True:
             try:
-                return await self._pages(ranges, deadline)
+                return await self._pages(ranges, deadline, values=values)
             except Compacted:  # between two pages; the first page's revision is a new one
                 continue
 
@@ -263,13 +265,12 @@ class Client:
             self.give_up(connection)
         return fault
 
-    async def _pages(self, ranges: tuple[Get, ...], deadline: float) -> Listing:
+    async def _pages(self, ranges: tuple[Get, ...], deadline: float, *, values: bool) -> Listing:
         """The first page of every range in one Txn, the others at its revision."""
         wire.check_size(len(ranges))
         what = ", ".join(get.key for get in ranges)
-        request = pb.TxnRequest(
-            success=[pb.RequestOp(range=wire.range_request(get, limit=PAGE)) for get in ranges]
-        )
+        pages = [wire.range_request(get, limit=PAGE, values=values) for get in ranges]
+        request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in pages])
         first, _ = await self.call(channel.TXN, request, what, deadline)
         revision = first.header.revision
         kvs: list[pb.KeyValue] = []
@@ -277,7 +278,7 @@ class Client:
             page = answer.range
             kvs.extend(page.kvs)
             while page.more:
-                rest = wire.range_request(get, limit=PAGE)
+                rest = wire.range_request(get, limit=PAGE, values=values)
                 rest.key, rest.revision = page.kvs[-1].key + b"\0", revision
                 page, _ = await self.call(channel.RANGE, rest, what, deadline)
                 kvs.extend(page.kvs)

@@ -178,18 +178,26 @@ class Mirror:
             period = self._period * jitter.uniform(0.75, 1.25)
             await asyncio.wait({self.failed}, timeout=period)
             for _ in range(RECONCILE_TRIES):
-                listing = await self._client.list(*self._ranges)
-                if self._history is None:
-                    break  # about to be listed anyway
-                if listing.snapshot.revision >= self._revision:
-                    self._compare(listing)
+                # Without values: a round of a thousand nodes is long, and all compare it.
+                if await self._agrees(values=False) or await self._agrees(values=True):
                     break
 
-    def _compare(self, listing: Listing) -> None:
-        """Correct the copy by a list that is not older than it."""
-        fresh = dict(listing.snapshot.kvs)
-        if fresh == self._kvs:
-            return
+    async def _agrees(self, *, values: bool) -> bool:
+        """Whether the copy is as etcd's list, by revisions; one with values corrects it."""
+        listing = await self._client.list(*self._ranges, values=values)
+        if self._history is None:
+            return True  # about to be listed anyway
+        if listing.snapshot.revision < self._revision:
+            return False
+        fresh = {key: kv.mod for key, kv in listing.snapshot.kvs.items()}
+        if fresh == {key: kv.mod for key, kv in self._kvs.items()}:
+            return True
+        if values:
+            self._correct(listing)
+        return values
+
+    def _correct(self, listing: Listing) -> None:
+        """Take a list that is not older than the copy and differs from it."""
         self.repairs += 1
         log.info("the copy of %s missed an event before revision %d", self._what, self._revision)
         self._adopt(listing)

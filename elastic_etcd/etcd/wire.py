@@ -46,10 +46,13 @@ def check_size(operations: int) -> None:
         )
 
 
-def range_request(get: Get, *, limit: int = 0) -> pb.RangeRequest:
+def range_request(get: Get, *, limit: int = 0, values: bool = True) -> pb.RangeRequest:
     """A linearizable read of `get`, of at most `limit` keys (0: all)."""
     return pb.RangeRequest(
-        key=encode(get.key), range_end=range_end(get.key, get.prefix), limit=limit
+        key=encode(get.key),
+        range_end=range_end(get.key, get.prefix),
+        limit=limit,
+        keys_only=not values,
     )
 
 
