@@ -8,6 +8,7 @@ import errno
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,6 +25,7 @@ class Slot:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        weakref.finalize(self, os.close, fd)
         self.pid = os.getpid()
         if os.fstat(fd).st_size < HEADER:
             os.ftruncate(fd, HEADER)
@@ -49,6 +51,7 @@ class Slot:
         if HEADER + size > len(self._bytes):
             os.ftruncate(self.fd, HEADER + size)
             self._map(HEADER + size)
+            self._populate()
         self._set(bytes(HEADER))
         return self.body(size)
 
@@ -65,13 +68,16 @@ class Slot:
         self.memory[: len(data)] = data
 
     def _map(self, length: int) -> None:
-        memory = mmap.mmap(self.fd, length)
+        self.memory = mmap.mmap(self.fd, length)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def _populate(self) -> None:
+        """Have all of the memory now. Raises OSError when it is not to be had."""
         try:
-            memory.madvise(_POPULATE_WRITE)
-        except OSError as error:  # before Linux 5.14 they come one by one
+            self.memory.madvise(_POPULATE_WRITE)
+        except OSError as error:  # before Linux 5.14 the pages come one by one
             if error.errno != errno.EINVAL:
                 raise
-        self.memory, self._bytes = memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Snapshot:

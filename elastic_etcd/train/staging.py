@@ -27,14 +27,15 @@ class Staging:
 
         A piece is good until the next is asked for.
         """
-        filled: tuple[list[Piece], list[torch.cuda.Event]] | None = None
+        coming = None
         for turn, batch in enumerate(self._batches(pieces)):
-            filling = self._fill(turn % 2, batch)
-            if filled is not None:
-                yield from _arrived(*filled)
-            filled = filling
-        if filled is not None:
-            yield from _arrived(*filled)
+            # With the batch itself: a tensor that is only in it must live until it is copied.
+            filling = (*self._fill(turn % 2, batch), batch)
+            if coming is not None:
+                yield from _arrived(*coming[:2])
+            coming = filling
+        if coming is not None:
+            yield from _arrived(*coming[:2])
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         """Pieces that fit one buffer together; those that stay on their device need no room."""
