@@ -114,7 +114,7 @@ def _kill(
     add("report written", (w.at for w in commits if w.kind == "reports" and w.value), min)
     add("generation claimed", (t for t, phase in rounds if phase == "setup"), min)
     add("all agents informed", (t for log in lines for t in first(INFORMED, log)))
-    add("last worker stopped", (t for log in lines for t in first(r"worker \d+ exited", log)))
+    add("survivor stopped", first(r"worker \d+ exited", lines[0]))  # one that parks is not
     add("round joinable", (t for t, phase in rounds if phase == "joinable"))
     add("last ack written", (w.at for w in commits if w.kind == "acks" and w.value))
     add("round frozen", (t for t, phase in rounds if phase == "frozen"))
