@@ -77,6 +77,16 @@ class _Optimizer:
         return value
 
 
+class _Scaler(_StateDict):
+    """Also forgets what it knows of a step that was not finished, which no state_dict has."""
+
+    def load(self, value: Any, saved: Any) -> Any:
+        value.load_state_dict(saved)
+        if value._scale is not None:  # noqa: SLF001 - it has been used, and update() may be called
+            value.update(value.get_scale())
+        return value
+
+
 class _Generator:
     def save(self, value: Any) -> Any:
         return value.get_state()
@@ -92,6 +102,7 @@ _codecs: dict[type, Codec] = {
     torch.nn.Module: _Module(),
     torch.optim.Optimizer: _Optimizer(),
     torch.Generator: _Generator(),
+    torch.amp.GradScaler: _Scaler(),
 }
 
 

@@ -58,7 +58,10 @@ class ElasticState:
             self._write(Version(_generation(), last.counter + 1, last.lineage))
 
     def restore(self) -> None:
-        """Go back to the last commit or sync. Raises UsageError when there is none."""
+        """Go back to the last commit or sync, without any gradients.
+
+        Raises UsageError when there is none.
+        """
         slot = self._open().check()
         if slot is None:
             raise UsageError("nothing to restore: neither commit() nor sync() has been called")
@@ -87,7 +90,9 @@ class ElasticState:
         spread(snapshot, holders)
         slot = snapshot.newest()
         assert slot is not None
-        if not loaded:
+        if loaded:
+            self._drop_gradients()
+        else:
             self._load(slot)
         self._at_commit, self._calls = False, 0
         for value in self._values.values():
@@ -193,6 +198,13 @@ class ElasticState:
             loads.append((name, value, codec, saved))
         for name, value, codec, saved in loads:  # none before all could be read
             self._values[name] = codec.load(value, saved)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Those of a step that was not finished, and is not in any snapshot."""
+        for value in self._values.values():
+            if callable(zero_grad := getattr(value, "zero_grad", None)):
+                zero_grad()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -188,6 +188,27 @@ def test_a_generator_and_a_scaler_go_on_where_they_were() -> None:
     assert scaler.state_dict()["scale"] == 8.0
 
 
+def test_an_unfinished_step_leaves_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = ElasticState(model=model, optimizer=optimizer, scaler=scaler)
+
+    def half_a_step() -> None:
+        scaler.scale(model(torch.ones(3, 4, 1)).sum()).backward()
+        scaler.unscale_(optimizer)
+
+    state.sync()
+    half_a_step()
+    state.restore()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    half_a_step()  # a scaler that remembers the other half would refuse
+    state._rewind()
+    half_a_step()
+    state.sync()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_wrapped_module_has_the_snapshot_of_the_module(tmp_path: Path) -> None:
     with group(0, 1, tmp_path):
         model = nn.Linear(2, 3)
