@@ -116,8 +116,8 @@ class _Worker:
                         world.drop(broken=True)
                         raise
                 else:
-                    gc.collect()  # DDP's cycles hold the group, and gloo's aborts at exit
                     world.drop(broken=False)
+                    world.collect()
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
                 world.drop(broken=bool(lost))
@@ -136,7 +136,7 @@ class _Worker:
         self._channel.parked("" if world.broken else lost)  # when leaving, too: an end takes time
         if world.leaving:
             raise SystemExit(0)
-        gc.collect()  # while others still park: DDP modules hold the old group in cycles
+        world.collect()  # while others still park
         if lost and self._synced:
             self._state._rewind()  # noqa: SLF001
         message = self._next.get()
