@@ -86,23 +86,35 @@ class Deal:
         served = sum(place < rest for place in self.own) if self.tail == "uneven" else 0
         return rounds * len(self.own) + served
 
-    def ends_round(self, count: int) -> bool:
-        """Whether this rank is at the end of a round, or of all rounds, after `count` positions."""
-        return count % len(self.own) == 0 or count == self.size
+    def unsettled(self, count: int, step: int) -> str:
+        """Why it can't be told what all ranks have used when this one has used `count`, or "".
+
+        step: rounds in a step, 0 if not known. It matters where this rank is at its end and has no
+        part in an uneven tail: the others use theirs in this step if its last batch is short, else
+        in one more.
+        """
+        if count % len(self.own) and count != self.size:
+            parts = f"{count % len(self.own)} of {len(self.own)} parts"
+            return f"in the middle of a step ({parts}): commit at its end, or agree()"
+        if self._shut_out(count) and not step:
+            return 'tail="uneven" with at most a batch for a rank: reshard(batch_sizes=...) before'
+        return ""
 
     def after_own(self, count: int, step: int) -> tuple[range, ...]:
         """What is left when this rank has used `count` and everybody is at the same step.
 
-        step: rounds in a step. It counts where this rank's last batch is short and others' may be
-        whole (tail "uneven"). Raises RuntimeError in the middle of a round.
+        Raises RuntimeError where that is unsettled.
         """
-        if not self.ends_round(count):
-            parts = f"{count % len(self.own)} of {len(self.own)} parts"
-            raise RuntimeError(f"in the middle of a step ({parts}): commit at its end, or agree()")
+        if reason := self.unsettled(count, step):
+            raise RuntimeError(reason)
         rounds = -(-count // len(self.own))
-        if self.tail == "uneven" and count == self.size:
+        if self._shut_out(count):
             rounds = -(-rounds // step) * step
         return cut(self.left, rounds * self.width, self.total)
+
+    def _shut_out(self, count: int) -> bool:
+        rest = self.total % self.width
+        return self.tail == "uneven" and count == self.size and 0 < rest <= min(self.own)
 
     def after(self, counts: Sequence[int]) -> tuple[range, ...]:
         """What is left when rank r has used the first counts[r] positions that it was dealt."""

@@ -19,7 +19,7 @@ _FIRST_BLOCK, _BLOCK = 256, 1 << 15  # the first one at once, the others for thr
 class Resumable(Protocol):
     """What a StatefulDataLoader's state of an iterator is made of; ElasticSampler has it."""
 
-    def handed_state(self) -> dict[str, Any] | None: ...
+    def handed_state(self) -> dict[str, Any]: ...
     def load_handed_state(self, state: Mapping[str, Any]) -> None: ...
 
 
@@ -37,13 +37,11 @@ class Indices(chain[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state after what is handed out: the loader knows what of it was delivered."""
-        return {"sampler": self.sampler.handed_state()}
+        return self.sampler.handed_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; possible before the first index is taken."""
-        if state["sampler"] is None:
-            raise ValueError("this state of a loader was taken in the middle of a step")
-        self.sampler.load_handed_state(state["sampler"])
+        self.sampler.load_handed_state(state)
 
 
 class Hand:

@@ -11,7 +11,7 @@ from elastic_etcd.train.dealing import Deal
 class Record:
     """How many of the positions that `deal` gives this rank it has trained on: `count`.
 
-    step: rounds that a step of all ranks takes; it follows the batches that are recorded.
+    step: rounds that a step of all ranks takes, 0 if not known; it follows what is recorded.
     """
 
     def __init__(self, deal: Deal, step: int) -> None:
@@ -28,14 +28,13 @@ class Record:
             raise ValueError(f"recorded {count} samples, but {open_} handed out ones are open")
         self.count += count
         rounds = count // len(self._deal.own)
-        if self.count == self._deal.size:  # a last batch may be short: it tells no step
-            self.step = max(self.step, rounds)
-        elif rounds:
+        if rounds and self.count < self._deal.size:  # a last batch may be short
             self.step = rounds
 
     def agree(self, counts: Sequence[int]) -> None:
         """Everybody's count, in rank order, as they are now."""
         self._agreed = self.count, counts
+        self.step = 0  # no rank's batches speak for the others'
 
     def left(self) -> tuple[range, ...]:
         """What is left of the epoch. Raises RuntimeError in the middle of a step."""

@@ -61,7 +61,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._hand: Hand | None = None
         self._record: Record
         here = place() if rank is None or world_size is None else (rank, world_size)
-        self._deal_out((range(self.length),), *here, None, step=1)
+        self._deal_out((range(self.length),), *here, None, step=0)
 
     @property
     def epoch(self) -> int:
@@ -162,19 +162,25 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         left = unpacked(state["consumed"], state["skipped"], self.length)
         self._deal_out(left, self.rank, self.world_size, self._lanes, state["step"])
 
-    def handed_state(self) -> dict[str, Any] | None:
-        """The state as if all that is handed out were recorded; None in the middle of a step.
+    def handed_state(self) -> dict[str, Any]:
+        """The state as if all handed out were recorded, or {"unsettled": why there is none}.
 
         For a loader that counts for itself what of it was delivered (torchdata).
         """
         self._warned = True  # such a loader needs no record
-        handed = self._handed()
-        if not self._deal.ends_round(handed):
-            return None
-        return self._state(self._deal.after_own(handed, self._record.step))
+        handed, step = self._handed(), self._record.step
+        if reason := self._deal.unsettled(handed, step):
+            return {"unsettled": reason}
+        return self._state(self._deal.after_own(handed, step))
 
     def load_handed_state(self, state: Mapping[str, Any]) -> None:
-        """As load_state_dict; but a used up epoch gives way to another that was asked for."""
+        """As load_state_dict; but a used up epoch gives way to another that was asked for.
+
+        Raises ValueError if there was none.
+        """
+        if "unsettled" in state:
+            raise ValueError(f"this loader's state tells no place to go on: {state['unsettled']}")
+        self._warned = True
         self.load_state_dict(state)
         if not self._deal.size and self._asked is not None:
             self.set_epoch(self._asked)
@@ -185,9 +191,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         rank: int,
         world_size: int,
         lanes: Sequence[int] | None,
-        step: int = 0,
+        step: int | None = None,
     ) -> None:
-        """Begin with this deal; step: rounds in a step, 0 for as many as before."""
+        """Begin with this deal; step: rounds in a step, 0 if not known, None: as before."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         if self._hand is not None:
@@ -195,7 +201,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self.rank, self.world_size, self._lanes = rank, world_size, lanes
         lanes = range(world_size) if lanes is None else lanes
         self._deal = Deal(self.length, left, lanes, rank, self.tail)
-        self._record = Record(self._deal, step or self._record.step)
+        self._record = Record(self._deal, self._record.step if step is None else step)
         self._hand = None
 
     def _follow(self) -> None:
@@ -237,4 +243,5 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if missed and not self._warned:
             self._warned = True
             text = f"{missed}: call sampler.record(batch) after each step, or they are used again"
-            warnings.warn(f"ElasticSampler: {text} after a change of world", stacklevel=4)
+            said = f"ElasticSampler: {text} after a change of world"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)

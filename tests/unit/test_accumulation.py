@@ -1,0 +1,57 @@
+"""The plan of a step: the same global batch in every world."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_etcd import accumulation_steps
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
+def test_the_global_batch_is_the_same_in_every_world(batch: int, micro: int, world: int) -> None:
+    if batch < world:
+        with pytest.raises(ValueError, match="idle"):
+            accumulation_steps(batch, micro, rank=0, world_size=world)
+        return
+    plans = [accumulation_steps(batch, micro, rank=r, world_size=world) for r in range(world)]
+    assert sum(plan.batch_size for plan in plans) == batch
+    assert sum(plan.weight(size) for plan in plans for size in plan.micro_batches) == pytest.approx(
+        world
+    )
+    for plan in plans:
+        assert plan.batch_sizes == plans[0].batch_sizes
+        assert sum(plan.micro_batches) == plan.batch_size
+        assert max(plan.micro_batches) <= micro
+        assert max(plan.micro_batches) - min(plan.micro_batches) <= 1
+        assert max(plan.batch_sizes) - min(plan.batch_sizes) <= 1
+        assert len(plan) == -(-plan.batch_size // micro)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
+def test_gradients_are_those_of_the_global_batch(world: int) -> None:
+    inputs, targets = torch.randn(30, 4), torch.randn(30)
+    weights = torch.randn(4, requires_grad=True)
+    loss = torch.nn.functional.mse_loss
+    loss(inputs @ weights, targets).backward()
+    assert weights.grad is not None
+    whole, weights.grad = weights.grad, None
+    start = 0
+    for rank in range(world):
+        plan = accumulation_steps(30, 4, rank=rank, world_size=world)
+        for size in plan.micro_batches:
+            part = slice(start, start + size)
+            mean = loss(inputs[part] @ weights, targets[part])
+            (mean * plan.weight(size) / world).backward()  # DDP divides by the world
+            start += size
+    torch.testing.assert_close(weights.grad, whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [((8, 0, 0, 1), "at least one"), ((8, 4, 3, 3), "rank 3"), ((0, 1, 0, 1), "idle")],
+)
+def test_wrong_plans_are_refused(arguments: tuple[int, int, int, int], match: str) -> None:
+    batch, micro, rank, world = arguments
+    with pytest.raises(ValueError, match=match):
+        accumulation_steps(batch, micro, rank=rank, world_size=world)
