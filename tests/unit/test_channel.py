@@ -1,0 +1,418 @@
+"""The channel's two ends, over real sockets and between real processes."""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_etcd.agent import channel as agent_end
+from elastic_etcd.agent.channel import Channels, Peer
+from elastic_etcd.agent.workers import Notice
+from elastic_etcd.core.messages import FROM_AGENT, FROM_WORKER, decode, encode
+from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration
+from elastic_etcd.train import channel as worker_end
+from elastic_etcd.train.channel import Channel
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
+HELLO = {"type": "hello", "v": 1, "pid": 1, "local_rank": 0, "generation": 7}
+
+
+class Agent:
+    """The agent's end, and what it has heard; `answer` is what it says of a generation."""
+
+    def __init__(self) -> None:
+        self.channels = Channels(self._heard, self._current)
+        self.path = self.channels.open()
+        self.heard: asyncio.Queue[tuple[Peer, dict[str, Any]]] = asyncio.Queue()
+        self.answer: dict[str, Any] | None = {"current": True, "reason": ""}
+
+    def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.heard.put_nowait((peer, message))
+
+    def _current(self, peer: Peer, number: int) -> None:
+        if self.answer:
+            peer.send({"type": "current", "id": number, **self.answer})
+
+    async def hears(self, kind: str) -> tuple[Peer, dict[str, Any]]:
+        async with asyncio.timeout(20):
+            peer, message = await self.heard.get()
+        assert message["type"] == kind
+        return peer, message
+
+
+@pytest.fixture
+async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
+    agent = Agent()
+    monkeypatch.setenv("ELASTIC_ETCD_SOCKET", agent.path)
+    monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "7")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    yield agent
+    agent.channels.close()
+
+
+@pytest.fixture
+async def worker(agent: Agent) -> AsyncIterator[Channel]:
+    """In this process; what it waits for must be asked for in a thread."""
+    worker = await asyncio.to_thread(Channel, agent.path)
+    yield worker
+    worker._socket.close()
+
+
+def memory(text: bytes) -> int:
+    fd = os.memfd_create("test")
+    os.write(fd, text)
+    return fd
+
+
+async def process(code: str) -> str:
+    """What a worker process prints; it must exit 0."""
+    argv = (sys.executable, "-c", textwrap.dedent(code))
+    child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    async with asyncio.timeout(20):
+        output, _ = await child.communicate()
+    assert child.returncode == 0
+    return output.decode()
+
+
+async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
+    keep = """
+        import os, signal
+        from elastic_etcd.train.channel import agent
+        fd = os.memfd_create("test")
+        for text in (b"older", b"newer"):
+            fd = os.memfd_create("test")
+            os.write(fd, text)
+            agent().keep("state", fd)
+    """
+    await process(keep)
+    await agent.hears("disconnected")
+    recall = """
+        import os
+        from elastic_etcd.train.channel import agent
+        print(os.pread(agent().recall("state"), 5, 0), agent().recall("other"))
+    """
+    assert await process(recall) == "b'newer' None\n"
+    (fd,) = agent.channels.kept.values()
+    agent.channels.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert not Path(agent.path).parent.exists()
+
+
+async def test_workers_of_other_local_ranks_have_their_own(
+    agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(worker.keep, "state", memory(b"of 0"))
+    monkeypatch.setenv("ELASTIC_ETCD_LOCAL_RANK", "1")  # LOCAL_RANK may be 0 for all of them
+    other = await asyncio.to_thread(Channel, agent.path)
+    assert await asyncio.to_thread(other.recall, "state") is None
+    other._socket.close()
+
+
+async def test_a_generation_is_current_or_not_or_nobody_knows(
+    agent: Agent, worker: Channel
+) -> None:
+    await asyncio.to_thread(worker.current)
+    agent.answer = {"current": False, "reason": "the job is in generation 8"}
+    with pytest.raises(StaleGeneration, match="generation 7: the job is in generation 8"):
+        await asyncio.to_thread(worker.current)
+    agent.answer = {"current": None, "reason": "etcd is away"}
+    with pytest.raises(EtcdUnreachable, match="etcd is away"):
+        await asyncio.to_thread(worker.current)
+    agent.answer = None
+    with pytest.raises(EtcdUnreachable, match=r"within 0\.01 s"):
+        await asyncio.to_thread(worker.current, 0.01)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+async def test_an_answer_that_comes_too_late_is_no_other_s(
+    agent: Agent, worker: Channel, listens: bool
+) -> None:
+    def late_then_again() -> None:
+        with pytest.raises(EtcdUnreachable):
+            worker.current(0.01)
+        agent.answer = {"current": True, "reason": ""}
+        peer = next(iter(agent.channels.peers))
+        stale = {"type": "current", "id": worker._number, "current": False, "reason": "stale"}
+        loop.call_soon_threadsafe(peer.send, stale)
+        worker.current()
+
+    loop = asyncio.get_running_loop()
+    agent.answer = None
+    if listens:
+        with worker.listening(print):
+            await asyncio.to_thread(late_then_again)
+    else:
+        await asyncio.to_thread(late_then_again)
+
+
+async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> None:
+    heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def hear(message: dict[str, Any]) -> None:
+        loop.call_soon_threadsafe(heard.put_nowait, message)
+
+    fd = memory(b"mine")
+    change = {"type": "change", "generation": 7, "reason": "n3 joins", "leaving": False}
+    with worker.listening(hear):
+        worker.elastic()
+        peer, _ = await agent.hears("elastic")
+        assert (peer.pid, peer.local_rank, peer.generation) == (os.getpid(), 0, 7)
+        peer.send(change)
+        await asyncio.to_thread(worker.keep, "state", fd)
+        again = await asyncio.to_thread(worker.recall, "state")
+        assert again is not None
+        assert os.pread(again, 4, 0) == b"mine"
+        assert await heard.get() == change
+        worker.parked("a lone surrogate \ud800" + "x" * 10000)
+        _, parked = await agent.hears("parked")
+        assert parked["error"] == ("a lone surrogate ?" + "x" * 10000)[:4096]
+        env = {"RANK": "0"}
+        peer.send({"type": "world", "generation": 8, "reason": "n3 joins", "env": env})
+        assert (await heard.get())["env"] == env
+        assert peer.generation == 8
+    assert threading.active_count() == 1 + len(asyncio_threads())
+    await asyncio.to_thread(worker.current)
+
+
+def asyncio_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("asyncio")]
+
+
+async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
+    heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def hear(message: dict[str, Any]) -> None:
+        loop.call_soon_threadsafe(heard.put_nowait, message)
+
+    with worker.listening(hear):
+        agent.channels.close()
+        assert (await heard.get())["type"] == "gone"
+        for ask in (worker.current, worker.elastic, worker.parked):
+            with pytest.raises(AgentGone, match="has hung up"):
+                await asyncio.to_thread(ask)
+    with pytest.raises(AgentGone, match="no agent answers"):
+        Channel(agent.path)
+
+
+async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Agent) -> None:
+    forked = """
+        import os
+        from elastic_etcd.train import channel
+        mine = channel.agent()
+        if os.fork() == 0:
+            assert channel.agent() is None
+            try:
+                mine.elastic()
+            except channel.AgentGone as error:
+                print(error, flush=True)
+            os._exit(0)
+        os.wait()
+        mine.current()
+        mine.elastic()
+    """
+    assert "this process was forked from a worker" in await process(forked)
+    await agent.hears("elastic")
+    await agent.hears("disconnected")
+    spawned = """
+        import multiprocessing
+        from elastic_etcd.train import channel
+        if __name__ == "__main__":
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                print(pool.apply(channel.agent))
+    """
+    assert await process(spawned) == "None\n"
+    assert (
+        await process(
+            "import os; del os.environ['ELASTIC_ETCD_SOCKET']\n"
+            "from elastic_etcd.train import channel; print(channel.agent())"
+        )
+        == "None\n"
+    )
+
+
+async def test_a_long_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    channels = Channels(print, print)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(channels.open())
+    channels.close()
+    assert not list(deep.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_another_user_is_not_answered(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    Path(agent.path).parent.chmod(0o755)
+    Path(agent.path).chmod(0o777)
+    nobody = f"""
+        import os, socket
+        os.setuid(65534)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect({agent.path!r})
+        print(sock.recv(1))
+    """
+    assert await process(nobody) == "b''\n"
+    assert "is not answered: it is user 65534" in caplog.text
+
+
+async def test_the_document_shows_what_is_sent(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
+) -> None:
+    sent: dict[str, dict[str, dict[str, Any]]] = {"worker": {}, "agent": {}}
+    for module, who in ((worker_end, "worker"), (agent_end, "agent")):
+
+        def record(message: dict[str, Any], who: str = who) -> bytes:
+            sent[who][message["type"]] = dict(message)
+            return encode(message)
+
+        monkeypatch.setattr(module, "encode", record)
+    again = await asyncio.to_thread(Channel, agent.path)
+    await asyncio.to_thread(again.keep, "state0.0", memory(b""))
+    await asyncio.to_thread(again.recall, "state0.0")
+    await asyncio.to_thread(again.current)
+    again.elastic()
+    again.parked("")
+    again._socket.close()
+    for kind in ("change", "interrupt"):
+        sent["agent"][kind] = Notice(kind, "n3 joins").message(7)
+
+    shown: dict[str, dict[str, dict[str, Any]]] = {"worker": {}, "agent": {}}
+    who = ""
+    for line in DOCUMENT.read_text().splitlines():
+        if line.startswith("## From the "):
+            who = line.split()[-1]
+        elif line.startswith("    {"):
+            message = json.loads(line)
+            assert encode(message).decode() == line.strip() + "\n"
+            decode(line.encode(), FROM_AGENT if who == "agent" else FROM_WORKER)
+            shown[who][message["type"]] = message
+    assert shown["worker"].keys() == FROM_WORKER.keys()
+    assert shown["agent"].keys() == FROM_AGENT.keys()
+    assert sent["worker"].keys() == FROM_WORKER.keys()
+    for end, messages in sent.items():
+        for kind, message in messages.items():
+            example = shown[end][kind]
+            assert {k: type(v) for k, v in example.items()} == {
+                k: type(v) for k, v in message.items()
+            }
+
+
+async def test_hello_comes_first_and_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    for lines in ([{"type": "elastic"}], [HELLO, HELLO], [HELLO | {"v": 2}]):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(agent.path)
+            sock.sendall(b"".join(map(encode, lines)))
+            await hung_up(sock)
+    assert caplog.text.count("hello comes first, and once") == 2
+    assert "it speaks version 2, this agent 1" in caplog.text
+
+
+async def hung_up(sock: socket.socket) -> None:
+    """Until the agent hangs up, whatever it says before."""
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(20):
+        try:
+            while await loop.sock_recv(sock, 1 << 16):
+                pass
+        except ConnectionResetError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("flood", "why"),
+    [
+        (b"x" * (1 << 17), "a line of more than 65536 bytes"),
+        (b'{"type":"current","id":1}\n' * 3, ""),
+        (b"".join(b'{"type":"current","id":%d}\n' % i for i in range(100)), "too many questions"),
+        (b'{"type":"recall","id":1,"name":"%s"}\n' % (b"x" * 60000) * 40, "does not read"),
+        (b'{"type":"keep","id":1,"name":"x"}\n', "a keep without a descriptor"),
+        (b"[" * 60000 + b"\n", "nested too deeply"),
+        (b'{"type":"parked","generation":true,"error":""}\n', "wrong or missing 'generation'"),
+    ],
+)
+async def test_floods(
+    agent: Agent, caplog: pytest.LogCaptureFixture, flood: bytes, why: str
+) -> None:
+    agent.answer = None
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(agent.path)
+        sock.setblocking(False)
+        try:
+            await loop.sock_sendall(sock, encode(HELLO) + flood)
+        except (BrokenPipeError, ConnectionResetError):
+            assert why
+        if not why:
+            sock.shutdown(socket.SHUT_WR)
+        await agent.hears("disconnected")
+    assert why in caplog.text
+    assert bool(why) == ("hanging up on the worker of local rank 0" in caplog.text)
+
+
+async def test_descriptors_that_nobody_asked_for(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    fd = os.open("/dev/null", os.O_RDONLY)
+    for line, count in ((b'{"type":"elastic"}\n', 1), (b'{"type":"elastic"}\n', 200)):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(agent.path)
+            socket.send_fds(sock, [encode(HELLO) + line], [fd] * count)
+            await hung_up(sock)
+    keeps = [b'{"type":"keep","id":%d,"name":"%d"}\n' % (i, i) for i in range(17)]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(agent.path)
+        sock.sendall(encode(HELLO))
+        for line in keeps:
+            socket.send_fds(sock, [line], [fd])
+        await hung_up(sock)
+    os.close(fd)
+    assert "a descriptor without a keep" in caplog.text
+    assert "too many descriptors at once" in caplog.text
+    assert "more than 16 descriptors to keep" in caplog.text
+    assert len(agent.channels.kept) == 16
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 16
+
+
+async def test_no_descriptors_are_left_for_a_call(
+    agent: Agent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken later, and the loop does not spin meanwhile."""
+    monkeypatch.setattr(agent_end, "_ACCEPT_AGAIN", 0.01)
+    listener = agent.channels._socket
+    assert listener is not None
+    refused = iter([OSError(24, "Too many open files")])
+
+    taken = listener.accept
+
+    class Full:
+        def accept(self) -> Any:
+            for error in refused:
+                raise error
+            return taken()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    agent.channels._socket = Full()  # type: ignore[assignment]
+    caplog.set_level(logging.WARNING)
+    worker = await asyncio.to_thread(Channel, agent.path)
+    await asyncio.to_thread(worker.current)
+    worker._socket.close()
+    assert "a worker's call can't be taken: Too many open files" in caplog.text
