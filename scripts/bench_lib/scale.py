@@ -11,34 +11,22 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from elastic_etcd.etcd.client import Client
 from tests.etcd.server import EtcdServer
 
 from .scale_fleet import Counts, Fleet
+from .scale_table import Change, beside, exponents, growth, missed, table
 
 PHASES = ("setup", "joinable", "frozen", "final")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of a job. Times are in seconds from the cause until the last agent knows."""
-
-    name: str
-    agents: int
-    learned: float  # that the old world is over
-    final: float  # the new world
-    counts: Counts
-    took: float = 0  # for a formation: how long all took to join
-    claims: int = 0  # generations that were begun
 
 
 class Job:
@@ -51,6 +39,7 @@ class Job:
         self._live = set(range(nodes))
         self._generation = 0
         self._next = nodes
+        self._cpu = 0.0
         self.changes: list[Change] = []
 
     async def go(self) -> None:
@@ -100,6 +89,7 @@ class Job:
         joined = max(t.at for t in fleet.told if t.what == "member")
         since = joined if since is None else since
         learned = fleet.first(PHASES, wanted)
+        cpu = self._cpu
         counts = await self._quiet() - before
         if name:
             change = Change(
@@ -110,6 +100,7 @@ class Job:
                 counts,
                 joined - began if began else 0,
                 last - self._generation,
+                self._cpu - cpu,
             )
             self.changes.append(change)
         self._generation = last
@@ -132,6 +123,7 @@ class Job:
             later, more = time.monotonic(), Counts.read(self._etcd.metrics_port)
             usual = 1 + 2 * len(self._live) * (later - at) / 30
             if (more - counts).requests <= usual and more.events == counts.events:
+                self._cpu = self._fleet.cpu()
                 return more
             at, counts = later, more
 
@@ -151,66 +143,65 @@ async def measure(nodes: int, ttl: int, processes: int) -> list[Change]:
             etcd.kill()
 
 
-def exponent(points: list[tuple[float, float]]) -> float:
-    """The slope of a straight line through the logarithms: total ~ N^exponent."""
-    logs = [(math.log(n), math.log(total)) for n, total in points if total > 0]
-    if len(logs) < 2:
-        return math.nan
-    x, y = (sum(values) / len(logs) for values in zip(*logs, strict=True))
-    over = sum((a - x) ** 2 for a, _ in logs)
-    return sum((a - x) * (b - y) for a, b in logs) / over
+def of_torch(nodes: int, processes: int, bound: float) -> dict[str, float] | None:
+    """A formation by scale_torch.py, None when it takes longer than `bound` seconds."""
+    program = (sys.executable, "-m", "bench_lib.scale_torch")
+    command = [*program, str(nodes), str(processes), str(bound)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    found: dict[str, float] | None = json.loads(done.stdout)
+    return found
 
 
-def table(changes: list[Change]) -> Table:
-    result = Table(title="rendezvous at scale: from the cause until the last agent knows")
-    names = ("change", "agents", "learned", "final", "requests/agent", "events/agent")
-    for name in (*names, "KB/agent", "etcd CPU"):
-        result.add_column(name, justify="left" if name == "change" else "right")
-    for c in sorted(changes, key=lambda c: [x.name for x in changes].index(c.name)):
-        n, counts = c.agents, c.counts
-        result.add_row(
-            c.name,
-            str(n),
-            f"{c.learned:.2f} s",
-            f"{c.final:.2f} s",
-            f"{counts.requests / n:.1f}",
-            f"{counts.events / n:.1f}",
-            f"{counts.sent_bytes / n / 1e3:.1f}",
-            f"{counts.cpu:.2f} s",
-        )
-    return result
-
-
-def growth(changes: list[Change]) -> Table:
-    result = Table(title="growth of totals: N^x")
-    for name in ("change", "requests", "events", "bytes sent"):
-        result.add_column(name, justify="left" if name == "change" else "right")
-    for name in dict.fromkeys(c.name for c in changes):
-        of = [c for c in changes if c.name == name]
-        totals = ("requests", "events", "sent_bytes")
-        fits = [exponent([(c.agents, getattr(c.counts, t)) for c in of]) for t in totals]
-        result.add_row(name, *(f"{fit:.2f}" for fit in fits))
-    return result
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/bench scale", description=__doc__)
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sizes", default="10,100,1000")
     parser.add_argument("--ttl", type=int, default=30, help="the leases', in seconds")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--torch", default="10,100,200", help="its sizes; empty: leave it out")
+    parser.add_argument("--bound", type=float, default=90, help="seconds that torch gets")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    console = Console(width=120)
+    return parser.parse_args()
+
+
+def sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size]
+
+
+def main() -> int:
+    args = arguments()
+    console, progress = Console(width=110), Console(stderr=True)
     changes: list[Change] = []
-    for nodes in map(int, args.sizes.split(",")):
+    for nodes in sizes(args.sizes):
+        progress.log(f"{nodes} agents")
         changes += asyncio.run(measure(nodes, args.ttl, args.processes))
-        console.print(table(changes))
-    console.print(growth(changes))
+    fits = exponents(changes)
+    console.print(table(changes))
+    console.print(growth(fits))
+    torch: list[tuple[int, dict[str, float] | None]] = []
+    for nodes in sizes(args.torch):
+        progress.log(f"{nodes} of torch's handlers")
+        torch.append((nodes, of_torch(nodes, args.processes, args.bound)))
+    if torch:
+        console.print(beside(torch, args.bound))
     if args.json:
-        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-        found = {"machine": machine, "changes": [asdict(c) for c in changes]}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+        told = {
+            "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
+            "changes": [asdict(c) for c in changes],
+            "growth": {
+                name: {total: None if math.isnan(fit) else fit for total, fit in of.items()}
+                for name, of in fits.items()
+            },
+            "torch": [{"agents": n, "formation": of} for n, of in torch],
+        }
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    late = missed(changes, fits)
+    for line in late:
+        console.print(f"missed: {line}")
+    return 1 if late else 0
 
 
 if __name__ == "__main__":

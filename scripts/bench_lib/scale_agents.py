@@ -1,5 +1,6 @@
-"""Many agents in one process: the real agent, client, session, mirror and rules, each its own
-connection and lease; only the workers are simulated.
+"""Many agents in one process; only their workers are simulated.
+
+Client, session, mirror, rules and loop are the real ones; each agent has a connection of its own.
 
 Commands come on standard input and what happened goes to standard output, one JSON list a line.
 """
@@ -25,7 +26,6 @@ from elastic_etcd.etcd.config import EtcdConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from elastic_etcd.agent.guardian import Guardian
     from elastic_etcd.agent.host import Post
     from elastic_etcd.agent.workers import Notice
 

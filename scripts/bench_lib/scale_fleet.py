@@ -8,10 +8,11 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import NamedTuple, Self
 
 PATIENCE = 120.0
-KEEPALIVE = 'grpc_method="LeaseKeepAlive"'
+WATCH = 'grpc_method="Watch"'
 
 
 class Told(NamedTuple):
@@ -28,8 +29,8 @@ class Told(NamedTuple):
 class Counts:
     """What etcd has counted since it started, or between two such times."""
 
-    requests: float = 0  # messages that it got, keepalives apart: a watch's creation is one
-    keepalives: float = 0
+    requests: float = 0  # RPCs that began: a Txn, a grant, a stream of watches
+    watches: float = 0  # that were created on such streams
     events: float = 0  # sent to watchers: one put that ten watch is ten
     messages: float = 0  # in which they were sent
     sent_bytes: float = 0
@@ -39,7 +40,7 @@ class Counts:
     def read(cls, metrics_port: int) -> Self:
         """From etcd's own metrics."""
         address = f"http://127.0.0.1:{metrics_port}/metrics"
-        with urllib.request.urlopen(address, timeout=30) as answer:  # noqa: S310  (etcd's own)
+        with urllib.request.urlopen(address, timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         values = [line.rpartition(" ") for line in lines if line[0] != "#"]
 
@@ -48,12 +49,11 @@ class Counts:
                 float(v) for name, _, v in values if name.startswith(start) and within in name
             )
 
-        keepalives = total("grpc_server_msg_received_total", KEEPALIVE)
         return cls(
-            requests=total("grpc_server_msg_received_total") - keepalives,
-            keepalives=keepalives,
+            requests=total("grpc_server_started_total"),
+            watches=total("grpc_server_msg_received_total", WATCH),
             events=total("etcd_debugging_mvcc_events_total"),
-            messages=total("grpc_server_msg_sent_total", 'grpc_method="Watch"'),
+            messages=total("grpc_server_msg_sent_total", WATCH),
             sent_bytes=total("etcd_network_client_grpc_sent_bytes_total"),
             cpu=total("process_cpu_seconds_total"),
         )
@@ -101,12 +101,20 @@ class Fleet:
             assert stdin is not None
             stdin.write(json.dumps([what, share]).encode() + b"\n")
 
+    def cpu(self) -> float:
+        """Seconds on a processor so far, of all agents."""
+        stats = [Path(f"/proc/{p.pid}/stat").read_text() for p in self._processes]
+        times = [stat.rpartition(")")[2].split()[11:13] for stat in stats]  # user, system
+        return sum(int(ticks) for each in times for ticks in each) / os.sysconf("SC_CLK_TCK")
+
     async def until(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until the agents have told enough. Raises TimeoutError."""
+        """Wait until the agents have told enough. Raises TimeoutError, or what one of them says."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while not ready():
                     self._news.clear()
+                    for told in self.told:
+                        assert told.what != "error", told.detail
                     await self._news.wait()
         except TimeoutError:
             raise TimeoutError(f"not within {PATIENCE:g} s: {what}") from None
