@@ -1,16 +1,17 @@
 """DistributedDataParallel for a module that outlives its world."""
 
+import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
     """Wrap a module once, outside of the function that ee.run decorates.
 
-    `options` are DistributedDataParallel's. Inside that function DistributedDataParallel itself
+    `options` are DistributedDataParallel's. Inside of that function DistributedDataParallel itself
     does as well.
     """
     return ElasticDDP(module, **options)
@@ -19,29 +20,36 @@ def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
 class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
     """A module whose DistributedDataParallel is made anew in each world, at its first use.
 
-    Its parameters, buffers and state_dict are those of `module`, without a prefix of DDP's but
-    with "module.". Other attributes are DistributedDataParallel's: no_sync, join, and so on.
+    Parameters, buffers and state_dict are named as DistributedDataParallel names them.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
         self.module = module
         self._options = options
-        self._made: tuple[Any, DistributedDataParallel] | None = None
+        self._made: tuple[DistributedDataParallel] | None = None  # a tuple is no submodule
+        _all.add(self)
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """This world's, made by all ranks at once; don't hold it beyond the world."""
+        if self._made is None:
+            self._made = (DistributedDataParallel(self.module, **self._options),)
+        return self._made[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ddp()(*args, **kwargs)
+        """DistributedDataParallel's."""
+        return self.ddp(*args, **kwargs)
 
-    def _ddp(self) -> DistributedDataParallel:
-        group = dist.group.WORLD
-        if self._made is None or self._made[0] is not group:
-            self._made = None
-            # A tuple, so that it is no submodule, which would show all parameters twice.
-            self._made = group, DistributedDataParallel(self.module, **self._options)
-        return self._made[1]
+    def no_sync(self) -> AbstractContextManager[None]:
+        """DistributedDataParallel's."""
+        return self.ddp.no_sync()  # type: ignore[no-any-return]
 
-    def __getattr__(self, name: str) -> Tensor | nn.Module | Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._ddp(), name)
+
+_all: "weakref.WeakSet[ElasticDDP]" = weakref.WeakSet()
+
+
+def forget() -> None:
+    """The world is over, and so are the modules that were made for it."""
+    for module in _all:
+        module._made = None  # noqa: SLF001 - this file's

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train import boundary, nccl
+from elastic_etcd.train import boundary, ddp, nccl
 from elastic_etcd.train.boundary import PATIENCE, Boundary
 from elastic_etcd.train.cut import cut
 
@@ -82,6 +82,7 @@ class World:
     def drop(self, *, broken: bool) -> None:
         """Leave no process group behind, and nobody waiting for us in it if it is `broken`."""
         boundary.begin(None)
+        ddp.forget()
         if broken:
             self._boundary.interrupt("the world is dropped")
             self._cut()
