@@ -95,7 +95,10 @@ MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS, REQUEST)
 def suffer(
     launcher: Launcher, fault: Fault, bound: float, idle: float, add: Callable[[str, Sample], None]
 ) -> None:
-    """One job and one fault: the samples go to `add`. What is not over by `bound` is text."""
+    """One job and one fault: the samples go to `add`. What is not over by `bound` is text.
+
+    Raises RuntimeError with what the agents said, when that is not known of this launcher.
+    """
     run = Run(launcher, alone=fault.before == 1)
     now = START
     try:
@@ -109,10 +112,10 @@ def suffer(
         now = fault.measure
         at = fault.do(run, workers)
         recovered = run.first_step(fault.after, bound)
-        add(now.name, recovered - (run.last_old_step() if math.isnan(at) else at))
+        took = recovered - (run.last_old_step() if math.isnan(at) else at)
         run.settled(fault.after)
-        codes = run.finish([] if fault.bad else run.nodes)
-        if launcher.ours and any(codes):
+        add(now.name, took)
+        if launcher.ours and not fault.bad and any(codes := run.finish(run.nodes)):
             raise RuntimeError(f"{now.name}: agents exited {codes}:\n{run.said()}")
     except NotRecovered as reason:
         add(now.name, str(reason))
@@ -142,7 +145,8 @@ def first_request(launcher: Callable[[int], Launcher], upstream: str | None) -> 
     proxy = Proxy(upstream)
     run = Run(launcher(proxy.port))
     try:
-        return proxy.first() - run.start().started
+        node = run.start()
+        return proxy.first() - node.started
     finally:
         run.close()
         proxy.close()

@@ -145,7 +145,10 @@ class Run:
     def finish(self, nodes: list[Node]) -> list[int]:
         """Let the workers end by themselves; the agents' exit codes."""
         (self.directory / "stop").touch()
-        return [node.process.wait(PATIENCE) for node in nodes]
+        try:
+            return [node.process.wait(PATIENCE) for node in nodes]
+        except subprocess.TimeoutExpired:
+            raise NotRecovered(f"no end after {PATIENCE:g} s") from None
 
     def said(self) -> str:
         """The end of what each agent and its worker wrote."""

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -75,6 +74,8 @@ async def run(args: argparse.Namespace) -> int:
         Console(width=max(150, Console().width)),
         Console(stderr=True, log_path=False),
     )
+    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
+    title = f"recovery: torch {version('torch')}, {machine}, {args.repeat} repetitions"
     async with EmbeddedEtcd() as etcd:
         if args.timeline:
             return timeline.show(etcd.endpoint, args.only, args.kills, console, args.plot)
@@ -85,13 +86,16 @@ async def run(args: argparse.Namespace) -> int:
                 for name in args.only
                 if (launcher := find(name, etcd.endpoint, scope, progress.log))
             ]
-            samples = measure(runners, etcd.endpoint, plan, progress.log)
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-    title = f"recovery: torch {version('torch')}, {machine}, {plan.repeat} repetitions"
+            samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
+
+            def save() -> None:
+                if args.json:
+                    text = json.dumps({"title": title, "samples": samples}, indent=1)
+                    args.json.write_text(text + "\n")
+
+            measure(runners, samples, etcd.endpoint, plan, progress.log, save)
     ours = [launcher.name for launcher in runners if launcher.ours]
     console.print(table(title, faults.MEASURES, samples, ours))
-    if args.json:
-        args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
     if args.plot:
         plot.bars(title, faults.MEASURES, samples, args.plot)
     return 0
@@ -113,21 +117,28 @@ def find(name: str, endpoint: str, scope: ExitStack, say: Say) -> Launcher | Non
         return None
 
 
-def measure(runners: list[Launcher], endpoint: str, plan: Plan, say: Say) -> dict[str, Samples]:
-    """Alternate the launchers, event by event; the samples of each, by measure."""
-    samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
+def measure(
+    runners: list[Launcher],
+    samples: dict[str, Samples],
+    endpoint: str,
+    plan: Plan,
+    say: Say,
+    save: Callable[[], None],
+) -> None:
+    """Alternate the launchers, event by event, and `save` after each; fills `samples`."""
     for repetition in range(plan.repeat):
         for fault in faults.FAULTS:
             for launcher in runners:
                 found = samples[launcher.name]
-                if not wanted(fault, launcher, found, plan):
-                    continue
-                say(f"{repetition + 1} of {plan.repeat}: {fault.measure.name}: {launcher.name}")
-                one(launcher, fault, found, plan, plan.idle if repetition == 0 else 0.0)
+                if wanted(fault, launcher, found, plan):
+                    name = f"{fault.measure.name}: {launcher.name}"
+                    say(f"{repetition + 1} of {plan.repeat}: {name}")
+                    one(launcher, fault, found, plan, plan.idle if repetition == 0 else 0.0)
+                    save()
         if chosen(faults.REQUEST.name, plan):
             for launcher in runners:
                 request(launcher, endpoint, samples[launcher.name])
-    return samples
+            save()
 
 
 def wanted(fault: faults.Fault, launcher: Launcher, found: Samples, plan: Plan) -> bool:
