@@ -56,7 +56,7 @@ def bars(
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("seconds to the first step of the new world; hatched: did not recover")
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(all_samples))
     figure.savefig(to, dpi=150)
     plt.close(figure)
 

@@ -21,7 +21,7 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 from . import faults, launchers, peers, plot, timeline
 from .launchers import Launcher
-from .table import Sample, Samples, table
+from .table import Sample, Samples, markdown, table
 
 NAMES = ("torchrun c10d", "torchrun etcd-v2", "ft_launcher", "exec", "warm", "in process")
 PEERS = {"torchrun etcd-v2": "python-etcd==0.4.5", "ft_launcher": "nvidia-resiliency-ext==0.4.1"}
@@ -61,6 +61,7 @@ def arguments() -> argparse.Namespace:
     add("--timeline", action="store_true", help="a killed worker, event by event")
     add("--kills", type=int, default=5, help="kills behind each timeline")
     add("--json", type=Path, help="write all samples, as numbers or why there is none")
+    add("--markdown", type=Path, help="write the table for a document")
     add("--plot", type=Path, metavar="PNG")
     args = parser.parse_args()
     if args.quick:
@@ -70,10 +71,8 @@ def arguments() -> argparse.Namespace:
 
 
 async def run(args: argparse.Namespace) -> int:
-    console, progress = (
-        Console(width=max(150, Console().width)),
-        Console(stderr=True, log_path=False),
-    )
+    console = Console(width=max(150, Console().width))
+    progress = Console(stderr=True, log_path=False)
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
     title = f"recovery: torch {version('torch')}, {machine}, {args.repeat} repetitions"
     async with EmbeddedEtcd() as etcd:
@@ -96,6 +95,8 @@ async def run(args: argparse.Namespace) -> int:
             measure(runners, samples, etcd.endpoint, plan, progress.log, save)
     ours = [launcher.name for launcher in runners if launcher.ours]
     console.print(table(title, faults.MEASURES, samples, ours))
+    if args.markdown:
+        args.markdown.write_text(markdown(faults.MEASURES, samples, ours))
     if args.plot:
         plot.bars(title, faults.MEASURES, samples, args.plot)
     return 0

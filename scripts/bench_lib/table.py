@@ -1,10 +1,13 @@
 """The table that a benchmark prints: the launchers side by side, with ratios and targets."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from rich.table import Table
+
+EVENT = "event → first step of the new world"
 
 Sample = float | str  # a figure, or why there is none: "job lost", "> 75 s"
 Samples = dict[str, list[Sample]]  # by the measure's name
@@ -63,19 +66,36 @@ def cell(measure: Measure, samples: list[Sample], baseline: list[Sample], judged
     return "\n".join(lines)
 
 
+def rows(
+    measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]
+) -> list[list[str]]:
+    """What was measured: its name, a cell for each launcher, and the target for `ours`."""
+    baseline = samples.get("torchrun c10d", {})
+    found = []
+    for m in measures:
+        if any(each.get(m.name) for each in samples.values()):
+            base = baseline.get(m.name, [])
+            cells = [cell(m, s.get(m.name, []), base, name in ours) for name, s in samples.items()]
+            found.append([f"{m.name}, {m.unit}", *cells, m.target])
+    return found
+
+
 def table(
     title: str, measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]
 ) -> Table:
     """One column for each launcher; `ours` are judged by the targets."""
     result = Table(title=title, show_lines=True)
     result.caption = "median (ratio to torchrun c10d) and range; ✓ ✗: target met, missed"
-    for column in ("event → first step of the new world", *samples, "target"):
+    for column in (EVENT, *samples, "target"):
         result.add_column(column)
-    baseline = samples.get("torchrun c10d", {})
-    for m in measures:
-        if not any(found.get(m.name) for found in samples.values()):
-            continue
-        base = baseline.get(m.name, [])
-        cells = [cell(m, s.get(m.name, []), base, name in ours) for name, s in samples.items()]
-        result.add_row(f"{m.name} [{m.unit}]".replace("[", r"\["), *cells, m.target)
+    for row in rows(measures, samples, ours):
+        result.add_row(*row)
     return result
+
+
+def markdown(measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]) -> str:
+    """The same for a document."""
+    lines = [[EVENT, *samples, "target"], ["---"] * (len(samples) + 2)]
+    lines += rows(measures, samples, ours)
+    plain = (re.sub(r"\[/?\w*\]", "", " | ".join(line)).replace("\n", "<br>") for line in lines)
+    return "".join(f"| {line} |\n" for line in plain)
