@@ -1,0 +1,114 @@
+"""Samplers of several processes that talk over gloo: uneven inputs, and what ranks agree on."""
+
+import multiprocessing
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from elastic_etcd import ElasticSampler
+
+Told = list[list[dict[str, Any]]]  # of each rank, for each story
+
+WORLD = 2
+
+
+def _start(rank: int, path: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(path / "store"), WORLD)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+    )
+    torch.save([uneven(), own_pace(rank), own_size(rank)], path / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each rank tells of each story."""
+    path = tmp_path_factory.mktemp("group")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_start, args=(rank, path)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(50)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in processes] == [0] * WORLD
+    return [torch.load(path / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def uneven() -> dict[str, Any]:
+    """DDP's Join with one more step on rank 0, in one epoch, and a short batch in the other."""
+    told: dict[str, Any] = {"indices": [], "states": []}
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    for length in (17, 21):
+        sampler = ElasticSampler(length, tail="uneven")
+        indices: list[int] = []
+        with Join([model]):
+            for batch in DataLoader(list(range(length)), batch_size=4, sampler=sampler):
+                model(batch.float()[:, None]).sum().backward()
+                sampler.record(batch)
+                indices += batch.tolist()
+        told["indices"].append(indices)
+        told["states"].append(sampler.state_dict()["consumed"])
+    return told
+
+
+def test_an_uneven_tail_is_joined(told: Told) -> None:
+    first, second = (rank[0] for rank in told)
+    for number, length in enumerate((17, 21)):
+        mine, others = first["indices"][number], second["indices"][number]
+        assert len(mine) == len(others) + 1
+        assert sorted(mine + others) == list(range(length))
+    assert first["states"] == [17, 21]
+    assert second["states"] == [16, 21]  # without a part in the fifth step of the first
+
+
+def own_pace(rank: int) -> dict[str, Any]:
+    """Every rank records what it likes, then all agree."""
+    sampler = ElasticSampler(60, shuffle=False, tail="uneven")
+    indices = iter(sampler)
+    used = list(islice(indices, 3 + 4 * rank))
+    sampler.record(used)
+    sampler.agree()
+    state = sampler.state_dict()
+    next(indices)
+    sampler.record(1)
+    with pytest.raises(RuntimeError, match="agree again"):
+        sampler.state_dict()
+    return {"used": used, "state": state}
+
+
+def test_ranks_that_go_at_their_own_pace_agree(told: Told) -> None:
+    state = told[0][1]["state"]
+    assert told[1][1]["state"] == state
+    assert state["consumed"] == 3 + 7
+    assert [list(range(*part)) for part in state["skipped"]] == [[6, 8, 10, 12]]  # rank 0's
+    used = [index for rank in told for index in rank[1]["used"]]
+    for rank in range(3):
+        sampler = ElasticSampler(60, shuffle=False, tail="uneven", rank=rank, world_size=3)
+        sampler.load_state_dict(state)
+        used += list(sampler)
+    assert sorted(used) == list(range(60))
+
+
+def own_size(rank: int) -> dict[str, Any]:
+    """Every rank knows its own batch size only."""
+    sampler = ElasticSampler(600)
+    sampler.reshard(batch_sizes=[30, 20][rank])
+    return {"length": len(sampler)}
+
+
+def test_batch_sizes_are_gathered(told: Told) -> None:
+    assert [rank[2]["length"] for rank in told] == [360, 240]
