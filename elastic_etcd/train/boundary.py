@@ -77,10 +77,14 @@ class Boundary:
         if self._thread:
             self._thread.join()
 
-    def _look(self) -> bool:
-        self._settled.wait()
+    def intact(self) -> None:
+        """Raise WorldBroken if it is known to be broken."""
         if self._broken:
             raise WorldBroken(self._broken)
+
+    def _look(self) -> bool:
+        self._settled.wait()
+        self.intact()
         return self.came >= self._target
 
     def _agree(self) -> None:
@@ -111,6 +115,14 @@ def check() -> bool:
     Costs a fraction of a microsecond. Without ee.run it is always False.
     """
     return _boundary.check()
+
+
+def intact() -> None:
+    """Raise WorldBroken if what has been computed may be wrong.
+
+    A collective of NCCL's that is aborted ends as if it had succeeded. The flag is set before.
+    """
+    _boundary.intact()
 
 
 def begin(boundary: Boundary | None) -> None:

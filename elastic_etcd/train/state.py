@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train import boundary, files
 from elastic_etcd.train.channel import agent
 from elastic_etcd.train.encoding import decode, encode
-from elastic_etcd.train.image import Version, pack, pieces_of, unpack
+from elastic_etcd.train.image import Piece, Version, pack, pieces_of, unpack
 from elastic_etcd.train.parts import Clones, Codec, codec_of, register
 from elastic_etcd.train.snapshot import Slot, Snapshot
 from elastic_etcd.train.staging import Staging
@@ -179,7 +179,7 @@ class ElasticState:
         }
         objects, size = pack(parts, tensors)
         pieces = self._staging.through(pieces_of(objects, tensors))
-        self._open().write(version, len(objects), size, pieces)
+        self._open().write(version, len(objects), size, _while_intact(pieces))
         self._calls = 0
 
     def _load(self, slot: Slot) -> None:
@@ -223,6 +223,12 @@ class ElasticState:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._values})
+
+
+def _while_intact(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Raises WorldBroken instead of the end: what comes out of an abort must not be kept."""
+    yield from pieces
+    boundary.intact()
 
 
 def _generation() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from elastic_etcd import ElasticState
 from elastic_etcd.train import boundary
 from elastic_etcd.train.boundary import Boundary, WorldBroken
 
@@ -157,6 +158,23 @@ def test_an_interrupt_frees_a_loop_that_is_held(connects: list[Connect]) -> None
     held.join()
     with pytest.raises(WorldBroken, match="n2 is lost"):
         held.check()
+
+
+def test_what_a_broken_world_has_computed_is_not_committed(connects: list[Connect]) -> None:
+    state = ElasticState(step=1)
+    state.commit()
+    state.step = 2
+    edge = Boundary(0, 2, connects[0])
+    boundary.begin(edge)
+    try:
+        boundary.intact()
+        edge.interrupt("n2 is lost")
+        with pytest.raises(WorldBroken, match="n2 is lost"):
+            state.commit()
+    finally:
+        boundary.begin(None)
+    state.restore()
+    assert state.step == 1
 
 
 def test_without_a_world_there_is_nothing_to_stop_for(connects: list[Connect]) -> None:
