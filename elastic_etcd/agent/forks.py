@@ -36,19 +36,32 @@ class Forked:
 
 
 class Spare:
-    """A worker that is on its way or waits for its order; `lost(spare)` if it ends before that."""
+    """A worker that is on its way or waits for its order; `lost(spare)` if it ends before that.
+
+    `ask(channel)` asks the pool for it. Raises OSError when that cannot be.
+    """
 
     _on_their_way = 0
 
-    def __init__(self, channel: socket.socket, lost: "Callable[[Spare], None]") -> None:
+    def __init__(
+        self, ask: Callable[[socket.socket], None], lost: "Callable[[Spare], None]"
+    ) -> None:
         self.pid: int | None = None
-        self._channel = channel
-        self._channel.setblocking(False)
         self._lost = lost
         self._then: Callable[[Started], None] | None = None
         self._pidfd = -1
-        Spare._adopt(+1)
-        asyncio.get_running_loop().add_reader(channel, self._arrived)
+        # On a SOCK_SEQPACKET a message never parts from its descriptors.
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        Spare._adopt(+1)  # first: init would inherit a worker that is faster
+        try:
+            with theirs:
+                ask(theirs)
+        except OSError:
+            Spare._adopt(-1)
+            self._channel.close()
+            raise
+        asyncio.get_running_loop().add_reader(self._channel, self._arrived)
 
     @classmethod
     def _adopt(cls, more: int) -> None:

@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,14 +150,7 @@ class WarmPool:
     def _new(self) -> Spare:
         if self._process is None or not self._is_warm:
             raise OSError(errno.EAGAIN, "the warm pool is not ready")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                self._process.fork(theirs)
-        except OSError:
-            ours.close()
-            raise
-        spare = Spare(ours, self._lost)
+        spare = Spare(self._process.fork, self._lost)
         self._spares.append(spare)
         return spare
 

@@ -11,7 +11,7 @@ import os
 import pkgutil
 import runpy
 import sys
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,17 +53,23 @@ class Entry:
             return None
         return str(Path.cwd() if self.is_module else Path(self.file).resolve().parent)
 
-    def take_place(self) -> None:
-        """Make the process look as it does when the entry's first line is about to run."""
+    def take_place(self, main: ModuleType) -> None:
+        """Make the process look as it does when the entry's first line is about to run.
+
+        `main` becomes `__main__`, always the same: who has got hold of it sees what it becomes.
+        """
         sys.argv = self.argv.copy()
         sys.orig_argv = self.command.copy()
-        main = ModuleType("__main__")
-        vars(main)["__annotations__"] = {}
-        vars(main)["__builtins__"] = sys.modules["builtins"]
-        if not self.is_module and not self.is_package:
-            vars(main).update(__file__=self.file, __cached__=None)
-            main.__loader__ = SourceFileLoader("__main__", self.file)
         sys.modules["__main__"] = main
+        names = vars(main)
+        names.clear()
+        names.update(vars(ModuleType("__main__")))
+        names.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        if not self.is_module and not self.is_package:
+            names.update(__file__=self.file, __cached__=None)
+            compiled = self.file.endswith(".pyc")
+            loader = SourcelessFileLoader if compiled else SourceFileLoader
+            names["__loader__"] = loader("__main__", self.file)
 
     def run(self) -> None:
         """Run it in `sys.modules["__main__"]`; what it raises is shown without our frames.
@@ -119,30 +125,43 @@ class Environment:
     """The environment variables of a process that had others when it began."""
 
     def __init__(self) -> None:
-        self._omp = os.environ.get("OMP_NUM_THREADS")
+        self._omp_threads = os.environ.get("OMP_NUM_THREADS")
+        self._omp: list[Callable[[int], object]] = []
         self._blas: list[Callable[[int], object]] = []
 
     def imported(self) -> None:
-        """Look for each OpenBLAS that was loaded: it is to be told its number of threads."""
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        for path in {line.split(maxsplit=5)[5] for line in maps if "openblas" in line}:
-            library: Any = ctypes.CDLL(path)
-            self._blas += [getattr(library, n) for n in _BLAS_SETTERS if hasattr(library, n)][:1]
+        """Look for the libraries that have read their number of threads when they were loaded."""
+        self._omp = _functions("omp", ["omp_set_num_threads"])
+        self._blas = _functions("openblas", _BLAS_SETTERS)
 
     def become(self, env: dict[str, str]) -> None:
-        """Have exactly `env`, also for libraries that looked at it when they were loaded."""
+        """Have exactly `env`, and the numbers of threads that it asks for."""
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
         for name, value in env.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
-        threads = _count(env.get("OMP_NUM_THREADS"))
-        if threads and env["OMP_NUM_THREADS"] != self._omp:
-            sys.modules["torch"].set_num_threads(threads)
-        blas = _count(env.get("OPENBLAS_NUM_THREADS")) or threads or len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))  # more than that neither MKL nor OpenBLAS take
+        omp = _count(env.get("OMP_NUM_THREADS"))
+        if omp and env["OMP_NUM_THREADS"] != self._omp_threads:
+            for set_num_threads in self._omp:
+                set_num_threads(min(omp, cores))
+        blas = min(_count(env.get("OPENBLAS_NUM_THREADS")) or omp or cores, cores)
         if blas > 1:
             for set_num_threads in self._blas:
                 set_num_threads(blas)
+
+
+def _functions(part: str, names: list[str]) -> list[Callable[[int], object]]:
+    """The first of `names` in each loaded library with `part` in its file's name."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
+    found: list[Any] = []
+    for file in files:
+        if part in Path(file).name and ".so" in file:
+            library = ctypes.CDLL(file)
+            found += [getattr(library, name) for name in names if hasattr(library, name)][:1]
+    return found
 
 
 def _count(text: str | None) -> int:
@@ -151,9 +170,20 @@ def _count(text: str | None) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def fresh_randomness() -> None:
-    """What exec'd processes don't share; `random` sees to itself, torch's seed is a constant."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    if "multiprocessing" in sys.modules:
-        sys.modules["multiprocessing"].current_process().authkey = os.urandom(32)
+def be_another() -> None:
+    """Have of its own what a forked process shares with its siblings, and an exec'd one doesn't.
+
+    (`random` sees to itself.)
+    """
+    for name in ("multiprocessing", "numpy.random", "threading", "torch"):
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        if name == "multiprocessing":
+            module.current_process().authkey = os.urandom(32)
+        elif name == "numpy.random":
+            module.seed()
+        elif name == "threading":
+            module.main_thread()._set_native_id()  # noqa: SLF001 - as a Thread does when it starts
+        else:
+            module.default_generator.seed()

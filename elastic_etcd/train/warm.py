@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -59,11 +60,12 @@ class Pool:
         self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
         self._environment = entry.Environment()
         # The modules are imported as the script would import them.
-        main = entry.Entry(command)
-        self._folder = main.folder
+        start = entry.Entry(command)
+        self._folder = start.folder
         if self._folder is not None:
             sys.path.insert(0, self._folder)
-        main.take_place()
+        self._main = ModuleType("__main__")
+        start.take_place(self._main)
 
     def warm_up(self, modules: list[str]) -> bool:
         """Import everything; tell the agent how it went. False: nothing can be served."""
@@ -99,18 +101,18 @@ class Pool:
             with socket.socket(fileno=fds[0]) as orders:
                 try:
                     check_safe("something after the imports")
-                    if fork_away():
-                        return self._become_worker(orders)
+                    if between := fork_away():
+                        return self._become_worker(orders, between)
                 except Unsafe as error:
                     say(self._channel, unsafe=str(error))
                 except OSError as error:
                     sys.stderr.write(f"fork: {error.strerror}\n")
 
-    def _become_worker(self, orders: socket.socket) -> entry.Entry:
+    def _become_worker(self, orders: socket.socket, between: int) -> entry.Entry:
         """As exec would begin, then what the order says."""
         self._channel.close()
         os.setpgid(0, 0)
-        die_with(self._agent)
+        die_with(self._agent, between)
         os.fchdir(self._cwd)
         os.close(self._cwd)
         os.umask(self._umask)
@@ -118,7 +120,7 @@ class Pool:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        entry.fresh_randomness()
+        entry.be_another()
         say(orders, pid=os.getpid())
         message, fds, _, _ = socket.recv_fds(orders, 64, 64)
         if not message:  # the agent doesn't need this one
@@ -132,7 +134,7 @@ class Pool:
         given = entry.Entry([*order["argv"], *map(str, fds[3:])])
         if self._folder in sys.path and given.folder not in (None, self._folder):
             sys.path[sys.path.index(self._folder)] = given.folder
-        given.take_place()
+        given.take_place(self._main)
         return given
 
 
@@ -156,36 +158,34 @@ def check_safe(who: str) -> None:
             raise Unsafe(f"{who} initialised the GPU driver (it opened {device})")
 
 
-def fork_away() -> bool:
-    """Fork a process that the agent will be the parent of; True in it.
+def fork_away() -> int:
+    """Fork a process that the agent will be the parent of.
 
-    The agent is a child subreaper meanwhile: it inherits from the process between.
+    In it, this is the pid of the process between, which ends now: the agent is a child subreaper
+    meanwhile and inherits. In the pool it is 0.
     """
     between = os.fork()
     if between:
         os.waitpid(between, 0)
-        return False
+        return 0
+    between = os.getpid()
     try:
         child = os.fork()
     except OSError:
         os._exit(1)
     if child:
         os._exit(0)
-    return True
+    return between
 
 
-def die_with(agent: int) -> None:
+def die_with(agent: int, between: int) -> None:
     """Wait until the agent is the parent, then ask the kernel for SIGKILL at its death.
 
     Not earlier, or the end of the process between would be taken for it.
     """
-    parent = os.getppid()
-    if parent != agent:
-        try:
-            pidfd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            pass
-        else:
+    with suppress(ProcessLookupError):  # it is gone, and reaped
+        if os.getppid() == between:
+            pidfd = os.pidfd_open(between)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             poll.poll()

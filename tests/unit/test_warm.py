@@ -1,0 +1,304 @@
+"""The warm pool from the agent's side: when it is ready, what is forked, and how it ends."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import warm
+from elastic_etcd.agent.forks import Spare
+from elastic_etcd.agent.warm import WarmPool
+from elastic_etcd.agent.worker import Started
+from elastic_etcd.errors import UsageError
+from tests.unit.warm import exit_of, python, within_deadline
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class News:
+    """What happens to pools and their workers, as an event to wait for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._event = asyncio.Event()
+        for kind, name in ((WarmPool, "_heard"), (WarmPool, "_lost"), (Spare, "_arrived")):
+            patch.setattr(kind, name, self._then_tell(getattr(kind, name)))
+
+    def _then_tell(self, method: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(*args: object) -> None:
+            method(*args)
+            self._event.set()
+
+        return wrapped
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self._event.clear()
+                await self._event.wait()
+
+
+@pytest.fixture
+async def news(monkeypatch: pytest.MonkeyPatch) -> News:
+    return News(monkeypatch)
+
+
+@asynccontextmanager
+async def pool(
+    folder: Path, *preload: str, size: int = 1, torch: bool = False, env: Mapping[str, str] = {}
+) -> AsyncIterator[WarmPool]:
+    """A started pool; `torch` is a stand-in where a test isn't about it, so that it's quick."""
+    whole = {**os.environ, "PYTHONPATH": str(folder), **env}
+    if not torch:
+        for name in (
+            "torch",
+            "torch/distributed",
+            "torch/nn",
+            "torch/nn/parallel",
+            "torch/_dynamo",
+        ):
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").touch()
+        stand_in = "class default_generator:\n    seed = staticmethod(lambda: 0)\n"
+        (folder / "torch" / "__init__.py").write_text(stand_in)
+    started = WarmPool(python(folder / "script.py"), whole, preload, size)
+    started.start()
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+async def fork(
+    pool: WarmPool, folder: Path, script: str, given: Sequence[int] = ()
+) -> tuple[Started, int]:
+    """The process that runs `script`, and the pipe of its stdout."""
+    (folder / "script.py").write_text(script)
+    started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+    read, write = os.pipe()
+    argv = python(folder / "script.py")
+    pool.fork(argv, os.environ, write, 2, started.set_result, given)
+    os.close(write)
+    return await within_deadline(started), read
+
+
+async def run(pool: WarmPool, folder: Path, script: str, given: Sequence[int] = ()) -> str:
+    process, read = await fork(pool, folder, script, given)
+    assert not isinstance(process, OSError), process
+    await exit_of(process.pid)
+    assert process.poll() == 0
+    with os.fdopen(read) as file:
+        return file.read()
+
+
+async def test_workers_are_its_children_and_their_ends_are_exact(tmp_path: Path) -> None:
+    async with pool(tmp_path) as warm:
+        await warm.warm()
+        script = f"import os; assert os.getppid() == {os.getpid()}; os.kill(os.getpid(), 9)"
+        for _ in range(3):
+            process, read = await fork(warm, tmp_path, script)
+            os.close(read)
+            assert not isinstance(process, OSError)
+            await exit_of(process.pid)
+            assert process.poll() == process.poll() == -signal.SIGKILL
+
+
+async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -> None:
+    async with pool(tmp_path, size=1) as warm:
+        await warm.warm()
+        (tmp_path / "script.py").write_text("import os; os.write(1, b'%d\\n' % os.getpid())")
+        argv, read = python(tmp_path / "script.py"), os.pipe()
+        started: list[asyncio.Future[Started]] = []
+        for _ in range(4):
+            future: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+            started.append(future)
+            warm.fork(argv, os.environ, read[1], 2, future.set_result)
+        os.close(read[1])
+        pids = set()
+        for future in started:
+            process = await within_deadline(future)
+            assert not isinstance(process, OSError)
+            pids.add(process.pid)
+            await exit_of(process.pid)
+            assert process.poll() == 0
+        with os.fdopen(read[0]) as file:
+            assert {int(line) for line in file} == pids
+        assert len(pids) == 4
+
+
+async def test_a_worker_gets_descriptors_by_number(tmp_path: Path) -> None:
+    async with pool(tmp_path) as warm:
+        await warm.warm()
+        (tmp_path / "file").write_text("inside")
+        fd = os.open(tmp_path / "file", os.O_RDONLY)
+        script = "import os, sys; print(os.read(int(sys.argv[-1]), 99), len(sys.argv))"
+        assert await run(warm, tmp_path, script, [fd]) == "b'inside' 2\n"
+        os.close(fd)
+
+
+async def test_a_pool_that_dies_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    async with pool(tmp_path, size=0) as warm:
+        await warm.warm()
+        first = warm.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await news.until(lambda: warm.ready and warm.pid != first)
+        assert "it is replaced" in caplog.text
+        assert await run(warm, tmp_path, "print(1)") == "1\n"
+
+
+async def test_a_spare_that_dies_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, news: News
+) -> None:
+    monkeypatch.setattr(warm, "_REFILL_AFTER", 0.0)
+    async with pool(tmp_path) as one:
+        await one.warm()
+        pids: set[int] = set()
+        for n in range(3):
+            await news.until(lambda: one._spares and one._spares[0].pid not in {None, *pids})
+            pid = one._spares[0].pid
+            assert pid is not None
+            pids.add(pid)
+            os.kill(pid, signal.SIGTERM)
+            assert len(pids) == n + 1
+        await news.until(lambda: one._spares and one._spares[0].pid not in {None, *pids})
+        assert await run(one, tmp_path, "print(1)") == "1\n"
+
+
+async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None:
+    async with pool(tmp_path) as warm:
+        await warm.warm()
+        assert warm.pid is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(warm.pid, number)
+        pid = warm.pid
+        assert await run(warm, tmp_path, "print(1)") == "1\n"
+        assert warm.pid == pid
+
+
+async def test_a_module_that_cannot_be_imported_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_thing")
+    async with pool(tmp_path, "broken") as warm:
+        with pytest.raises(UsageError) as raised:
+            await warm.warm()
+        assert not warm.ready
+    message = str(raised.value)
+    assert message.startswith("--preload broken: ")
+    assert message.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
+
+
+async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("import sys; sys.exit('usage: ...')")
+    async with pool(tmp_path, "exits") as warm:
+        with pytest.raises(UsageError, match=r"SystemExit: usage: \.\.\."):
+            await warm.warm()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()", "thread"),
+        ("import os; os._exit(3)", r"\(3\) before it was warm"),
+        ("import os; os.kill(os.getpid(), 11)", r"\(-11\) before it was warm"),
+    ],
+)
+async def test_without_a_pool_it_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, reason: str
+) -> None:
+    (tmp_path / "unsafe.py").write_text(text)
+    async with pool(tmp_path, "unsafe") as warm:
+        await warm.warm()
+        assert not warm.ready
+        process, read = await fork(warm, tmp_path, "")
+        os.close(read)
+        assert isinstance(process, OSError)
+    said = [r.message for r in caplog.records if "without the warm pool" in r.message]
+    assert len(said) == 1
+    assert re.search(reason, said[0])
+
+
+async def test_a_python_without_torch_has_no_pool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')")
+    async with pool(tmp_path, torch=True) as warm:
+        await warm.warm()
+        assert not warm.ready
+    assert "cannot import torch: ImportError: none here" in caplog.text
+
+
+async def test_threads_that_come_later_are_found_before_a_fork(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    # A module can start a thread when the collector runs, or by a signal, as here.
+    (tmp_path / "later.py").write_text(
+        "import signal, threading as t\n"
+        "start = lambda *_: t.Thread(target=t.Event().wait, daemon=True).start()\n"
+        "signal.signal(signal.SIGWINCH, start)\n"
+    )
+    async with pool(tmp_path, "later", size=0) as warm:
+        await warm.warm()
+        assert warm.pid is not None
+        os.kill(warm.pid, signal.SIGWINCH)
+        process, read = await fork(warm, tmp_path, "")
+        os.close(read)
+        assert isinstance(process, OSError)
+        await news.until(lambda: not warm.ready)
+    assert "something after the imports started 1 threads" in caplog.text
+
+
+async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
+    """The pool, the workers that wait and those that run, when the agent is SIGKILLed."""
+    (tmp_path / "script.py").write_text("import threading; print('up'); threading.Event().wait()")
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "import pytest\n"
+        "from tests.unit.test_warm import News, fork, pool\n"
+        "async def main():\n"
+        "    news = News(pytest.MonkeyPatch())\n"
+        "    folder = Path(sys.argv[1])\n"
+        "    async with pool(folder, size=2) as warm:\n"
+        "        await warm.warm()\n"
+        "        process, read = await fork(warm, folder, (folder / 'script.py').read_text())\n"
+        "        assert await asyncio.to_thread(os.read, read, 2) == b'up'\n"
+        "        await news.until(lambda: all(spare.pid for spare in warm._spares))\n"
+        "        pids = [warm.pid, process.pid, *(spare.pid for spare in warm._spares)]\n"
+        "        print(*pids, flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, agent, tmp_path, stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids = [int(pid) for pid in (await process.stdout.readline()).split()]
+    assert len(pids) == 3
+    ends = [os.pidfd_open(pid) for pid in pids]
+    process.kill()
+    await process.wait()
+    for pidfd in ends:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(pidfd, ended.set_result, None)
+        await within_deadline(ended)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    async with pool(tmp_path, size=2) as warm:
+        await warm.warm()
+        assert await run(warm, tmp_path, "print(1)") == "1\n"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # noqa: ASYNC222 - it doesn't wait

@@ -1,0 +1,242 @@
+"""A forked worker is to its script what `python -u script.py` is: each test runs it both ways."""
+
+import json
+import os
+import py_compile
+import signal
+import textwrap
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.warm import BothWays, python
+
+pytestmark = pytest.mark.timeout(180)
+
+# Everything about a process that a script can see, but for numbers of its own.
+FACTS = '''\
+"""Facts."""
+import torch  # what the pool has imported anyway
+import ctypes, gc, json, locale, multiprocessing, os, pickle, resource, signal, sys, threading
+
+class Local: pass
+
+def environment():
+    environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    found = []
+    while environ[len(found)] is not None:
+        found.append(environ[len(found)].decode("latin-1"))
+    return sorted(found)
+
+def stream(it):
+    raw = getattr(it.buffer, "raw", it.buffer)
+    return [repr(type(it.buffer)), it.name, it.mode, it.encoding, it.errors, it.line_buffering,
+            it.write_through, it.fileno(), raw.closefd, it is getattr(sys, f"__{it.name[1:-1]}__")]
+
+def status(*names):
+    with open("/proc/self/status") as file:
+        return [line for line in file.read().splitlines() if line.split(":")[0] in names]
+
+def signal_of_parent():
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(found))
+    return found.value
+
+main = sys.modules["__main__"]
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": repr(sys.flags),
+    "warnoptions": sys.warnoptions, "executable": sys.executable,
+    "name": __name__, "file": __file__, "doc": __doc__, "cached": __cached__,
+    "package": __package__, "spec": repr(__spec__), "loader": type(__loader__).__name__,
+    "globals": [*globals()], "main": vars(main) is globals(), "builtins": repr(__builtins__),
+    "pickle": pickle.loads(pickle.dumps(Local())).__class__ is Local, "module": Local.__module__,
+    "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)],
+    "stdin": sys.stdin.read(), "environ": dict(os.environ), "libc": environment(),
+    "cwd": os.getcwd(), "umask": os.umask(0), "fds": sorted(os.listdir("/proc/self/fd")),
+    "leads": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getsid(os.getppid()),
+    "parent": os.getppid(), "of parent": signal_of_parent(),
+    "signals": status("SigBlk", "SigIgn", "SigCgt", "ShdPnd", "Threads"),
+    "handlers": {n: repr(signal.getsignal(n)) for n in signal.valid_signals()},
+    "limits": [resource.getrlimit(getattr(resource, n)) for n in dir(resource)
+               if n.startswith("RLIMIT_")],
+    "nice": os.nice(0), "cpus": sorted(os.sched_getaffinity(0)), "locale": locale.setlocale(0),
+    "gc": [gc.isenabled(), gc.get_threshold()], "limit": sys.getrecursionlimit(),
+    "thread": [threading.current_thread() is threading.main_thread(), threading.active_count(),
+               threading.main_thread().native_id == os.getpid()],
+    "process": [multiprocessing.current_process().name, repr(multiprocessing.parent_process())],
+    "torch": [torch.get_num_threads(), torch.get_num_interop_threads(),
+              torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()],
+}))
+'''
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    with BothWays(tmp_path_factory.mktemp("warm")) as ways:
+        yield ways
+
+
+def facts_of(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def check_facts(ways: BothWays, argv: list[str], env: dict[str, str] | None = None) -> None:
+    env = ways.env | {"RANK": "3", "EMPTY": "", "BYTES": "\udcff"} | (env or {})
+    forked, executed = ways.fork(argv, env), ways.exec(argv, env)
+    assert forked.code == executed.code == 0, forked.err + executed.err
+    ours, theirs = facts_of(forked.out), facts_of(executed.out)
+    assert ours.keys() == theirs.keys()
+    if ".zip" in argv[-2]:  # Python itself leaves an archive open that it runs
+        theirs["fds"] = ours["fds"]
+    assert {k: v for k, v in ours.items() if v != theirs[k]} == {}, theirs
+    assert forked.err == executed.err == ""
+
+
+def test_a_script_finds_the_same_process(ways: BothWays) -> None:
+    check_facts(ways, [*ways.script(FACTS), "--lr", "0.1", "", "-m", "\udcff"])
+
+
+@pytest.mark.parametrize("spelling", ["{}", "./{}", ".//{}", "tests/../{}"])
+def test_a_script_by_a_relative_path(ways: BothWays, spelling: str) -> None:
+    there = os.path.relpath(ways.script(FACTS)[-1])
+    check_facts(ways, python(spelling.format(there)))
+
+
+def test_a_link_to_a_script_in_another_folder(ways: BothWays, tmp_path: Path) -> None:
+    target = Path(ways.script(FACTS, "facts.py")[-1])
+    (tmp_path / "link.py").symlink_to(os.path.relpath(target, tmp_path))
+    check_facts(ways, python(tmp_path / "link.py"))
+
+
+def test_a_folder_an_archive_and_compiled_code(ways: BothWays, tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(FACTS)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "__main__.py", "__main__.py")
+    py_compile.compile(str(tmp_path / "__main__.py"), str(tmp_path / "facts.pyc"))
+    for entry in (tmp_path, tmp_path / "all.zip", tmp_path / "facts.pyc"):
+        check_facts(ways, python(entry, "a"))
+
+
+@pytest.mark.parametrize("name", ["of_facts", "of_facts.more", "alone"])
+def test_modules_and_packages(ways: BothWays, name: str) -> None:
+    (ways.folder / "of_facts").mkdir(exist_ok=True)
+    for file in ("of_facts/__main__.py", "of_facts/more.py", "alone.py"):
+        (ways.folder / file).write_text(FACTS)
+    (ways.folder / "of_facts" / "__init__.py").write_text("")
+    check_facts(ways, python("-m", name, "-m", "--", "a"))
+
+
+@pytest.mark.parametrize("threads", ["1", "3", "2,1"])
+def test_omp_num_threads_is_honoured(ways: BothWays, threads: str) -> None:
+    check_facts(ways, ways.script(FACTS), {"OMP_NUM_THREADS": threads})
+
+
+ENDS = {
+    "end": "",
+    "exit": "import sys; sys.exit()",
+    "3": "import sys; sys.exit(3)",
+    "130": "import sys; sys.exit(128 + 2)",
+    "137": "import sys; sys.exit(128 + 9)",
+    "-1": "import sys; sys.exit(-1)",
+    "text": "import sys; sys.exit('bad \\u20ac')",
+    "object": "raise SystemExit([1, 2])",
+    "_exit": "import os; print('lost?', end=''); os._exit(7)",
+    "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "term": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "int": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
+    "interrupt": "def f():\n    raise KeyboardInterrupt\nf()",
+    "usr1": "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)",
+    "pipe": "import os\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')",
+    "segv": "import os, signal, resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+    "os.kill(os.getpid(), signal.SIGSEGV)",
+    "raise": "def f(x):\n    return 1 / x\n\nf(0)",
+    "chain": "try:\n    {}['k']\nexcept KeyError as e:\n    raise ValueError('two\\nlines') from e",
+    "group": "raise ExceptionGroup('g', [ValueError(1), TypeError(2)])",
+    "note": "e = ValueError('x'); e.add_note('noted'); raise e",
+    "syntax": "x = 1\nif x\n    y",
+    "indent": "if 1:\nx = 2",
+    "tab": "if 1:\n\tx = 1\n        y = 2",
+    "future": "from __future__ import braces",
+    "hook": "import sys\nsys.excepthook = lambda k, e, t: print(k, e, t.tb_lineno, t.tb_next)\n1/0",
+    "atexit": "import atexit\natexit.register(print, 'bye')\nprint('unfinished', end='')\n1/0",
+    "atexit raises": "import atexit\natexit.register(lambda: 1 / 0)",
+    "exit in thread": "import threading\nthreading.Thread(target=lambda: exit(3)).start()",
+    "raise in thread": "import threading\nthreading.Thread(target=lambda: 1/0).start()",
+    "thread goes on": "import threading\ngo = threading.Event()\n"
+    "def late():\n  threading.main_thread().join()\n  print('late')\n"
+    "threading.Thread(target=late).start()",
+    "daemon": "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()",
+    "del": "class A:\n    def __del__(self): print('deleted')\na = A()",
+    "buffer": "import sys\nsys.stdout.reconfigure(write_through=False)\n"
+    "sys.stdout.buffer.write(b'raw')\nprint('text', end='')",
+    "closed": "import sys\nsys.stdout.close()",
+    "name": "if __name__ == '__main__':\n    print('main')",
+    "import main": "import __main__\nx = 1\nprint(__main__.x)",
+    "warn": "import warnings\ndef f(): warnings.warn('old', DeprecationWarning)\nf()",
+    "exc": "import sys, traceback\ntry:\n    1/0\nexcept ZeroDivisionError: traceback.print_exc()",
+    "pdb": "import sys\ntry:\n    1/0\nfinally: print(hasattr(sys, 'last_traceback'))",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_it_ends_alike(ways: BothWays, end: str) -> None:
+    ways.same(ways.script(ENDS[end]))
+
+
+def test_exit_codes_and_signals_are_what_they_were(ways: BothWays) -> None:
+    def code(end: str) -> int:
+        return ways.fork(ways.script(ENDS[end])).code
+
+    assert code("137") == 137
+    assert code("kill") == -signal.SIGKILL
+    assert code("interrupt") == -signal.SIGINT
+    assert code("_exit") == 7
+
+
+@pytest.mark.parametrize("arguments", [["/nowhere/at_all.py"], ["-m", "no_such_module"]])
+def test_what_is_not_there(ways: BothWays, arguments: list[str]) -> None:
+    assert ways.same(python(*arguments)).code
+
+
+def test_sources_in_other_encodings(ways: BothWays) -> None:
+    script = ways.folder / "latin.py"
+    script.write_bytes("# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))\n".encode("latin-1"))
+    assert ways.same(python(script)).out == "'\\xe9'\n"
+    script.write_bytes(b"\xef\xbb\xbfprint(1)\r\n")
+    assert ways.same(python(script)).out == "1\n"
+
+
+def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
+    script = ways.script(
+        textwrap.dedent("""
+            import random, sys, multiprocessing
+            import numpy, torch
+            print(random.random(), numpy.random.rand(), numpy.random.default_rng().random(),
+                  torch.initial_seed(), torch.rand(1).item(),
+                  multiprocessing.current_process().authkey)
+        """)
+    )
+    first, second = (ways.fork(script).out.split(maxsplit=5) for _ in range(2))
+    assert len(first) == 6
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_openblas_has_as_many_threads_as_ever(ways: BothWays) -> None:
+    script = ways.script(
+        textwrap.dedent("""
+            import numpy, os
+            numpy.ones((600, 600)) @ numpy.ones((600, 600))
+            print(len(os.listdir("/proc/self/task")))
+        """)
+    )
+    for more in ({}, {"OMP_NUM_THREADS": "3"}, {"OPENBLAS_NUM_THREADS": "2"}):
+        ways.same(script, ways.env | more)
+
+
+def test_several_in_turn_are_different_processes(ways: BothWays) -> None:
+    script = ways.script("import os; print(os.getpid())")
+    assert len({ways.fork(script).out for _ in range(5)}) == 5
