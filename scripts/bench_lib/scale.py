@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,9 +24,10 @@ from rich.console import Console
 from elastic_etcd.etcd.client import Client
 from tests.etcd.server import EtcdServer
 
-from .scale_fleet import Counts, Fleet
+from .scale_fleet import PATIENCE, Counts, Fleet
 from .scale_table import Change, beside, exponents, growth, missed, table
 
+WAVE = 100  # agents that start at once: a thousand from two processes would wait for processors
 PHASES = ("setup", "joinable", "frozen", "final")
 
 
@@ -46,7 +48,10 @@ class Job:
         """Every kind of change once."""
         began = time.monotonic()
         before = await self._quiet()
-        self._fleet.command("start", self._live)
+        for first in range(0, len(self._live), WAVE):
+            wave = self._live & set(range(first, first + WAVE))
+            self._fleet.command("start", wave)
+            await self._fleet.until(partial(self._joined, wave), "all join")
         await self._reach("formation", None, before, began)
         await self._lose("node lost", self._ordinary())
         await self._add("node joins")
@@ -56,6 +61,9 @@ class Job:
         since = time.monotonic()
         self._fleet.command("fail", [self._ordinary()])
         await self._reach("worker fails", since, before)
+
+    def _joined(self, wave: set[int]) -> bool:
+        return wave <= self._fleet.first(("member",), 0).keys()
 
     async def _add(self, name: str) -> None:
         number, self._next = self._next, self._next + 1
@@ -116,16 +124,16 @@ class Job:
         return max(self._live - {self._coordinator()})
 
     async def _quiet(self) -> Counts:
-        """The counts once nothing but keepalives and the slow comparisons goes on."""
-        at, counts = time.monotonic(), Counts.read(self._etcd.metrics_port)
-        while True:
-            await asyncio.sleep(0.2)
-            later, more = time.monotonic(), Counts.read(self._etcd.metrics_port)
-            usual = 1 + 2 * len(self._live) * (later - at) / 30
-            if (more - counts).requests <= usual and more.events == counts.events:
-                self._cpu = self._fleet.cpu()
-                return more
-            at, counts = later, more
+        """The counts once nothing but keepalives goes on."""
+        counts = Counts.read(self._etcd.metrics_port)
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                await asyncio.sleep(0.2)
+                more = Counts.read(self._etcd.metrics_port)
+                if (more - counts).requests == 0 and more.events == counts.events:
+                    self._cpu = self._fleet.cpu()
+                    return more
+                counts = more
 
 
 async def measure(nodes: int, ttl: int, processes: int) -> list[Change]:

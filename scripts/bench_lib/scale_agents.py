@@ -14,6 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from elastic_etcd.agent import membership
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.host import Host
@@ -22,6 +23,7 @@ from elastic_etcd.core.values import Failure, Master, Round
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.mirror import Mirror
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from elastic_etcd.agent.host import Post
     from elastic_etcd.agent.workers import Notice
 
+
+# The slow comparison of each mirror with etcd, twice a minute, is no part of a change.
+membership.Mirror = partial(Mirror, reconcile=3600)  # type: ignore[assignment, attr-defined]
 
 SETTLE = 60.0  # longer than all can take to come: a first world is complete
 
