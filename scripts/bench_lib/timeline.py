@@ -121,7 +121,7 @@ def _kill(
     add("round final", (t for t, phase in rounds if phase == "final"))
     add("last agent starts workers", (t for log in lines for t in first(r"group rank", log)))
     for name in ("script", "imports", "process group", "DDP"):
-        label = {"script": "last script begins", "imports": "torch imported"}.get(name, name)
+        label = {"script": "last script begins", "imports": "all imported"}.get(name, name)
         add(label, (s.passed[name] for s in streams if name in s.passed))
     return Kill(stages, _sequence(commits))
 
