@@ -114,12 +114,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def die_as_declared(args: argparse.Namespace, step: int) -> None:
-    here = f"{os.environ['RANK']}:{step}"
+def fail(args: argparse.Namespace, step: int) -> None:
+    """In the middle of a step: as declared on the command line, or asked for by a file."""
+    here, node = f"{os.environ['RANK']}:{step}", os.environ["ELASTIC_ETCD_NODE"]
     done = args.dir / f"killed.{here}"
     if here in args.kill and not done.exists():
         done.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):
+        (args.dir / f"raise.{node}").unlink()
+        raise ValueError(f"a mistake of the user's on {node}")
 
 
 def gradients(learner: Learner, ddp: DistributedDataParallel, indices: list[int]) -> None:
@@ -144,7 +148,7 @@ def train(state: ee.ElasticState, learner: Learner, args: argparse.Namespace, lo
         for batch in loader:
             step, indices = state.step + 1, batch.tolist()
             log.use("use", step, epoch=state.sampler.epoch, indices=indices)
-            die_as_declared(args, step)
+            fail(args, step)
             gradients(learner, ddp, indices)
             learner.step()
             time.sleep(args.step_time)

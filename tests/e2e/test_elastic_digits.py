@@ -1,8 +1,5 @@
 """Digits on nodes that die, freeze, join and leave: no sample is lost or repeated, and no bit.
 
-Which samples count is read from what workers say they contribute, before they do, and from where
-each world says it goes on: what the one before it did beyond that was rolled back.
-
 The reference is one process that takes the same global batches one after the other, in the order
 of torch's DistributedSampler, with nothing of elastic_etcd's. With the trainer's exact sums the
 final weights equal it bit for bit after every schedule; also after failures, since what is rolled
@@ -11,29 +8,25 @@ there are, and with three or more on their order: there, the same bits come only
 worlds, and are tested with two ranks.
 """
 
-import json
 import signal
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.etcd.server import EtcdServer
 
 from . import invariants
 from .conftest import passed
-from .digits_trainer import GLOBAL_BATCH, LENGTH, SEED, Learner
+from .digits import PER_EPOCH, Uses, check_samples, same_bits, undisturbed, weights
 from .harness import Agent, Job
 from .processes import send
 from .traces import Traces
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 EVERY = 3  # steps from commit to commit
-PER_EPOCH = -(-LENGTH // GLOBAL_BATCH)  # steps
 
 
 class Digits(Job):
@@ -53,102 +46,6 @@ class Digits(Job):
     def check(self) -> None:
         """What always holds, but for steps that are trained twice, which `Uses` looks at."""
         invariants.check(e for e in self.events() if e.event != "step")
-
-
-class Uses:
-    """What all workers of a job that has ended said of samples.
-
-    Three kinds of lines: a world `begin`s after a step that was made in some generation; a rank
-    is about to `use` samples in a step; the training is at its `end`.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.began: dict[int, tuple[int, int]] = {}  # generation -> step, made in generation
-        self.samples: dict[tuple[int, int], list[int]] = defaultdict(list)  # of generation, step
-        ends = set()
-        for path in job.directory.glob("*.uses"):
-            for line in map(json.loads, path.read_text().splitlines()):
-                if line["what"] == "use":
-                    self.samples[line["generation"], line["step"]] += line["indices"]
-                elif line["what"] == "end":
-                    ends.add((line["step"], line["made"]))
-                else:
-                    after = line["step"], line["made"]
-                    assert self.began.setdefault(line["generation"], after) == after, line
-        assert len(ends) == 1, ends
-        (self.end,) = ends
-
-    def kept(self) -> dict[int, list[int]]:
-        """The samples of each step that the final weights come from; goes back from the end."""
-        kept: dict[int, list[int]] = {}
-        step, made = self.end
-        while step:
-            first, before = self.began[made]
-            assert first < step
-            kept |= {s: self.samples[made, s] for s in range(first + 1, step + 1)}
-            step, made = first, before
-        return kept
-
-    def lost(self) -> dict[int, int]:
-        """How many steps of each generation were begun and don't count, if any."""
-        last = {g: max(s for h, s in self.samples if h == g) for g, _ in self.samples}
-        left = {made: step for step, made in [*self.began.values(), self.end] if made}
-        reached = {g: left.get(g, self.began[g][0]) for g in last}
-        return {g: last[g] - reached[g] for g in last if last[g] > reached[g]}
-
-
-def order(epoch: int) -> list[int]:
-    """The order of torch's DistributedSampler, as its documentation has it."""
-    chance = torch.Generator().manual_seed(SEED + epoch)
-    return torch.randperm(LENGTH, generator=chance).tolist()  # type: ignore[no-any-return]
-
-
-def global_batches(steps: int) -> list[list[int]]:
-    """What an undisturbed training uses in each of its steps."""
-    batches: list[list[int]] = []
-    epoch = 0
-    while len(batches) < steps:
-        indices = order(epoch)
-        batches += [indices[i : i + GLOBAL_BATCH] for i in range(0, LENGTH, GLOBAL_BATCH)]
-        epoch += 1
-    return batches[:steps]
-
-
-def undisturbed(steps: int) -> dict[str, torch.Tensor]:
-    """The weights after so many steps in one process."""
-    learner = Learner()
-    for batch in global_batches(steps):
-        for index in batch:
-            learner.contribute(learner.model, index)
-        learner.step()
-    return learner.weights()
-
-
-def check_samples(uses: Uses) -> None:
-    """Each sample once per epoch: in the very step in which an undisturbed training has it."""
-    kept, expected = uses.kept(), global_batches(uses.end[0])
-    assert sorted(kept) == list(range(1, len(expected) + 1))
-    assert len(expected) >= PER_EPOCH, "not one epoch has been finished"
-    for first in range(1, len(expected) - PER_EPOCH + 2, PER_EPOCH):
-        indices = [i for step in range(first, first + PER_EPOCH) for i in kept[step]]
-        assert sorted(indices) == list(range(LENGTH)), f"epoch of step {first}"
-    for step, batch in enumerate(expected, 1):
-        assert sorted(kept[step]) == sorted(batch), f"step {step}"
-
-
-def weights(job: Job, *nodes: Agent) -> dict[str, torch.Tensor]:
-    """The final weights, which are the same on all ranks of these nodes."""
-    paths = [path for node in nodes for path in job.directory.glob(f"{node.node}.*.weights")]
-    first, *others = map(torch.load, paths)
-    for each in others:
-        same_bits(first, each)
-    return first  # type: ignore[no-any-return]
-
-
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differ = {k: float((one[k] - other[k]).abs().max()) for k in one}
-    assert all(torch.equal(one[k], other[k]) for k in one), differ
 
 
 @pytest.fixture
@@ -189,15 +86,20 @@ def test_joins_and_leaves(digits: Digits) -> None:
 
 def test_failures(digits: Digits, etcd: EtcdServer) -> None:
     """Of each world at most as many steps are lost as there are from commit to commit."""
-    n1, n2, n3 = (digits.node(name, "--kill=1:41") for name in ("n1", "n2", "n3"))
+    flags = {"nnodes": "2:3", "max_restarts": 9}
+    n1, n2, n3 = (digits.node(name, "--kill=1:41", **flags) for name in ("n1", "n2", "n3"))
     first, before = digits.world(3, steps=30)
     g, after = digits.world(3, after=first)  # the worker of rank 1 has killed itself
     assert len(before.items() & after.items()) == 2
 
-    send(signal.SIGSTOP, [after["n3"]])  # nobody notices, until the world has to end
-    send(signal.SIGKILL, [after["n1"]])
+    (digits.directory / "raise.n3").touch()
     g, again = digits.world(3, after=g)
-    assert after.items() & again.items() == {("n2", after["n2"])}
+    assert after.items() - again.items() == {("n3", after["n3"])}
+
+    send(signal.SIGSTOP, [again["n3"]])  # nobody notices, until the world has to end
+    send(signal.SIGKILL, [again["n1"]])
+    g, after = digits.world(3, after=g)
+    assert again.items() & after.items() == {("n2", again["n2"])}
 
     n2.freeze()
     g, _ = digits.world(2, after=g)
@@ -206,22 +108,31 @@ def test_failures(digits: Digits, etcd: EtcdServer) -> None:
 
     n3.node_kill()
     g, _ = digits.world(2, after=g)
-    n4 = digits.node("n4")
+    n4 = digits.node("n4", **flags)
     g, _ = digits.world(3, after=g)
+
+    n4.kill()  # its agent
+    g, before = digits.world(2, after=g)
+
+    n2.node_kill()  # fewer than the minimum
+    digits.said(n1, "1 of at least 2 nodes are ready")
+    n5 = digits.node("n5", **flags)
+    g, after = digits.world(2, after=g)
+    assert before.items() & after.items() == {("n1", before["n1"])}, "it has waited"
 
     etcd.kill()
     digits.goes_on(g, steps=10)
     etcd.start()
     digits.goes_on(g, steps=10)
     assert {e.generation for e in digits.events("step") if e.generation >= g} == {g}
-    digits.finish(n1, n2, n4)
+    digits.finish(n1, n5)
 
     uses = Uses(digits)
     lost = uses.lost()
     assert lost[first] == 2, "the commit after step 39 is what there is of 41 steps"
     assert all(steps <= EVERY for steps in lost.values()), lost
     check_samples(uses)
-    same_bits(weights(digits, n1, n2, n4), undisturbed(uses.end[0]))
+    same_bits(weights(digits, n1, n5), undisturbed(uses.end[0]))
 
 
 def test_all_nodes_are_lost(digits: Digits) -> None:

@@ -1,0 +1,89 @@
+"""Every example, and the programs in docs/migration.md, under each launcher with a small load."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "digits_ddp.py": ["--epochs=2"],
+    "digits_elastic.py": ["--epochs=2"],
+    "resnet_synthetic.py": ["--images=4", "--size=32", "--batch=2", "--loader-workers=1"],
+}
+LAUNCHERS = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "launch": ("-m", "elastic_etcd.launch", "--nproc-per-node", "2"),
+}
+# In the page, in this order.
+PROGRAMS = ("horovod before", "horovod after", "torchrun before", "torchrun after")
+
+
+def run(launcher: str, script: Path, *arguments: str, cwd: Path) -> str:
+    """What it prints; it must exit 0, and nothing may ask for attention on the way."""
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(script), *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    told: str = done.stdout
+    assert done.returncode == 0, told
+    assert "Traceback" not in told, told
+    return told
+
+
+def program(name: str) -> str:
+    page = (ROOT / "docs" / "migration.md").read_text()
+    found: list[str] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    return dict(zip(PROGRAMS, found, strict=True))[name]
+
+
+def test_all_examples_are_here() -> None:
+    assert set(TINY) == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("example", TINY)
+def test_example(example: str, launcher: str, tmp_path: Path) -> None:
+    told = run(launcher, ROOT / "examples" / example, *TINY[example], cwd=tmp_path)
+    if example != "resnet_synthetic.py":
+        world = 1 if launcher == "python" else 2
+        assert f"epoch 2/2  world {world}  loss" in told
+        assert "accuracy 0." in told
+
+
+def test_an_example_goes_on_from_its_file(tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "state"))
+    elastic = ROOT / "examples" / "digits_elastic.py"
+    run("launch", elastic, "--epochs", "1", *save, cwd=tmp_path)
+    told = run("python", elastic, "--epochs", "2", *save, cwd=tmp_path)
+    assert "epoch 2/2  world 1" in told
+    assert "epoch 1/" not in told
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", ["horovod after", "torchrun after"])
+def test_program_after_migration(name: str, launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(program(name))
+    told = run(launcher, script, cwd=tmp_path)
+    assert "epoch 3 done" in told
+
+
+def test_programs_before_migration(tmp_path: Path) -> None:
+    compile(program("horovod before"), "train.py", "exec")  # there may be no Horovod
+    script = tmp_path / "train.py"
+    script.write_text(program("torchrun before"))
+    for launcher in ("torchrun", "launch"):  # as it is
+        assert "epoch 3 done" in run(launcher, script, cwd=tmp_path)
+        (tmp_path / "checkpoint.pt").unlink()
