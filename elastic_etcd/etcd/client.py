@@ -22,7 +22,7 @@ from elastic_etcd.etcd.channel import Answer, Connection, Request, Rpc, Stream
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.faults import Compacted, RpcFailed, TokenRefused, Unanswered, Untrusted
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import jitter, now, retrying
+from elastic_etcd.etcd.retry import growing, jitter, now, retrying
 
 PAGE = 1000
 ATTEMPT_TIMEOUT = (1.0, 2.0)
@@ -162,7 +162,9 @@ class Client:
             async for attempt in retrying(deadline):
                 with attempt:
                     try:
-                        return await self._attempt(rpc, request, what, began, deadline), applied
+                        patience = growing(jitter.uniform(*ATTEMPT_TIMEOUT), attempt.retry_state)
+                        limits = began, deadline, patience
+                        return await self._attempt(rpc, request, what, limits), applied
                     except Unanswered as error:
                         applied = applied or error.applied
                         raise
@@ -209,12 +211,19 @@ class Client:
         connection.retire()
 
     async def _attempt(
-        self, rpc: Rpc[Request, Answer], request: Request, what: str, began: float, deadline: float
+        self,
+        rpc: Rpc[Request, Answer],
+        request: Request,
+        what: str,
+        limits: tuple[float, float, float],
     ) -> Answer:
-        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
+        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused.
+
+        `limits`: when the call began, its deadline, and how long this attempt may take.
+        """
+        began, deadline, patience = limits
         token = await self._token(deadline)
         connection = self.connection()
-        patience = jitter.uniform(*ATTEMPT_TIMEOUT)
         limit = min(patience, max(deadline - now(), 0.001))
         try:
             answer = await connection.unary(rpc, request, limit, token.metadata)

@@ -19,7 +19,7 @@ from elastic_etcd.etcd.channel import Stream
 from elastic_etcd.etcd.client import Client, Listing
 from elastic_etcd.etcd.faults import Compacted, TokenRefused, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import jitter, now, retrying, start_over
+from elastic_etcd.etcd.retry import growing, jitter, now, retrying, start_over
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +93,13 @@ class Mirror:
         """List if need be, then follow one stream to its end: Unanswered, Compacted, EtcdError."""
         if self._history is None:
             self._adopt(await self._client.list(*self._ranges))
+        patience = growing(OPEN_TIMEOUT, attempts)
         async with self._client.stream(channel.WATCH, self._what, HAS_LEADER) as stream:
             try:
-                async with asyncio.timeout(OPEN_TIMEOUT):
+                async with asyncio.timeout(patience):
                     await self._open(stream)
             except TimeoutError:
-                raise Unanswered(f"no watch within {OPEN_TIMEOUT} s") from None
+                raise Unanswered(f"no watch within {patience} s") from None
             stream.began = now()
             start_over(attempts)
             while True:

@@ -33,6 +33,15 @@ def retrying(deadline: float = math.inf) -> AsyncRetrying:
     )
 
 
+def growing(patience: float, state: RetryCallState) -> float:
+    """How long this attempt may take: longer after each failure, up to eight times as long.
+
+    A server that is slow because a thousand clients ask must not be asked again by all of them
+    for what it is about to answer.
+    """
+    return float(patience * 2 ** min(state.attempt_number - 1, 3))
+
+
 def start_over(state: RetryCallState) -> None:
     """Something was achieved: the next failure is a first one again."""
     state.attempt_number = 1
