@@ -1,7 +1,11 @@
 """How a world of any size makes up the same global batch: what each rank takes in each step."""
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+from elastic_etcd.train.indices import SizedIndices
 from elastic_etcd.train.place import place
 
 
@@ -35,6 +39,28 @@ class Accumulation:
         those of the mean loss over the global batch, whatever the world.
         """
         return size * self.world_size / sum(self.batch_sizes)
+
+    def batches(self, sampler: SizedIndices) -> "MicroBatches":
+        """A DataLoader's batch_sampler, which gives this rank's micro-batches of whole steps."""
+        return MicroBatches(sampler, self.micro_batches)
+
+
+class MicroBatches:
+    """Indices in lists of these sizes, over and over; what makes up no whole step is left out."""
+
+    def __init__(self, sampler: SizedIndices, sizes: tuple[int, ...]) -> None:
+        self.sampler, self.sizes = sampler, sizes
+
+    def __len__(self) -> int:
+        return len(self.sampler) // sum(self.sizes) * len(self.sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = len(self.sampler) // sum(self.sizes)
+        indices = iter(self.sampler)
+        for _ in range(steps):
+            for size in self.sizes:
+                yield list(islice(indices, size))
+        deque(indices, maxlen=0)  # so that the sampler knows that its epoch has ended
 
 
 def accumulation_steps(

@@ -114,7 +114,8 @@ class Deal:
 
     def _shut_out(self, count: int) -> bool:
         rest = self.total % self.width
-        return self.tail == "uneven" and count == self.size and 0 < rest <= min(self.own)
+        at_end = 0 < count == self.size
+        return at_end and self.tail == "uneven" and 0 < rest <= min(self.own)
 
     def after(self, counts: Sequence[int]) -> tuple[range, ...]:
         """What is left when rank r has used the first counts[r] positions that it was dealt."""

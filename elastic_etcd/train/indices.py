@@ -16,6 +16,13 @@ from elastic_etcd.train.permutation import Order
 _FIRST_BLOCK, _BLOCK = 256, 1 << 15  # the first one at once, the others for throughput
 
 
+class SizedIndices(Protocol):
+    """A sampler of known length."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+
+
 class Resumable(Protocol):
     """What a StatefulDataLoader's state of an iterator is made of; ElasticSampler has it."""
 

@@ -11,12 +11,14 @@ from elastic_etcd.train.dealing import Deal
 class Record:
     """How many of the positions that `deal` gives this rank it has trained on: `count`.
 
-    step: rounds that a step of all ranks takes, 0 if not known; it follows what is recorded.
+    step: rounds that a step of all ranks takes, 0 if not known; it is `told`, or else follows what
+    is recorded.
     """
 
-    def __init__(self, deal: Deal, step: int) -> None:
+    def __init__(self, deal: Deal, step: int, told: int = 0) -> None:
         self.count = 0
-        self.step = step
+        self.step = told or step
+        self._told = told
         self._deal = deal
         self._agreed: tuple[int, Sequence[int]] | None = None  # own count, everybody's
         self._committed: tuple[int, int] | None = None  # handed out, recorded
@@ -28,13 +30,13 @@ class Record:
             raise ValueError(f"recorded {count} samples, but {open_} handed out ones are open")
         self.count += count
         rounds = count // len(self._deal.own)
-        if rounds and self.count < self._deal.size:  # a last batch may be short
+        if rounds and self.count < self._deal.size and not self._told:  # a last batch may be short
             self.step = rounds
 
     def agree(self, counts: Sequence[int]) -> None:
         """Everybody's count, in rank order, as they are now."""
         self._agreed = self.count, counts
-        self.step = 0  # no rank's batches speak for the others'
+        self.step = self._told  # no rank's batches speak for the others'
 
     def left(self) -> tuple[range, ...]:
         """What is left of the epoch. Raises RuntimeError in the middle of a step."""

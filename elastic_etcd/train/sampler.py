@@ -57,7 +57,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._order: tuple[tuple[int, int], Order] | None = None  # for (seed, epoch)
         self._warned = False
         self._follows = rank is None
-        self._lanes: Sequence[int] | None = None
+        self._sizes: Sequence[int] | None = None
         self._hand: Hand | None = None
         self._record: Record
         here = place() if rank is None or world_size is None else (rank, world_size)
@@ -81,11 +81,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def __iter__(self) -> Iterator[int]:
         """Go on after what is recorded. A second iterator makes the first one void."""
         self._follow()
-        if self._hand is not None and self._hand.ended:
-            if self._record.count == self._deal.size:
-                used_up = f"epoch {self._epoch} has been used up"
-                raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
-            self._end_epoch()
+        if self._hand is not None and self._hand.ended and not self._end_epoch():
+            used_up = f"epoch {self._epoch} has been used up"
+            raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
 
     def set_epoch(self, epoch: int) -> None:
@@ -94,7 +92,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch
-            self._deal_out((range(self.length),), self.rank, self.world_size, self._lanes)
+            self._deal_out((range(self.length),), self.rank, self.world_size, self._sizes)
 
     def record(self, batch: int | torch.Tensor | Sequence[int]) -> None:
         """This rank has trained on this many of its next indices.
@@ -136,10 +134,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             batch_sizes = gather(batch_sizes) if world_size > 1 else [batch_sizes]
         if batch_sizes is not None and len(batch_sizes) != world_size:
             raise ValueError(f"{len(batch_sizes)} batch sizes for {world_size} ranks")
-        lanes = None if batch_sizes is None else lanes_of(batch_sizes)
-        self._deal_out(self._record.left(), rank, world_size, lanes)
-        if batch_sizes is not None:
-            self._record.step = batch_sizes[rank] // len(self._deal.own)
+        self._deal_out(self._record.left(), rank, world_size, batch_sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after what is recorded: integers, a string or False, a list of integers.
@@ -160,7 +155,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
                 raise ValueError(f"the state's {name} is {state[name]!r}, the sampler's {mine!r}")
         self._epoch, self._seed = state["epoch"], state["seed"]
         left = unpacked(state["consumed"], state["skipped"], self.length)
-        self._deal_out(left, self.rank, self.world_size, self._lanes, state["step"])
+        self._deal_out(left, self.rank, self.world_size, self._sizes, state["step"])
 
     def handed_state(self) -> dict[str, Any]:
         """The state as if all handed out were recorded, or {"unsettled": why there is none}.
@@ -190,7 +185,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         left: tuple[range, ...],
         rank: int,
         world_size: int,
-        lanes: Sequence[int] | None,
+        sizes: Sequence[int] | None,
         step: int | None = None,
     ) -> None:
         """Begin with this deal; step: rounds in a step, 0 if not known, None: as before."""
@@ -198,10 +193,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         if self._hand is not None:
             self._hand.void = True
-        self.rank, self.world_size, self._lanes = rank, world_size, lanes
-        lanes = range(world_size) if lanes is None else lanes
+        self.rank, self.world_size, self._sizes = rank, world_size, sizes
+        lanes = range(world_size) if sizes is None else lanes_of(sizes)
         self._deal = Deal(self.length, left, lanes, rank, self.tail)
-        self._record = Record(self._deal, self._record.step if step is None else step)
+        told = 0 if sizes is None else sizes[rank] // len(self._deal.own)
+        self._record = Record(self._deal, self._record.step if step is None else step, told)
         self._hand = None
 
     def _follow(self) -> None:
@@ -235,9 +231,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             "step": self._record.step,
         }
 
-    def _end_epoch(self) -> None:
-        if self._hand is not None and self._hand.ended:
-            self._say(self._record.missed_in_epoch(self._hand.start, self._hand.handed))
+    def _end_epoch(self) -> bool:
+        """Say it if the epoch ends with less recorded than it should, and return whether."""
+        if self._hand is None or not self._hand.ended:
+            return False
+        missed = self._record.missed_in_epoch(self._hand.start, self._hand.handed)
+        self._say(missed)
+        return bool(missed)
 
     def _say(self, missed: str) -> None:
         if missed and not self._warned:

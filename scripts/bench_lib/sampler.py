@@ -26,18 +26,19 @@ NAMES = {
 NOTES = f"""
 Rank 0 of a world of {WORLD}. first: from set_epoch() to the first index of an epoch. reset: a world
 of {SMALLER} instead, with half of the epoch used, until its first index; torch's sampler can't, and
-is made anew and skips. rate: indices handed out in a second of CPU time after the first one.
-memory: the process's peak above what it had with torch imported.
+is made anew and skips. rate: indices handed out in a second after the first one. Times are of one
+thread's CPU, which a busy machine changes less. memory: the process's peak above what it had with
+torch imported.
 """
 
 
 def timed(what: Callable[[], object], limit: float = 1.0) -> float:
-    """Seconds: the median of five, or of one where that takes long."""
+    """Seconds of CPU time: the median of five, or of one where that takes long."""
     times: list[float] = []
     while len(times) < 5 and sum(times) < limit:
-        start = time.perf_counter()
+        start = time.process_time()
         what()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return median(times)
 
 

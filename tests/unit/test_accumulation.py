@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from elastic_etcd import accumulation_steps
+from elastic_etcd import ElasticSampler, accumulation_steps
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
@@ -45,6 +46,27 @@ def test_gradients_are_those_of_the_global_batch(world: int) -> None:
             (mean * plan.weight(size) / world).backward()  # DDP divides by the world
             start += size
     torch.testing.assert_close(weights.grad, whole)
+
+
+def test_micro_batches_are_loaded_step_by_step_with_the_same_global_batches() -> None:
+    def steps_of(world: int) -> list[set[int]]:
+        steps: list[set[int]] = [set() for _ in range(10)]
+        for rank in range(world):
+            plan = accumulation_steps(30, 4, rank=rank, world_size=world)
+            sampler = ElasticSampler(307, seed=2, rank=rank, world_size=world)
+            sampler.reshard(batch_sizes=plan.batch_sizes)
+            loader = DataLoader(list(range(307)), batch_sampler=plan.batches(sampler))
+            assert len(loader) == 10 * len(plan)
+            for number, batch in enumerate(loader):
+                sampler.record(batch)
+                steps[number // len(plan)].update(batch.tolist())
+            assert sampler.consumed == 300
+            with pytest.raises(RuntimeError, match=r"set_epoch\(1\)"):
+                iter(sampler)
+        return steps
+
+    assert [len(step) for step in steps_of(1)] == [30] * 10
+    assert steps_of(1) == steps_of(2) == steps_of(4) == steps_of(7)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,14 @@ def test_an_uneven_tail_of_unknown_batches_is_not_guessed() -> None:
         mine.state_dict()
 
 
+def test_a_rank_without_any_part_has_used_nothing() -> None:
+    mine = sampler(3, tail="uneven", rank=3, world_size=4)
+    assert list(mine) == []
+    assert mine.state_dict()["consumed"] == 0
+    mine.reshard(1, 2)
+    assert len(mine) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
