@@ -61,7 +61,7 @@ class Host:
             env = common_env(os.environ, config.nproc)
             self._pool = WarmPool(config.argv, env, config.preload, config.nproc)
             self._pool.start()
-        self._store = store.StoreHost(self._store_died)
+        self._store = store.StoreHost(self._store_died, self._pool)
         self._listener: tuple[int, socket.socket] | None = None
 
     @property

@@ -11,6 +11,8 @@ import contextlib
 import errno
 import ipaddress
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from pathlib import Path
 
 from elastic_etcd import trampoline
 from elastic_etcd.agent.environment import without_secrets
+from elastic_etcd.agent.warm import WarmPool
+from elastic_etcd.agent.worker import Process, Started
 
 _PROGRAM = Path(trampoline.__file__).parent / "train" / "store_host.py"
 _BACKLOG = 2048
@@ -47,18 +51,19 @@ class StoreHost:
     """The child that serves the stores, started at first use and kept for later generations.
 
     `died(text)` is called once if it ends before `close`, with its last words. It dies with the
-    agent.
+    agent. With a warm `pool` it is forked there and need not import torch.
     """
 
-    def __init__(self, died: Callable[[str], None]) -> None:
+    def __init__(self, died: Callable[[str], None], pool: WarmPool | None = None) -> None:
         self._died = died
+        self._pool = pool
         self._child: _Child | None = None
 
     def warm(self) -> None:
-        """Start the child ahead of its first use: it needs a second or two to import torch."""
+        """Start the child ahead of its first use: exec'd it needs a second or two for torch."""
         if self._child is None:
             try:
-                self._child = _Child(self._on_death)
+                self._child = _Child(self._pool, self._on_death)
             except OSError as error:
                 text = f"the store host can't be started: {error.strerror}"
                 asyncio.get_running_loop().call_soon(self._died, text)
@@ -84,24 +89,26 @@ class StoreHost:
 class _Child:
     """One store process, the socketpair to it and its standard error."""
 
-    def __init__(self, on_death: Callable[[str], None]) -> None:
+    def __init__(self, pool: WarmPool | None, on_death: Callable[[str], None]) -> None:
         self._on_death = on_death
         self._last_words = bytearray()
+        self._process: Process | None = None
+        self._pidfd = -1
+        self._closed = False
         # A message is a unit on a SOCK_SEQPACKET: a generation never parts from its descriptor.
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._stderr, stderr = os.pipe()
+        os.set_blocking(self._stderr, False)
         try:
             with theirs:
-                self._process = _spawn(theirs)
+                _start(pool, theirs, stderr, self._begun)
         except OSError:
             self._channel.close()
+            os.close(self._stderr)
             raise
-        self._pidfd = os.pidfd_open(self._process.pid)
-        assert self._process.stderr is not None
-        self._stderr = self._process.stderr
-        os.set_blocking(self._stderr.fileno(), False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._stderr, self._read_stderr)
-        loop.add_reader(self._pidfd, self._on_exit)
+        finally:
+            os.close(stderr)
+        asyncio.get_running_loop().add_reader(self._stderr, self._read_stderr)
 
     def hand_over(self, generation: int, sock: socket.socket) -> None:
         # When it has just died, `_on_exit` is about to say so.
@@ -109,49 +116,79 @@ class _Child:
             socket.send_fds(self._channel, [str(generation).encode()], [sock.fileno()])
 
     def close(self) -> None:
+        self._closed = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._stderr)
-        loop.remove_reader(self._pidfd)
-        self._process.kill()
-        self._process.wait()
-        self._channel.close()
-        self._stderr.close()
-        os.close(self._pidfd)
+        self._channel.close()  # one that is still on its way ends by that
+        os.close(self._stderr)
+        if self._process:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            _end(self._process)
+
+    def _begun(self, process: Started) -> None:
+        if isinstance(process, OSError):
+            self._on_death(f"the store host can't be started: {process.strerror}")
+        elif self._closed:
+            _end(process)
+        else:
+            self._process = process
+            self._pidfd = os.pidfd_open(process.pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
 
     def _read_stderr(self) -> bool:
-        chunk = self._stderr.read(1 << 16)
-        if chunk:
-            self._last_words += chunk
-            del self._last_words[:-_TAIL]
-        elif chunk == b"":
+        try:
+            chunk = os.read(self._stderr, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._last_words += chunk
+        del self._last_words[:-_TAIL]
+        if not chunk:
             asyncio.get_running_loop().remove_reader(self._stderr)
         return bool(chunk)
 
     def _on_exit(self) -> None:
+        assert self._process is not None
         while self._read_stderr():
             pass
-        code = self._process.wait()
+        code = self._process.poll()
         lines = self._last_words.decode(errors="replace").strip().splitlines()
         words = lines[-1] if lines else "it said nothing"
         self._on_death(f"the store host ended with exit code {code}: {words}")
 
 
-def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
+def _start(
+    pool: WarmPool | None, channel: socket.socket, stderr: int, then: Callable[[Started], None]
+) -> None:
     env = without_secrets(os.environ)
-    # It computes nothing, and the workers are importing torch at the same time.
+    # It computes nothing, and the workers may be importing torch at the same time.
     env.update(OMP_NUM_THREADS="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    # torch looks up the name of every peer (pytorch#159007), and a name server may not answer.
+    env.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    if pool and pool.ready:
+        command = (sys.executable, "-u", str(_PROGRAM))
+        pool.fork(command, env, stderr, stderr, then, given=[channel.fileno()])
+        return
     # By its path and with -P, so that no file in the working directory stands in for a module.
     child = [sys.executable, "-P", str(_PROGRAM), str(channel.fileno())]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *child],
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         pass_fds=(channel.fileno(),),
-        bufsize=0,
         process_group=0,  # out of the reach of the terminal's Ctrl-C
     )
+    then(process)
+
+
+def _end(process: Process) -> None:
+    while process.poll() is None:
+        pidfd = os.pidfd_open(process.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [])
+        os.close(pidfd)
 
 
 def _everywhere() -> tuple[socket.AddressFamily, str]:

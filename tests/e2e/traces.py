@@ -40,7 +40,7 @@ def member(etcd: EtcdServer, job: str, node: str) -> str:
 
 def members_are(etcd: EtcdServer, job: str, count: int, kind: str = "members/") -> None:
     """Wait for so many members, or acks; asking takes so long that it needs no pause."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while len(found := [k for k in keys(etcd, job) if k.startswith(kind)]) != count:
         assert time.monotonic() < deadline, found
 
