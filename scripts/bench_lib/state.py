@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,23 +54,16 @@ def size_of(state: ElasticState) -> int:
     return sum(t.numel() * t.element_size() for t in (*state.model.state_dict().values(), *moments))
 
 
-def timed(call: Callable[[], object], repeat: int) -> float:
-    """The median of `repeat` calls, in seconds."""
-    seconds = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
-def copies(size: int, repeat: int) -> dict[str, float]:
-    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
-    places = target.data_ptr(), source.data_ptr()
-    return {
-        "memcpy": timed(lambda: ctypes.memmove(*places, size), repeat),
-        "Tensor.copy_": timed(lambda: target.copy_(source), repeat),
-    }
+def in_turn(ways: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
+    """The median seconds of each; they take turns, so that a busy machine is busy for all."""
+    rounds = [{name: seconds(way) for name, way in ways.items()} for _ in range(repeat)]
+    return {name: statistics.median(took[name] for took in rounds) for name in ways}
 
 
 def checks(state: ElasticState, calls: int = 10_000) -> float:
@@ -84,18 +78,31 @@ def local(megabytes: int, repeat: int) -> tuple[int, dict[str, float]]:
     """The size in bytes, and what each way takes."""
     state = trained(megabytes)
     size = size_of(state)
-    found = copies(size, repeat)
-    found["commit, the first"] = timed(state.commit, 1)
+    memory = [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
+    first = seconds(state.commit)
     state.commit()
-    found["commit"] = timed(state.commit, repeat)
-    found["restore"] = timed(state.restore, repeat)
+    found = in_turn(
+        {
+            "memcpy": lambda: ctypes.memmove(memory[0].data_ptr(), memory[1].data_ptr(), size),
+            "Tensor.copy_": lambda: memory[0].copy_(memory[1]),
+            "commit": state.commit,
+            "restore": state.restore,
+        },
+        repeat,
+    )
+    memory.clear()
+    found["commit, the first"] = first
     with TemporaryDirectory(dir="/dev/shm") as folder:  # no disk
-        found["save"] = timed(lambda: state.save(Path(folder) / "state"), 2)
-        found["load"] = timed(lambda: state.load(Path(folder) / "state"), 2)
-    found["copy.deepcopy"] = timed(lambda: copy.deepcopy(dicts(state)), repeat)
-    found["torch.save, to memory"] = timed(lambda: torch.save(dicts(state), io.BytesIO()), repeat)
-    found["check"] = checks(state)
-    return size, found
+        path = Path(folder) / "state"
+        found |= in_turn({"save": lambda: state.save(path), "load": lambda: state.load(path)}, 2)
+    found |= in_turn(
+        {
+            "copy.deepcopy": lambda: copy.deepcopy(dicts(state)),
+            "torch.save, to memory": lambda: torch.save(dicts(state), io.BytesIO()),
+        },
+        repeat,
+    )
+    return size, found | {"check": checks(state)}
 
 
 def peer(rank: int, folder: Path, megabytes: int, repeat: int) -> None:
@@ -104,30 +111,33 @@ def peer(rank: int, folder: Path, megabytes: int, repeat: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     state = trained(megabytes)
     state.sync()
-    seconds: dict[str, list[float]] = {"sync, a newcomer": [], "sync, nothing to send": []}
-    seconds["sync, after a planned change"] = []
     flat = torch.ones(size_of(state), dtype=torch.uint8)
+    before: dict[str, Callable[[], object]] = {
+        "sync, a newcomer": lambda: forget(state) if rank == 1 else None,
+        "sync, nothing to send": lambda: None,
+        # What check() says of a planned change.
+        "sync, after a planned change": lambda: setattr(state, "_at_commit", True),
+        "broadcast of one tensor": lambda: None,
+    }
+    took: dict[str, list[float]] = {name: [] for name in before}
     for _ in range(repeat):
         state.commit()
-        for name, found in seconds.items():
-            if rank == 1 and name == "sync, a newcomer":
-                for slot in state._open().slots:  # noqa: SLF001 - as in a worker that begins
-                    slot.clear(0)
-            if name == "sync, after a planned change":
-                state._at_commit = True  # noqa: SLF001 - what check() says of a planned change
+        for name, prepare in before.items():
+            prepare()
             dist.barrier()
-            start = time.perf_counter()
-            state.sync()
-            found.append(time.perf_counter() - start)
-    broadcast = timed(lambda: (dist.broadcast(flat, 0), dist.barrier()), repeat)
-    if rank == 0:
-        dist.barrier()
-    else:
-        print(f"broadcast of one tensor\t{broadcast}")
-        for name, found in seconds.items():
+            last = name.startswith("broadcast")
+            took[name].append(seconds(partial(dist.broadcast, flat, 0) if last else state.sync))
+    if rank == 1:
+        for name, found in took.items():
             print(f"{name}\t{statistics.median(found)}")
-        dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def forget(state: ElasticState) -> None:
+    """As a worker that begins: its memory is there, and nothing in it."""
+    for slot in state._open().slots:  # noqa: SLF001
+        slot.clear(0)
 
 
 def between(megabytes: int, repeat: int) -> dict[str, float]:
