@@ -123,8 +123,9 @@ class Channel:
             yield
         finally:
             with self._requests:
-                os.close(stop)
+                os.write(stop, b"\0")  # a forked child may hold it open
                 thread.join()
+                os.close(stop)
                 os.close(wake)
                 self._listens = False
 
@@ -189,7 +190,7 @@ class Channel:
         return True
 
     def _receive(self, deadline: float | None, wake: int = -1) -> dict[str, Any] | None:
-        """The next message; None when `wake` is closed. Raises AgentGone."""
+        """The next message; None after a byte in `wake`. Raises AgentGone."""
         while not self._messages:
             if self._wait(select.POLLIN, deadline, wake):
                 return None
@@ -208,11 +209,11 @@ class Channel:
         return self._messages.popleft()
 
     def _wait(self, event: int, deadline: float | None, wake: int = -1) -> bool:
-        """Until the socket is ready; True when `wake` is closed before. Raises _Silent."""
+        """Until the socket is ready; True for a byte in `wake`. Raises _Silent."""
         poll = select.poll()
         poll.register(self._socket, event)
         if wake >= 0:
-            poll.register(wake, select.POLLHUP)
+            poll.register(wake, select.POLLIN)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = poll.poll(None if left is None else left * 1000)
         if not ready:

@@ -21,7 +21,10 @@ def usable() -> bool:
 def prepare(local_rank: int) -> None:
     """Make this worker's device the current one, before the process group is made."""
     torch.cuda.set_device(local_rank)
-    # The watchdog would end the process at the first error instead of leaving it to us.
+
+
+def leave_errors_to_us() -> None:
+    """Before the process group is made: the watchdog would end the process at the first error."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 

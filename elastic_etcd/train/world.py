@@ -49,6 +49,7 @@ class World:
         if dist.is_initialized():
             raise UsageError("there is a process group already, but ee.run is to make it")
         backend = _prepare(backend, self._local_rank)
+        nccl.leave_errors_to_us()
         store = self._connect(timedelta(seconds=300))
         boundary.begin(self._boundary)
         if self.broken:  # before there was a connection that could be cut

@@ -103,7 +103,13 @@ def main() -> None:
     outside = ee.ddp(model) if args.outside else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     sampler = ee.ElasticSampler(args.length, seed=3, tail="uneven")
-    loader = DataLoader(Numbers(args.length), args.batch, sampler=sampler, num_workers=args.loaders)
+    loader = DataLoader(
+        Numbers(args.length),
+        args.batch,
+        sampler=sampler,
+        num_workers=args.loaders,
+        persistent_workers=args.loaders > 0,
+    )
     state = ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler, step=0)
     worlds: list[int] = []
     state.on_reset(lambda: worlds.append(dist.get_world_size()))

@@ -244,6 +244,22 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
     )
 
 
+async def test_listening_ends_though_a_child_holds_its_descriptors(agent: Agent) -> None:
+    assert (
+        await process("""
+        import os, signal
+        from elastic_etcd.train.channel import agent
+        with agent().listening(print):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+        os.kill(child, signal.SIGKILL)
+        print("over")
+    """)
+        == "over\n"
+    )
+
+
 async def test_a_long_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
