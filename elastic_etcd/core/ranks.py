@@ -34,9 +34,10 @@ def choose(
     The coordinator always takes part, so that its end is never a spare's end: a spare's
     death must not cost the others a restart.
     """
-    survivors = [m for m in ready if m.lease in places]
-    survivors.sort(key=lambda m: places.index(m.lease))
-    others = [m for m in order(ready) if m.lease not in places]
+    seat = {lease: place for place, lease in enumerate(places)}
+    survivors = [m for m in ready if m.lease in seat]
+    survivors.sort(key=lambda m: seat[m.lease])
+    others = [m for m in order(ready) if m.lease not in seat]
     others.sort(key=lambda m: m.lease != coordinator)
     return (survivors + others)[:most]
 
@@ -48,6 +49,7 @@ def assign(chosen: Sequence[Member], places: Sequence[int]) -> tuple[Member, ...
     first = next((i for i, seat in enumerate(seats) if seat is not None), 0)
     if first:
         seats[0], seats[first] = seats[first], None
-    newcomers = iter(order(m for m in chosen if m.lease not in places))
+    survivors = frozenset(places)
+    newcomers = iter(order(m for m in chosen if m.lease not in survivors))
     filled = [seat if seat is not None else next(newcomers, None) for seat in seats]
     return (*(seat for seat in filled if seat is not None), *newcomers)

@@ -204,8 +204,8 @@ def _claim(view: View, me: Me, reason: str, *, planned: bool = False) -> Decisio
 def _setup(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) -> Decision:
     """Settle the past: it may be that the last world was finished."""
     del me, limits, elapsed
-    places = view.ledger.places
-    if places and all(lease in _done(view) for lease in places):
+    places, done = view.ledger.places, _done(view)
+    if places and all(lease in done for lease in places):
         return _close(view, now, "succeeded", "every participant is done", 0)
     return Decision(Act.OPEN, now.reason, round=replace(now, phase=Phase.JOINABLE))
 
@@ -224,7 +224,7 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
             late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
             return _close(view, now, "failed", late, 4)
         return Decision(Act.WAIT, short, until=limits.join_timeout - elapsed.phase)
-    places = view.ledger.places
+    places = frozenset(view.ledger.places)
     full = len(ready) >= limits.max_nodes
     if not any(m.lease in places for m in live):
         # Who is there but not ready yet is waited for as long as who is not there yet.
@@ -253,7 +253,7 @@ def _budget(
     back = {m.lease for m in ready} | _done(view)
     ledger, culprit = view.ledger, _culprit(view)
     lost = [n for lease, n in zip(ledger.places, ledger.nodes, strict=True) if lease not in back]
-    if not any(m.lease in ledger.places for m in ready):
+    if {m.lease for m in ready}.isdisjoint(ledger.places):
         ledger = replace(ledger, restarts=0, quick=0)
     elif culprit and lost:
         now = replace(now, reason=f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost")

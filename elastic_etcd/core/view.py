@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from elastic_etcd.core.keys import Keys, decode
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+_BY_LEASE = attrgetter("lease")
 
 # What a view covers beside the round, the generation, the outcome and the own member key:
 # nothing (None), the member key of one coordinator (its lease), or all of the job.
@@ -63,7 +65,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
     round_kv, ledger_kv = kvs.get(keys.round), kvs.get(keys.generation)
     now = _read(round_kv, _round, bad)
     spec = _read(kvs.get(keys.spec), _spec, bad)
-    members = [_read(kv, _member, bad) for key, kv in kvs.items() if key.startswith(keys.members)]
+    start = keys.members
+    members = [_read(kv, _member, bad) for key, kv in kvs.items() if key.startswith(start)]
     view = View(
         revision=snapshot.revision,
         coverage=coverage,
@@ -75,7 +78,7 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         members=tuple(
             sorted(
                 (m for m in members if m and (spec is None or m.run == spec.run)),
-                key=lambda m: m.lease,
+                key=_BY_LEASE,
             )
         ),
         spec=spec,
@@ -91,12 +94,16 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     final = view.round.generation if view.round and view.round.phase is Phase.FINAL else None
     final = view.ledger.final if final is None else final
     acked, reported = set(), set()
+    members, ready = keys.members, keys.acks(view.round.generation) if view.round else "-"
     for key, kv in kvs.items():
+        if key.startswith(members):
+            continue
+        if key.startswith(ready) and (a := _read(kv, _ack, bad)):
+            acks.append(a)
+            continue
         kind, *rest = key[len(keys.root) + 1 :].split("/")
         if kind == "acks" and len(rest) == 2 and rest[0].isdecimal():
             acked.add(int(rest[0]))
-            if view.round and int(rest[0]) == view.round.generation and (a := _read(kv, _ack, bad)):
-                acks.append(a)
         elif kind == "reports" and len(rest) == 2 and rest[0].isdecimal():
             reported.add(int(rest[0]))
             if int(rest[0]) == final and (r := _read(kv, _report, bad)):
@@ -105,10 +112,10 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             history.append((int(rest[0]), kv.value))
     return replace(
         view,
-        acks=tuple(sorted(acks, key=lambda a: a.lease)),
+        acks=tuple(sorted(acks, key=_BY_LEASE)),
         reports=tuple(sorted(reports, key=lambda r: (r.revision, r.lease))),
         history=tuple(sorted(history)),
-        acked=tuple(sorted(acked)),
+        acked=tuple(sorted(acked | {view.round.generation for a in acks[:1] if view.round})),
         reported=tuple(sorted(reported)),
     )
 
