@@ -53,23 +53,21 @@ class Entry:
             return None
         return str(Path.cwd() if self.is_module else Path(self.file).resolve().parent)
 
-    def take_place(self, main: ModuleType) -> None:
-        """Make the process look as it does when the entry's first line is about to run.
-
-        `main` becomes `__main__`, always the same: who has got hold of it sees what it becomes.
-        """
+    def take_place(self) -> None:
+        """Make the process look as it does when the entry's first line is about to run."""
         sys.argv = self.argv.copy()
         sys.orig_argv = self.command.copy()
-        sys.modules["__main__"] = main
-        names = vars(main)
-        names.clear()
-        names.update(vars(ModuleType("__main__")))
-        names.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        # A fresh module, because what was frozen (gc.freeze) is not finalised at exit. Another
+        # name of the old one is multiprocessing's __mp_main__, which finds pickled classes.
+        main, old = ModuleType("__main__"), sys.modules["__main__"]
+        vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
         if not self.is_module and not self.is_package:
-            names.update(__file__=self.file, __cached__=None)
+            vars(main).update(__file__=self.file, __cached__=None)
             compiled = self.file.endswith(".pyc")
             loader = SourcelessFileLoader if compiled else SourceFileLoader
-            names["__loader__"] = loader("__main__", self.file)
+            main.__loader__ = loader("__main__", self.file)
+        for name in [name for name, module in sys.modules.items() if module is old]:
+            sys.modules[name] = main
 
     def run(self) -> None:
         """Run it in `sys.modules["__main__"]`; what it raises is shown without our frames.

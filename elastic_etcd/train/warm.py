@@ -64,8 +64,7 @@ class Pool:
         self._folder = start.folder
         if self._folder is not None:
             sys.path.insert(0, self._folder)
-        self._main = ModuleType("__main__")
-        start.take_place(self._main)
+        start.take_place()
 
     def warm_up(self, modules: list[str]) -> bool:
         """Import everything; tell the agent how it went. False: nothing can be served."""
@@ -134,7 +133,7 @@ class Pool:
         given = entry.Entry([*order["argv"], *map(str, fds[3:])])
         if self._folder in sys.path and given.folder not in (None, self._folder):
             sys.path[sys.path.index(self._folder)] = given.folder
-        given.take_place(self._main)
+        given.take_place()
         return given
 
 
