@@ -42,13 +42,21 @@ class Boundary:
     """Where the ranks of one world stop together.
 
     `connect()` gives a torch.distributed.Store of this generation's that only this object uses.
+    `lost(why)` frees a loop that waits for a rank which does not agree, and calls `interrupt`.
     Raise and `check` are the loop's; all else belongs to the thread that hears of changes.
     """
 
-    def __init__(self, rank: int, world_size: int, connect: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        connect: Callable[[], Any],
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
         self.came = 0  # checks that the loop has come to
         self._held = False
         self._rank, self._world_size, self._connect = rank, world_size, connect
+        self._lost = lost or self.interrupt
         self._settled = threading.Event()
         self._target = 0
         self._broken = ""
@@ -92,7 +100,7 @@ class Boundary:
         try:
             self._target = came + 1 if self._world_size == 1 else self._ask(came)
         except RuntimeError as error:  # all of a store's errors
-            self.interrupt(f"the ranks could not agree where to stop: {error}")
+            self._lost(f"the ranks could not agree where to stop: {error}")
         self._settled.set()
 
     def _ask(self, came: int) -> int:

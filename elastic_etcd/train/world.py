@@ -37,7 +37,7 @@ class World:
         self._local_rank = int(env["LOCAL_RANK"])
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         self._prefix = f"elastic_etcd/{generation}/{attempt}"
-        self._boundary = Boundary(self.rank, self.world_size, self._connect)
+        self._boundary = Boundary(self.rank, self.world_size, self._connect, self.interrupt)
         self._ending = threading.Lock()
         self._dropped = threading.Event()
         self._breaker: threading.Thread | None = None

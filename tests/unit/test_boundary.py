@@ -148,6 +148,19 @@ def test_a_rank_that_was_not_told_makes_it_a_broken_world(
     assert not edges[1].check()
 
 
+def test_a_loop_that_waits_for_the_rank_that_was_not_told_is_freed(
+    connects: list[Connect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere than at a check: in a collective with it."""
+    monkeypatch.setattr(boundary, "PATIENCE", 0.01)
+    lost: list[str] = []
+    told = Boundary(0, 2, connects[0], lost.append)
+    told.stop()
+    told.join()
+    assert len(lost) == 1
+    assert "could not agree where to stop" in lost[0]
+
+
 def test_an_interrupt_frees_a_loop_that_is_held(connects: list[Connect]) -> None:
     held = Boundary(0, 2, connects[0])
     held.stop()
