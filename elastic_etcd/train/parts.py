@@ -82,7 +82,8 @@ class _Scaler(_StateDict):
 
     def load(self, value: Any, saved: Any) -> Any:
         value.load_state_dict(saved)
-        if value._scale is not None:  # noqa: SLF001 - it has been used, and update() may be called
+        # Used before, so that update() may be called; one that is disabled has no such attribute.
+        if value.is_enabled() and value._scale is not None:  # noqa: SLF001
             value.update(value.get_scale())
         return value
 

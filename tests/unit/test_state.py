@@ -188,6 +188,15 @@ def test_a_generator_and_a_scaler_go_on_where_they_were() -> None:
     assert scaler.state_dict()["scale"] == 8.0
 
 
+def test_a_scaler_that_is_disabled() -> None:
+    """As a script has it that also runs without a GPU."""
+    state = ElasticState(scaler=torch.amp.GradScaler("cpu", enabled=False), step=0)
+    state.commit()
+    state.step = 1
+    state.restore()
+    assert state.step == 0
+
+
 def test_an_unfinished_step_leaves_nothing() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
