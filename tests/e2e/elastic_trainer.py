@@ -23,7 +23,7 @@ import elastic_etcd as ee
 NODE = os.environ["ELASTIC_ETCD_NODE"]
 
 
-class Numbers(Dataset[torch.Tensor]):
+class Numbers(Dataset[torch.Tensor]):  # type: ignore[misc] # torch is untyped to mypy
     """Item i is i."""
 
     def __init__(self, length: int) -> None:

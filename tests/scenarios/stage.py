@@ -28,7 +28,7 @@ from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Limits
 from elastic_etcd.core.txn import KeyValue, Txn
-from elastic_etcd.core.values import Member, Phase, Report, Spec
+from elastic_etcd.core.values import Member, Report, Spec
 from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from tests.scenarios.keyspace import KeySpace
 

@@ -22,7 +22,8 @@ from elastic_etcd.agent.console import Console, ConsoleHandler
 from elastic_etcd.agent.failures import failure_message, last_traceback
 from elastic_etcd.agent.lines import LinePrefixer
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.workers import WorkerExit, WorkerGroup, WorkerSpec
+from elastic_etcd.agent.worker import WorkerSpec
+from elastic_etcd.agent.workers import WorkerExit, WorkerGroup
 from elastic_etcd.errors import UsageError
 
 DEADLINE = 30.0

@@ -52,6 +52,7 @@ class Host:
     @property
     def pid(self) -> int:
         assert self.store._child is not None
+        assert self.store._child._process is not None
         return self.store._child._process.pid
 
 
