@@ -1,0 +1,41 @@
+# A training node (target `node`) and what tests a job of them (target `tests`).
+# For GPUs: --build-arg TORCH_INDEX= takes torch with CUDA, which is ten times as large.
+FROM debian:bookworm-slim AS python
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home trainer \
+    && install -d -o trainer -g trainer /checkpoints
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+
+# All that the package needs, so that a change in its source does not install torch again.
+FROM python AS dependencies
+# Where torch for the CPU is. Wheels in build/wheels are found, too; with PIP_NO_INDEX=1 only they.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_NO_INDEX=
+ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX PIP_NO_INDEX=$PIP_NO_INDEX PIP_FIND_LINKS=/wheels \
+    PIP_CONSTRAINT=/wheels/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY scripts/constraints.txt build/wheels* /wheels/
+WORKDIR /src
+COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY elastic_etcd/version.py elastic_etcd/
+RUN python3 -m venv /opt/venv && pip install . numpy scikit-learn
+
+FROM dependencies AS build
+COPY elastic_etcd elastic_etcd
+RUN pip wheel --no-deps --wheel-dir /dist .
+
+FROM python AS node
+COPY --from=dependencies /opt/venv /opt/venv
+COPY --from=build /dist /dist
+RUN pip install --no-deps --no-index --force-reinstall /dist/*.whl
+COPY examples /examples
+USER trainer
+WORKDIR /home/trainer
+ENTRYPOINT ["python", "-m", "elastic_etcd.launch"]
+
+FROM dependencies AS tests
+RUN pip install '.[embedded,test]'
+COPY . .
+ENV PYTHONPATH=/src
+CMD ["python", "-m", "pytest", "-v", "tests/compose"]

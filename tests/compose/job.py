@@ -1,0 +1,89 @@
+"""A job on the nodes of the compose project, and the cluster of etcd members it meets through."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.harness import Job
+from tests.etcd.server import tool
+
+from .engine import Container
+
+CHECKPOINTS = Path("/checkpoints")
+ENDPOINTS = os.environ.get("ELASTIC_ETCD_COMPOSE", "")
+TRAINER_UID = 1000  # Dockerfile's
+TRAINERS = Path(__file__).parents[1] / "e2e"
+TTL = 4  # seconds; many times what a busy machine delays a keepalive for
+
+
+class ComposeJob(Job):
+    """The job whose id and arguments the nodes read when they start."""
+
+    def __init__(self, nodes: dict[str, Container], trainer: str) -> None:
+        name = os.urandom(4).hex()
+        directory = CHECKPOINTS / name
+        super().__init__(None, directory, f"job-{name}")
+        self.nodes = nodes
+        shutil.copy(TRAINERS / trainer, directory)
+        os.chown(directory, TRAINER_UID, TRAINER_UID)
+        arguments = f"--job {self.name} --nnodes 1:{len(nodes)} --settle 30 --lease-ttl {TTL} "
+        arguments += f"{directory / trainer} --dir {directory} --step-time 0.1"
+        (CHECKPOINTS / "arguments").write_text(arguments)
+
+    def begin(self) -> int:
+        """Start all nodes; the generation in which all of them train."""
+        for node in self.nodes.values():
+            node.start()
+        return self.trains(len(self.nodes), seconds=120)
+
+    def processes(self, generation: int) -> dict[str, int]:
+        """The process of each node that trains in a generation; pids are a container's own."""
+        return {e.node: e.pid for e in self.events("start") if e.generation == generation}
+
+    def end(self) -> None:
+        """Every node that runs ends with success."""
+        self.stop()
+        for node in self.nodes.values():
+            if node.state()["Running"]:
+                node.wait()
+                code = node.state()["ExitCode"]
+                assert code == 0, f"{node.service}: exit {code}\n{self.account()}"
+
+    def account(self) -> str:
+        logs = [f"--- {n.service} {n.state()['Status']}\n{n.output()}" for n in self.nodes.values()]
+        return "\n".join([*logs, "--- last events", *map(str, self.events()[-8:])])
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.kill()
+        self._changes.close()
+
+
+def status(endpoints: str = ENDPOINTS) -> list[dict[str, Any]]:
+    """What the members that answer say of themselves."""
+    command = [tool("etcdctl"), f"--endpoints={endpoints}", "--command-timeout=2s"]
+    done = subprocess.run(
+        [*command, "endpoint", "status", "-w", "json"], capture_output=True, text=True, check=False
+    )
+    found: list[dict[str, Any]] = json.loads(done.stdout or "[]")
+    return found
+
+
+def leader() -> str:
+    """The service that leads etcd."""
+    (name,) = [
+        member["Endpoint"].partition(":")[0]
+        for member in status()
+        if member["Status"]["header"]["member_id"] == member["Status"]["leader"]
+    ]
+    return str(name)
+
+
+def healthy(members: dict[str, Container]) -> None:
+    """Wait until all members serve; it takes an election at most."""
+    endpoints = ",".join(f"{name}:2379" for name in members)
+    command = [tool("etcdctl"), f"--endpoints={endpoints}", "--command-timeout=30s"]
+    subprocess.run([*command, "endpoint", "health"], check=True, capture_output=True)

@@ -1,0 +1,71 @@
+"""Nodes of a real network that are killed, frozen, cut off and stopped, by docker."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.test_in_process import each_sample_once
+
+from .job import ComposeJob
+
+pytestmark = pytest.mark.timeout(400)
+
+Jobs = Callable[..., ComposeJob]
+
+
+def node_of_rank(job: ComposeJob, generation: int, rank: int) -> str:
+    return job.worker(generation, rank).node
+
+
+def test_a_node_is_killed_and_comes_back(jobs: Jobs) -> None:
+    job = jobs()
+    g = job.begin()
+    victim = job.nodes[node_of_rank(job, g, rank=0)]
+    victim.kill()
+    g = job.trains(2, after=g, seconds=60)
+    victim.start()
+    g = job.trains(3, after=g, seconds=90)
+    assert job.worker(g, rank=0).restarts == 0, "nodes that come and go cost no restart"
+
+
+def test_a_node_is_paused_past_its_ttl(jobs: Jobs) -> None:
+    """Recovering in process: a plain script's frozen rank 0 may save an old state as it wakes."""
+    job = jobs("elastic_trainer.py")
+    g = job.begin()
+    before = job.processes(g)
+    victim = node_of_rank(job, g, rank=0)
+    job.nodes[victim].pause()
+    g = job.trains(2, after=g, seconds=60)
+    job.goes_on(g, steps=20)
+    job.nodes[victim].unpause()
+    g = job.trains(3, after=g, seconds=90)
+    after = job.processes(g)
+    for name in set(job.nodes) - {victim}:
+        assert after[name] == before[name], f"the worker of {name} was started anew"
+    job.end()
+    each_sample_once(job)
+
+
+def test_a_node_is_cut_off_and_connected_again(jobs: Jobs) -> None:
+    job = jobs()
+    g = job.begin()
+    victim = job.nodes[node_of_rank(job, g, rank=0)]
+    victim.disconnect()
+    g = job.trains(2, after=g, seconds=60)
+    victim.connect()
+    g = job.trains(3, after=g, seconds=120)
+    assert job.worker(g, rank=0).restarts == 0
+    masters = {e.master.rpartition(":")[0] for e in job.events("start") if e.generation == g}
+    assert masters == {job.nodes[node_of_rank(job, g, rank=0)].address()}
+
+
+def test_a_node_is_stopped(jobs: Jobs) -> None:
+    job = jobs()
+    g = job.begin()
+    victim = job.nodes[node_of_rank(job, g, rank=1)]
+    victim.stop()
+    assert victim.state()["ExitCode"] == 0, victim.output()
+    g = job.trains(2, after=g, seconds=30)
+    victim.start()
+    g = job.trains(3, after=g, seconds=90)
+    assert job.worker(g, rank=0).restarts == 0
