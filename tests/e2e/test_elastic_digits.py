@@ -152,6 +152,16 @@ def test_all_nodes_are_lost(digits: Digits) -> None:
     same_bits(weights(digits, alone), undisturbed(uses.end[0]))
 
 
+def test_the_only_worker_is_killed(digits: Digits) -> None:
+    """The agent has its last commit."""
+    n1 = digits.node("n1", "--steps=50", "--kill=0:41", nnodes="1")
+    digits.exits(n1, 0, seconds=60)
+    uses = Uses(digits)
+    assert uses.began == {1: (0, 0), 2: (39, 1)}
+    check_samples(uses)
+    same_bits(weights(digits, n1), undisturbed(50))
+
+
 def test_ddp_as_it_is(digits: Digits) -> None:
     """Floats of 32 bits: what a failure has cost is trained again to the same bits."""
     n1 = digits.node("n1", "--plain", "--steps=50", "--kill=1:41", nnodes="1", nproc=2)
