@@ -185,7 +185,8 @@ class WarmPool:
             )
             self._give_up("")
         else:
-            self._give_up(f"{self._command[0]} cannot import torch: {words['why']}")
+            module = words["failed"] or "torch"
+            self._give_up(f"{self._command[0]} cannot import {module}: {words['why']}")
 
     def _ended(self, code: int, last_words: str) -> None:
         was_warm, self._is_warm = self._is_warm, False

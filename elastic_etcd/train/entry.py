@@ -57,17 +57,17 @@ class Entry:
         """Make the process look as it does when the entry's first line is about to run."""
         sys.argv = self.argv.copy()
         sys.orig_argv = self.command.copy()
-        # A fresh module, because what was frozen (gc.freeze) is not finalised at exit. Another
-        # name of the old one is multiprocessing's __mp_main__, which finds pickled classes.
-        main, old = ModuleType("__main__"), sys.modules["__main__"]
+        # A fresh module, because what was frozen (gc.freeze) is not finalised at exit.
+        main = ModuleType("__main__")
         vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
         if not self.is_module and not self.is_package:
             vars(main).update(__file__=self.file, __cached__=None)
             compiled = self.file.endswith(".pyc")
             loader = SourcelessFileLoader if compiled else SourceFileLoader
             main.__loader__ = loader("__main__", self.file)
-        for name in [name for name, module in sys.modules.items() if module is old]:
-            sys.modules[name] = main
+        sys.modules["__main__"] = main
+        if "__mp_main__" in sys.modules:  # by which multiprocessing finds pickled classes
+            sys.modules["__mp_main__"] = main
 
     def run(self) -> None:
         """Run it in `sys.modules["__main__"]`; what it raises is shown without our frames.

@@ -117,7 +117,8 @@ class Pool:
         os.umask(self._umask)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is signal.SIG_IGN:
-                signal.signal(number, handler)
+                # While it waits SIGINT ends it as it would end a script, but without a traceback.
+                signal.signal(number, signal.SIG_DFL if callable(handler) else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         entry.be_another()
         say(orders, pid=os.getpid())
@@ -129,6 +130,8 @@ class Pool:
         for stream, fd in ((1, fds[1]), (2, fds[2])):
             os.dup2(fd, stream)
             os.close(fd)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
         self._environment.become(order["env"])
         given = entry.Entry([*order["argv"], *map(str, fds[3:])])
         if self._folder in sys.path and given.folder not in (None, self._folder):
