@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ class Plan:
 
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     # One thread for each worker, whatever the launcher: two cores are few.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return asyncio.run(run(args))
