@@ -78,6 +78,9 @@ class Run:
         self._stamped = stamped
         self._command = launcher.job(alone)
         self.directory = Path(tempfile.mkdtemp(prefix="bench-"))
+        # What a killed agent leaves behind goes with the rest.
+        (self.directory / "tmp").mkdir()
+        self._environment = {**launcher.environment, "TMPDIR": str(self.directory / "tmp")}
         self._changes = Changes(self.directory)
         self._old: set[str] = set()
         self._stampers: list[subprocess.Popen[bytes]] = []  # they end with the nodes
@@ -90,7 +93,7 @@ class Run:
             started = time.monotonic()
             process = subprocess.Popen(
                 [*self._command(index), str(self._launcher.worker), str(self.directory)],
-                env=os.environ | self._launcher.environment | {MARK: mark},
+                env=os.environ | self._environment | {MARK: mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
