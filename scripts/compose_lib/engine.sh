@@ -23,7 +23,6 @@ start_engine() {
         command -v dockerd >/dev/null || install docker.io iptables tini
         [ "$(id -u)" = 0 ] || die "docker does not answer, and only root may start it"
         say "starting dockerd"
-        mkdir -p build
         setsid dockerd >build/dockerd.log 2>&1 &
         daemon=$!
         until answers; do
