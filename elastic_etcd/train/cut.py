@@ -54,9 +54,12 @@ def _watched(epoll: int) -> Iterator[int]:
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket | None]:
     """A TCP socket by a descriptor of ours, since another thread may close `fd` any time."""
+    if not _target(fd).startswith("socket:"):
+        yield None
+        return
     try:
         sock = socket.socket(fileno=os.dup(fd))
-    except OSError:
+    except OSError:  # it has been closed just now
         yield None
         return
     with sock:

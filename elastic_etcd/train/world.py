@@ -10,6 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+# The first DDP module imports it in its constructor, and what that leaves behind holds the process
+# group of that time for ever (torch 2.13).
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError
@@ -77,8 +80,9 @@ class World:
 
     def meet(self) -> None:
         """At a planned end: wait until no rank is in the last step's collectives any more."""
-        with suppress(RuntimeError):  # a peer has broken off just now; everything is committed
+        with suppress(RuntimeError):  # a peer is done or has broken off; everything is committed
             dist.barrier()
+        cut(self._endpoint[1])  # gloo closes each connection 10 ms faster when it has failed
 
     def drop(self, *, broken: bool) -> None:
         """Leave no process group behind, and nobody waiting for us in it if it is `broken`."""

@@ -3,12 +3,16 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+
+from elastic_etcd.train.cut import cut
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,6 +73,33 @@ RANK = """
     dist.destroy_process_group()
     print(wait, "is over")
 """
+
+
+def test_what_is_not_gloo_s_is_left_alone_and_nothing_is_left_open() -> None:
+    """An epoll instance is gloo's if it has a pipe and a listening socket beside connections."""
+    pipe, (ours, theirs) = os.pipe(), socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs, select.epoll() as epoll:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        with client, accepted:
+            before = len(list(Path("/proc/self/fd").iterdir()))
+            for watched in (client, ours, server):
+                epoll.register(watched, select.EPOLLIN)
+            cut(0)
+            client.sendall(b"a")
+            epoll.register(pipe[0], select.EPOLLIN)
+            cut(0)
+            with pytest.raises(BrokenPipeError):
+                client.sendall(b"b")
+            assert accepted.recv(10) == b"a"
+            ours.sendall(b"not TCP")
+            socket.create_connection(server.getsockname()).close()
+            accepted.close()
+            client, _ = server.accept()
+            client.close()
+            assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
+    for fd in pipe:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("wait", ["all_reduce", "later group", "key", "new group"])

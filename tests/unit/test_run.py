@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
 import elastic_etcd as ee
 from elastic_etcd.agent.channel import Channels, Peer
@@ -141,6 +142,37 @@ async def test_a_planned_change_and_an_interrupt(agent: Agent) -> None:
     assert threading.active_count() == 1 + sum(
         t.name.startswith("asyncio") for t in threading.enumerate()
     )
+
+
+def devices() -> int:
+    """How many epoll instances there are: one of gloo's for each process group."""
+    links = [
+        str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
+    ]
+    return links.count("anon_inode:[eventpoll]")
+
+
+async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
+    """Gloo's sockets and threads go with it, also those of the process's first DDP module."""
+    model = torch.nn.Linear(2, 1)
+
+    def train(state: State) -> None:
+        ddp = DistributedDataParallel(model)
+        ddp(torch.ones(1, 2)).sum().backward()
+        steps(agent)(state)
+
+    before = devices()
+    worker = begin(State(), train)
+    await agent.hears("elastic")
+    for generation in (1, 2, 3):
+        await agent.trains.wait()
+        agent.says("change", generation, leaving=False)
+        await agent.hears("parked")
+        assert devices() == before
+        agent.goes_on(generation + 1)
+    await agent.trains.wait()
+    agent.says("change", 4, leaving=True)
+    assert await worker == (SystemExit, "0")
 
 
 async def test_an_interrupt_before_the_process_group_stands(agent: Agent) -> None:
