@@ -59,7 +59,7 @@ class Host:
         self._pool: WarmPool | None = None
         if config.warm:
             env = common_env(os.environ, config.nproc)
-            self._pool = WarmPool(config.argv, env, config.preload, config.nproc)
+            self._pool = WarmPool(config.argv, env, config.preload, config.nproc + 1)  # and a store
             self._pool.start()
         self._store = store.StoreHost(self._store_died, self._pool)
         self._listener: tuple[int, socket.socket] | None = None

@@ -166,7 +166,7 @@ def _start(
     # torch looks up the name of every peer (pytorch#159007), and a name server may not answer.
     env.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if pool and pool.ready:
-        command = (sys.executable, "-u", str(_PROGRAM))
+        command = (sys.executable, "-P", str(_PROGRAM))
         pool.fork(command, env, stderr, stderr, then, given=[channel.fileno()])
         return
     # By its path and with -P, so that no file in the working directory stands in for a module.

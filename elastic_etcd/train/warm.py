@@ -35,6 +35,8 @@ else:  # beside this file, and in nobody's sys.modules
 
 # What a first DDP step imports.
 OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
+# What a script that recovers in process imports, and its peers wait for; it may not be installed.
+ELASTIC = ("elastic_etcd.train.run", "elastic_etcd.train.sampler", "elastic_etcd.train.state")
 # A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
 # fork fails after it, and without NVML the question whether there is a GPU initialises it.
 IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -79,6 +81,9 @@ class Pool:
                     say(self._channel, failed="" if name in OURS else name, why=words)
                     return False
                 check_safe(f"import {name}")
+            for name in ELASTIC:
+                with suppress(ImportError):
+                    import_module(name)
         except Unsafe as error:
             say(self._channel, unsafe=str(error))
             return False
