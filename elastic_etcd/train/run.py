@@ -8,11 +8,13 @@ path from its beginning.
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import queue
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -86,6 +88,8 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 class _Worker:
     """This process's way through the worlds."""
 
+    _begun: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(itertools.count)
+
     def __init__(
         self,
         channel: Channel,
@@ -97,7 +101,7 @@ class _Worker:
         self._channel, self._state, self._body = channel, state, body
         self._backend, self._options = backend, options
         self._next: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._world = World(channel.generation, os.environ)
+        self._world = self._make(channel.generation, os.environ)
         self._synced = False
 
     def live(self) -> Any:
@@ -147,6 +151,9 @@ class _Worker:
         os.environ.update(message["env"])
         self._channel.generation = message["generation"]
 
+    def _make(self, generation: int, env: Mapping[str, str]) -> World:
+        return World(generation, env, next(self._begun[generation]))
+
     def _heard(self, message: dict[str, Any]) -> None:
         """What the agent says, in the channel's thread."""
         here = message.get("generation") == self._world.generation
@@ -157,7 +164,7 @@ class _Worker:
                 self._world.interrupt(message["reason"])
             case "world":
                 # Before anything else is heard that may be about it.
-                self._world = World(message["generation"], os.environ | message["env"])
+                self._world = self._make(message["generation"], os.environ | message["env"])
                 self._next.put(message)
             case "bye" | "gone":
                 self._next.put(message)
@@ -169,7 +176,8 @@ def _why_lost(world: World, error: BaseException) -> str:
         return str(error)
     if not is_communication_failure(error, broken=bool(world.broken)):
         return ""
-    text = f"{type(error).__name__}: {error}"
+    first = next(iter(str(error).splitlines()), "")  # what may follow are stacks of C++
+    text = f"{type(error).__name__}: {first}"
     log.warning("rank %d leaves generation %d: %s", world.rank, world.generation, text)
     return text
 

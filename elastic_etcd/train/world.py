@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 class World:
     """A generation as its agent described it; `env` has torchrun's variables for this worker.
 
+    `attempt` counts the worlds that a script makes in one generation: one after the other, with
+    keys of their own in the same store.
     `form` and `drop` are the training loop's; `change` and `interrupt` come from another thread,
     at any time.
     """
