@@ -148,10 +148,21 @@ class Stream(Generic[Request, Answer]):
         self.began = began  # when the attempt began that has not succeeded yet
         self._connection = connection
         self._call = call
+        self._ended = asyncio.Event()
+        call.add_done_callback(lambda _: self._ended.set())
 
     async def write(self, request: Request) -> None:
         """Send a request."""
-        await _outcome(self._call.write(request))
+        work = asyncio.ensure_future(self._call.write(request))
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            work.cancel()  # gRPC's write waits for ever if the call ends before it has begun
+        outcome = _outcome(work)
+        del work
+        await outcome
 
     async def read(self) -> Answer:
         """The next answer."""

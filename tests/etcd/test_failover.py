@@ -8,10 +8,12 @@ import pytest
 
 from elastic_etcd.core.txn import Compare, Get, Put, Txn
 from elastic_etcd.errors import EtcdUnreachable
-from elastic_etcd.etcd.channel import target
+from elastic_etcd.etcd.channel import WATCH, Connection, target
 from elastic_etcd.etcd.client import ATTEMPT_TIMEOUT, Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import free_ports
+from elastic_etcd.etcd.faults import RpcFailed, Unanswered
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from tests.etcd.aio import asynchronous, put
 from tests.etcd.proxy import proxy
 from tests.etcd.server import EtcdCluster, EtcdServer
@@ -227,3 +229,24 @@ async def test_a_request_without_a_deadline_waits_for_etcd(
             await asyncio.wait_for(asyncio.shield(waiting), 1)
         await own_etcd.start_async()
         assert (await asyncio.wait_for(waiting, 10)).succeeded
+
+
+@pytest.mark.parametrize("moments", range(8))
+@asynchronous
+async def test_a_stream_ends_with_its_connection_before_it_has_begun(moments: int) -> None:
+    connection = Connection(f"127.0.0.1:{free_ports(1)[0]}", None)
+    stream = connection.open(WATCH, (), began=0)
+
+    async def use() -> None:
+        await stream.write(pb.WatchRequest())
+        await stream.read()
+
+    user = asyncio.create_task(use())
+    for _ in range(moments):
+        await asyncio.sleep(0)
+    connection.retire()
+    async with asyncio.timeout(10):
+        with pytest.raises((Unanswered, RpcFailed)):
+            await user
+    stream.close()
+    await connection.close()
