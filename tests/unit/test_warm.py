@@ -299,6 +299,9 @@ async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
     async with pool(tmp_path, size=2) as warm:
         await warm.warm()
         assert await run(warm, tmp_path, "print(1)") == "1\n"
+        async with asyncio.timeout(30):
+            while any(spare.pid is None for spare in warm._spares):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert own_children() == children
 
