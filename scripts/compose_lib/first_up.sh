@@ -2,7 +2,7 @@
 
 prints() { # a line with this comes within so many seconds, from any node
     say "waiting for: $2"
-    timeout "$1" $compose logs --no-color --follow 2>/dev/null | grep -m 1 "$2" >&2 ||
+    timeout "$1" $compose logs --no-color --follow --tail 0 2>/dev/null | grep -m 1 "$2" >&2 ||
         { $compose logs --tail 20 >&2; die "nobody printed: $2"; }
 }
 

@@ -4,10 +4,13 @@ import json
 import os
 import shutil
 import subprocess
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.harness import Job
+from tests.e2e.invariants import check
 from tests.etcd.server import tool
 
 from .engine import Container
@@ -42,6 +45,24 @@ class ComposeJob(Job):
     def processes(self, generation: int) -> dict[str, int]:
         """The process of each node that trains in a generation; pids are a container's own."""
         return {e.node: e.pid for e in self.events("start") if e.generation == generation}
+
+    def all_train(self, steps: int, seconds: float) -> None:
+        """Wait until every node has done so many more steps in worlds of all of them."""
+
+        def done() -> Counter[str]:
+            return Counter(e.node for e in self.events("step") if e.world_size == len(self.nodes))
+
+        before = done()
+        self.wait(
+            f"all nodes do {steps} more steps",
+            lambda: all(done()[node] >= before[node] + steps for node in self.nodes),
+            seconds,
+        )
+
+    def check(self) -> None:
+        """The invariants, which take a pid for one process: here each container has its own."""
+        processes = {p: i for i, p in enumerate({(e.node, e.pid): None for e in self.events()})}
+        check([replace(e, pid=processes[e.node, e.pid]) for e in self.events()])
 
     def end(self) -> None:
         """Every node that runs ends with success."""

@@ -32,16 +32,24 @@ def test_the_leader_is_killed(jobs: Jobs, etcd_members: Members) -> None:
     job.trains(2, after=g, seconds=60)
 
 
-@pytest.mark.parametrize("leads", [False, True], ids=["follower", "leader"])
-def test_a_member_is_paused(jobs: Jobs, etcd_members: Members, leads: bool) -> None:
-    """The clients of a frozen member must leave it: no connection breaks (etcd#8980)."""
+def test_a_member_is_paused(jobs: Jobs, etcd_members: Members) -> None:
+    """The clients of a frozen member must leave it: no connection breaks (etcd#8980).
+
+    A leader that wakes may still take itself for one, and before etcd#16822 (and, less often,
+    after it) revokes leases that are alive (etcd#15247): then their nodes join again.
+    """
     job = jobs()
     g = job.begin()
-    paused = next(m for name, m in etcd_members.items() if (name == leader()) is leads)
-    paused.pause()
-    nothing_changed(job, g, LONG)
-    paused.unpause()
-    nothing_changed(job, g, TTL * 10)
+    for leads in (False, True):
+        paused = next(m for name, m in etcd_members.items() if (name == leader()) is leads)
+        paused.pause()
+        nothing_changed(job, g, LONG)
+        paused.unpause()
+        healthy(etcd_members)
+        if not leads:
+            nothing_changed(job, g, TTL * 10)
+    job.all_train(TTL * 10, seconds=120)
+    assert not any(e.restarts for e in job.events())
 
 
 def test_the_majority_is_lost_and_comes_back(jobs: Jobs, etcd_members: Members) -> None:
