@@ -104,10 +104,10 @@ class Worker:
 
 
 def execute(spec: WorkerSpec, output: WorkerLog, then: Callable[[Started], None]) -> None:
-    """Start `spec` as a program of its own, in a process group of its own.
+    """Start `spec` as a program of its own, which leads a session and a process group.
 
-    Its stdin is /dev/null: it is not in the terminal's foreground group, so reading the terminal
-    would stop it with SIGTTIN, and several workers can't share one input anyway.
+    Its stdin is /dev/null: the terminal is not its session's, and several workers can't share one
+    input anyway.
     """
     try:
         process: Started = subprocess.Popen(
@@ -116,7 +116,7 @@ def execute(spec: WorkerSpec, output: WorkerLog, then: Callable[[Started], None]
             stdin=subprocess.DEVNULL,
             stdout=output.out.child_fd,
             stderr=output.err.child_fd,
-            process_group=0,
+            start_new_session=True,
         )
     except OSError as error:
         process = error

@@ -117,7 +117,7 @@ class Pool:
     def _become_worker(self, orders: socket.socket, between: int) -> entry.Entry:
         """As exec would begin, then what the order says."""
         self._channel.close()
-        os.setpgid(0, 0)
+        os.setsid()
         die_with(self._agent, between)
         os.fchdir(self._cwd)
         os.close(self._cwd)

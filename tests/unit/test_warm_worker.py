@@ -55,7 +55,7 @@ print(json.dumps({
     "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)],
     "stdin": sys.stdin.read(), "environ": dict(os.environ), "libc": environment(),
     "cwd": os.getcwd(), "umask": os.umask(0), "fds": sorted(os.listdir("/proc/self/fd")),
-    "leads": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getsid(os.getppid()),
+    "leads": os.getpgrp() == os.getpid(), "session": os.getsid(0) == os.getpid(),
     "parent": os.getppid(), "of parent": signal_of_parent(),
     "signals": status("SigBlk", "SigIgn", "ShdPnd"),
     "handlers": {n: repr(signal.getsignal(n)) for n in signal.valid_signals()},
