@@ -17,11 +17,12 @@ ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX PIP_NO_INDEX=$PIP_NO_INDEX PIP_FIND_LINKS=/
     PIP_CONSTRAINT=/wheels/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY scripts/constraints.txt build/wheels* /wheels/
 WORKDIR /src
-COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY setup.cfg pyproject.toml LICENSE ./
 COPY elastic_etcd/version.py elastic_etcd/
 RUN python3 -m venv /opt/venv && pip install . numpy scikit-learn
 
 FROM dependencies AS build
+COPY README.md ./
 COPY elastic_etcd elastic_etcd
 RUN pip wheel --no-deps --wheel-dir /dist .
 
