@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.e2e.test_in_process import TRAINER, begun, each_sample_once
+
 from .conftest import TTL, NetJob
 from .wire import Wire
 
@@ -92,3 +94,20 @@ def test_etcd_is_reachable_for_half_of_the_nodes(job: NetJob, wire: Wire) -> Non
     g = job.trains(4, after=g, seconds=120)
     assert job.worker(g, rank=0).restarts == 0
     job.finish(*job.agents)
+
+
+def test_a_node_sees_nobody(job: NetJob, wire: Wire) -> None:
+    """No connection breaks, and still its peers recover in process, and so does it."""
+    for name in ALL:
+        job.node(name, script=(TRAINER, "--dir", str(job.directory)))
+    g = job.trains(3, seconds=90)
+    before = begun(job, g)
+    wire.cut_both_ways(["n2"], ["n1", "n3", "etcd"])
+    g = job.trains(2, after=g, seconds=TTL + 60)
+    job.goes_on(g, steps=20)
+    wire.heal()
+    g = job.trains(3, after=g, seconds=90)
+    for node in ("n1", "n3"):
+        assert begun(job, g)[node].pid == before[node].pid, "a survivor was started anew"
+    job.finish(*job.agents)
+    each_sample_once(job)
