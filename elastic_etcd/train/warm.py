@@ -77,7 +77,8 @@ class Pool:
                 try:
                     import_module(name)
                 except BaseException as error:  # noqa: BLE001 - also what calls sys.exit
-                    traceback.print_exc()
+                    if getattr(error, "name", None) != name:  # else there is no such module
+                        traceback.print_exc()
                     words = traceback.format_exception_only(type(error), error)[-1].strip()
                     say(self._channel, failed="" if name in OURS else name, why=words)
                     return False
