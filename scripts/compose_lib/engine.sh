@@ -7,7 +7,9 @@ daemon=
 answers() { docker info >/dev/null 2>&1; }
 
 install() { # what this machine has already costs nothing
-    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || die "missing, and no root on Debian to install: $*"
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        die "missing, and no root on Debian to install: $*"
+    fi
     say "installing $*"
     policy=/usr/sbin/policy-rc.d
     if [ -e "$policy" ]; then policy=; else printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod +x "$policy"; fi
@@ -23,6 +25,8 @@ start_engine() {
         command -v dockerd >/dev/null || install docker.io iptables tini
         [ "$(id -u)" = 0 ] || die "docker does not answer, and only root may start it"
         say "starting dockerd"
+        rules=$(iptables-save)
+        forwarding=$(cat /proc/sys/net/ipv4/ip_forward)
         setsid dockerd >build/dockerd.log 2>&1 &
         daemon=$!
         until answers; do
@@ -43,6 +47,9 @@ stop_engine() {
     [ -n "$daemon" ] || return 0
     kill "$daemon"
     wait "$daemon" # it stops its containers first
+    # It leaves its bridge and its rules.
     ip link delete docker0 2>/dev/null
+    printf '*nat\nCOMMIT\n*filter\n:FORWARD ACCEPT\nCOMMIT\n%s\n' "$rules" | iptables-restore
+    echo "$forwarding" >/proc/sys/net/ipv4/ip_forward
     say "dockerd is stopped"
 }
