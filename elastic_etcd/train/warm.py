@@ -84,7 +84,7 @@ class Pool:
                     return False
                 check_safe(f"import {name}")
             for name in ELASTIC:
-                with suppress(ImportError):
+                with suppress(Exception):  # a head start, and no more than that
                     import_module(name)
         except Unsafe as error:
             say(self._channel, unsafe=str(error))
