@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import elastic_etcd
 from elastic_etcd.agent import guard
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.etcd.config import EtcdConfig
@@ -128,7 +127,7 @@ class Guardian:
 def _config(etcd: EtcdConfig) -> bytes:
     """The first packet: secrets go this way, never by argument or environment."""
     # The last entry is for an installation that Python finds by a hook and not by the path.
-    path = [*map(os.path.abspath, sys.path), str(Path(elastic_etcd.__file__).parent.parent)]
+    path = [*map(os.path.abspath, sys.path), str(Path(guard.__file__).parents[2])]
     return json.dumps({**dataclasses.asdict(etcd), "path": path}).encode()
 
 
