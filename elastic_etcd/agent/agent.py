@@ -153,7 +153,7 @@ class Agent:
                 return
             for text in set(view.malformed) - self._malformed:
                 log.warning("ignored, not written by this program: %s", text)
-            self._malformed |= set(view.malformed)
+            self._malformed = set(view.malformed)
             event = Viewed(view)
         if isinstance(event, Emptied) and self._stuck:
             self._stuck.cancel()

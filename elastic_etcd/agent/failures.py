@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST = 1 << 13
+_LARGEST = 1 << 24
 # torch.distributed puts "[rank0]: " before the lines of an uncaught exception.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _HEADER = "Traceback (most recent call last):"
@@ -55,8 +56,8 @@ def _end(lines: list[str], bare: list[str], start: int) -> int:
 def _from_file(path: str) -> str:
     """What torch's ErrorHandler wrote there (it has written plain strings and objects)."""
     try:
-        record = json.loads(Path(path).read_bytes()) if path else None
-    except (OSError, ValueError):  # none, or cut off by the worker's death
+        record = json.loads(_beginning(path)) if path else None
+    except (OSError, ValueError, RecursionError):  # none, or cut off by the worker's death
         return ""
     message = _get(record, "message")
     if isinstance(message, str):
@@ -64,6 +65,12 @@ def _from_file(path: str) -> str:
     stack = _get(_get(message, "extraInfo"), "py_callstack")
     cause = stack if isinstance(stack, str) and stack.strip() else _get(message, "message")
     return cause if isinstance(cause, str) else ""
+
+
+def _beginning(path: str) -> bytes:
+    """All of it, unless a worker has written more than any error file has."""
+    with Path(path).open("rb") as file:
+        return file.read(_LARGEST)
 
 
 def _get(value: Any, key: str) -> Any:

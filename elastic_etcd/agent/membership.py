@@ -226,6 +226,9 @@ class Membership:
             self._post(LeaseLost("its keys were gone at once"))
             return
         view = view_of(entered, self.keys, None)
+        if not view.members or view.spec is None:
+            self._post(LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}"))
+            return
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._first = view.round.coordinator if view.round else None
         self._post(_joined(key, run, view, self._member.lease))

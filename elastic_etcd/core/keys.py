@@ -81,18 +81,25 @@ class Keys:
 
 
 def encode(fields: Mapping[str, Any]) -> str:
-    """The value that a key holds: one JSON object, keys sorted."""
-    return json.dumps({"v": VERSION, **fields}, sort_keys=True, ensure_ascii=False)
+    """The value that a key holds: one JSON object, keys sorted; UTF-8, whatever a worker said."""
+    value = json.dumps({"v": VERSION, **fields}, sort_keys=True, ensure_ascii=False)
+    return value if value.isascii() else value.encode(errors="replace").decode()
 
 
 def decode(value: str) -> dict[str, Any]:
     """The object in `value`; ValueError when it is none that this version understands."""
     try:
         fields = json.loads(value)
+        # Half of a surrogate pair could be neither written again nor shown.
+        escaped = "\\ud" in value or "\\uD" in value
+        (json.dumps(fields, ensure_ascii=False) if escaped else value).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8") from None
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     if fields.get("v") != VERSION:
-        raise ValueError(f"format version {fields.get('v')!r}, this program knows {VERSION}")
+        version = str(fields.get("v"))[:40]
+        raise ValueError(f"format version {version}, this program knows {VERSION}")
     return fields

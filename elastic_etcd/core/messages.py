@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 VERSION = 1
 LONGEST = 1 << 16
+_TEXT = 1 << 12  # characters, each of which may become twelve bytes
 Table: TypeAlias = Mapping[str, Mapping[str, type | UnionType]]
 
 FROM_WORKER: Table = {
@@ -34,7 +35,9 @@ FROM_AGENT: Table = {
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One line. Raises ValueError when it would be longer than LONGEST."""
+    """One line; a long reason or error is cut. Raises ValueError for a line above LONGEST."""
+    cut = {name: message[name][:_TEXT] for name in ("reason", "error") if name in message}
+    message = {**message, **cut}
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST:
         raise ValueError(f"a {message.get('type')} of {len(line)} bytes, {LONGEST} are allowed")

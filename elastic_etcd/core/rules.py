@@ -189,9 +189,8 @@ def _own_part(now: Round, me: Me) -> Decision | None:
 
 def _claim(view: View, me: Me, reason: str, *, planned: bool = False) -> Decision:
     """Begin the next generation; etcd lets exactly one claim of it through."""
-    last = view.ledger.generation
-    if view.round:
-        last = max(last, view.round.generation)
+    # Not only what the keys say: somebody may have spoilt both.
+    last = max(view.ledger.generation, me.acked, me.ran, view.round.generation if view.round else 0)
     now = Round(last + 1, Phase.SETUP, me.lease, reason, me.run, planned=planned)
     return Decision(
         Act.CLAIM,
@@ -264,7 +263,7 @@ def _budget(
         if spent >= limits.max_restarts:
             return _give_up(view, now, limits)
         ledger = replace(ledger, restarts=spent + 1, quick=quick)
-        backoff = 0.0 if quick < 2 else min(LONGEST_BACKOFF, 2.0 ** (quick - 2))
+        backoff = 0.0 if quick < 2 else min(LONGEST_BACKOFF, 2.0 ** min(quick - 2, 10))
         if elapsed.phase < backoff:
             why = f"workers failed {quick} times right after their start"
             return Decision(Act.WAIT, why, until=backoff - elapsed.phase)

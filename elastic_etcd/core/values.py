@@ -8,15 +8,32 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from elastic_etcd.core.fields import (
+    LARGEST,
+    LONGEST,
+    Fields,
+    flag,
+    inner,
+    items,
+    lease,
+    number,
+    objects,
+    seconds,
+    text,
+)
 from elastic_etcd.core.keys import encode, hexed
 
 Master: TypeAlias = tuple[str, int]
-Fields: TypeAlias = dict[str, Any]
 MOST_WORKERS = 4096  # of one node
 
 _HOST = re.compile(r"[A-Za-z0-9.:%_-]{1,255}")
+
+
+def valid_host(address: str) -> bool:
+    """Whether `address` may be a master's: a name, an IPv4 or an IPv6 address."""
+    return _HOST.fullmatch(address) is not None
 
 
 class Phase(StrEnum):
@@ -44,7 +61,8 @@ class Spec:
 
     @staticmethod
     def decode(f: Fields) -> Spec:
-        return Spec(str(f["run"]), int(f["min_nodes"]), int(f["max_nodes"]), str(f["created_by"]))
+        nodes = number(f, "min_nodes"), number(f, "max_nodes")
+        return Spec(text(f, "run"), *nodes, text(f, "created_by"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +95,17 @@ class Member:
 
     @staticmethod
     def decode(lease: int, f: Fields) -> Member:
+        f = {"labels": None, "joined": 0, "version": "", "leaving": False} | f
         return Member(
             lease=lease,
-            node=str(f["node"]),
+            node=text(f, "node"),
             nproc=_nproc(f),
-            address=str(f["address"]),
-            topology=str(f.get("labels", {}).get("topology", "")),
-            run=str(f["run"]),
-            joined=int(f.get("joined", 0)),
-            version=str(f.get("version", "")),
-            leaving=bool(f.get("leaving", False)),
+            address=text(f, "address"),
+            topology=text({"topology": ""} | (inner(f, "labels") or {}), "topology"),
+            run=text(f, "run"),
+            joined=number(f, "joined"),
+            version=text(f, "version"),
+            leaving=flag(f, "leaving"),
         )
 
 
@@ -97,6 +116,10 @@ class Participant:
     lease: int
     node: str
     nproc: int
+
+    @staticmethod
+    def decode(f: Fields) -> Participant:
+        return Participant(lease(f.get("lease")), text(f, "node"), _nproc(f))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,7 @@ class Round:
                 "generation": self.generation,
                 "phase": self.phase,
                 "coordinator": hexed(self.coordinator),
-                "reason": self.reason,
+                "reason": self.reason[:LONGEST],
                 "run": self.run,
                 "participants": world,
                 "master": _master(self.master),
@@ -135,21 +158,25 @@ class Round:
 
     @staticmethod
     def decode(f: Fields) -> Round:
-        return Round(
-            generation=int(f["generation"]),
-            phase=Phase(f["phase"]),
-            coordinator=int(f["coordinator"], 16),
-            reason=str(f["reason"]),
-            run=str(f["run"]),
-            participants=tuple(
-                Participant(int(p["lease"], 16), str(p["node"]), _nproc(p))
-                for p in f["participants"]
-            ),
+        now = Round(
+            generation=number(f, "generation"),
+            phase=Phase(text(f, "phase")),
+            coordinator=lease(f.get("coordinator")),
+            reason=text(f, "reason"),
+            run=text(f, "run"),
+            participants=tuple(Participant.decode(p) for p in objects(f, "participants")),
             master=_master_of(f),
-            restarts=int(f["restarts"]),
-            quick=int(f["quick"]),
-            planned=bool(f["planned"]),
+            restarts=number(f, "restarts"),
+            quick=number(f, "quick"),
+            planned=flag(f, "planned"),
         )
+        if len({p.lease for p in now.participants}) < len(now.participants):
+            raise ValueError("a participant is there twice")
+        if now.phase in (Phase.FROZEN, Phase.FINAL) and not now.participants:
+            raise ValueError(f"{now.phase}, and without participants")
+        if now.phase is Phase.FINAL and now.master is None:
+            raise ValueError("final, and without a master")
+        return now
 
     def place(self, lease: int) -> int | None:
         """The group rank of the member with `lease`, None when it is no participant."""
@@ -187,13 +214,17 @@ class Ledger:
 
     @staticmethod
     def decode(f: Fields) -> Ledger:
+        places = tuple(lease(place) for place in items(f, "places"))
+        nodes = tuple(text({"node": node}, "node") for node in items(f, "nodes"))
+        if len(places) != len(nodes):
+            raise ValueError(f"{len(places)} places and {len(nodes)} nodes")
         return Ledger(
-            generation=int(f["generation"]),
-            final=int(f["final"]),
-            places=tuple(int(lease, 16) for lease in f["places"]),
-            nodes=tuple(str(node) for node in f["nodes"]),
-            restarts=int(f["restarts"]),
-            quick=int(f["quick"]),
+            generation=number(f, "generation"),
+            final=number(f, "final"),
+            places=places,
+            nodes=nodes,
+            restarts=number(f, "restarts"),
+            quick=number(f, "quick"),
         )
 
 
@@ -229,19 +260,20 @@ class Failure:
     at: str = ""
 
     def encode(self) -> Fields:
-        return {name: getattr(self, name) for name in self.__slots__}
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {**fields, "message": self.message[:LONGEST]}
 
     @staticmethod
     def decode(f: Fields) -> Failure:
         return Failure(
-            node=str(f["node"]),
-            rank=int(f["rank"]),
-            local_rank=int(f["local_rank"]),
-            pid=int(f["pid"]),
-            code=int(f["code"]),
-            uptime=float(f["uptime"]),
-            message=str(f["message"]),
-            at=str(f["at"]),
+            node=text(f, "node"),
+            rank=number(f, "rank"),
+            local_rank=number(f, "local_rank"),
+            pid=number(f, "pid"),
+            code=number(f, "code", least=-LARGEST),
+            uptime=seconds(f, "uptime"),
+            message=text(f, "message"),
+            at=text(f, "at"),
         )
 
     def __str__(self) -> str:
@@ -267,8 +299,7 @@ class Report:
 
     @staticmethod
     def decode(lease: int, revision: int, f: Fields) -> Report:
-        failure = Failure.decode(f["failure"]) if f["failure"] else None
-        return Report(lease, revision, failure, bool(f["victim"]))
+        return Report(lease, revision, _failure_of(f), flag(f, "victim"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +316,9 @@ class Outcome:
 
     def fields(self) -> Fields:
         failure = None if self.failure is None else self.failure.encode()
-        names = ("state", "reason", "run", "generation", "exit_code", "at")
-        return {**{name: getattr(self, name) for name in names}, "failure": failure}
+        names = ("state", "run", "generation", "exit_code", "at")
+        fields = {name: getattr(self, name) for name in names}
+        return {**fields, "reason": self.reason[:LONGEST], "failure": failure}
 
     def encode(self) -> str:
         return encode(self.fields())
@@ -294,13 +326,13 @@ class Outcome:
     @staticmethod
     def decode(f: Fields) -> Outcome:
         return Outcome(
-            state=str(f["state"]),
-            reason=str(f["reason"]),
-            run=str(f["run"]),
-            generation=int(f["generation"]),
-            exit_code=int(f["exit_code"]),
-            failure=Failure.decode(f["failure"]) if f["failure"] else None,
-            at=str(f["at"]),
+            state=text(f, "state"),
+            reason=text(f, "reason"),
+            run=text(f, "run"),
+            generation=number(f, "generation"),
+            exit_code=number(f, "exit_code"),
+            failure=_failure_of(f),
+            at=text(f, "at"),
         )
 
 
@@ -309,19 +341,21 @@ def _master(master: Master | None) -> Fields | None:
 
 
 def _master_of(f: Fields) -> Master | None:
-    master = f["master"]
+    master = inner(f, "master")
     if not master:
         return None
-    address, port = str(master["addr"]), int(master["port"])
+    address, port = text(master, "addr"), number(master, "port", 1, (1 << 16) - 1)
     # It becomes a variable of the workers' environment, and anybody with the prefix may write it.
-    if not _HOST.fullmatch(address) or not 0 < port < 1 << 16:
-        raise ValueError(f"no address: {address[:80]!r}, port {port}")
+    if not valid_host(address):
+        raise ValueError(f"no address: {address[:80]!r}")
     return address, port
 
 
+def _failure_of(f: Fields) -> Failure | None:
+    failure = inner(f, "failure")
+    return Failure.decode(failure) if failure else None
+
+
 def _nproc(f: Fields) -> int:
-    """How many workers a node has. Raises ValueError for what no node has."""
-    nproc = int(f["nproc"])
-    if not 0 < nproc <= MOST_WORKERS:
-        raise ValueError(f"{nproc} workers on a node")
-    return nproc
+    """How many workers a node has."""
+    return number(f, "nproc", 1, MOST_WORKERS)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from elastic_etcd.core.fields import decimal, lease
 from elastic_etcd.core.keys import Keys, decode
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
 from elastic_etcd.core.values import Ack, Ledger, Member, Outcome, Phase, Report, Round, Spec
@@ -101,15 +102,18 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
         if key.startswith(ready) and (a := _read(kv, _ack, bad)):
             acks.append(a)
             continue
-        kind, *rest = key[len(keys.root) + 1 :].split("/")
-        if kind == "acks" and len(rest) == 2 and rest[0].isdecimal():
-            acked.add(int(rest[0]))
-        elif kind == "reports" and len(rest) == 2 and rest[0].isdecimal():
-            reported.add(int(rest[0]))
-            if int(rest[0]) == final and (r := _read(kv, _report, bad)):
+        kind, *rest = key[len(keys.root) + 1 :].split("/", 3)
+        generation = decimal(rest[0]) if rest else None
+        if generation is None:
+            continue
+        if kind == "acks" and len(rest) == 2:
+            acked.add(generation)
+        elif kind == "reports" and len(rest) == 2:
+            reported.add(generation)
+            if generation == final and (r := _read(kv, _report, bad)):
                 reports.append(r)
-        elif kind == "history" and len(rest) == 1 and rest[0].isdecimal():
-            history.append((int(rest[0]), kv.value))
+        elif kind == "history" and len(rest) == 1:
+            history.append((generation, kv.value))
     return replace(
         view,
         acks=tuple(sorted(acks, key=_BY_LEASE)),
@@ -121,6 +125,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
 
 
 # Whatever a value of another's making can raise: a missing field, an infinite number.
+_SHOWN = 256  # characters of a key, and of what is wrong with it
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -130,12 +135,12 @@ def _read(kv: KeyValue | None, decoder: Callable[[KeyValue], T], bad: list[str])
     try:
         return decoder(kv)
     except _MALFORMED as error:
-        bad.append(f"{kv.key}: {error}")
+        bad.append(f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}")
         return None
 
 
 def _lease(kv: KeyValue) -> int:
-    return int(kv.key.rpartition("/")[2], 16)
+    return lease(kv.key.rpartition("/")[2])
 
 
 # Values change far less often than views are made: each is decoded once.

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from elastic_etcd.core import history
 from elastic_etcd.core.events import Write
-from elastic_etcd.core.keys import Keys, decode, encode
+from elastic_etcd.core.keys import Keys, encode
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Me
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
@@ -276,7 +277,7 @@ def _settled(keys: Keys, view: View, ended: dict[str, Any]) -> Sequence[Put]:
     failures = [r.failure for r in view.reports if r.failure][:FAILURES]
     told = [replace(f, message=f.message if i == 0 else "") for i, f in enumerate(failures)]
     try:
-        known = decode(entry)
+        known = history.read(entry)
     except ValueError:
         known = {"generation": view.ledger.final}
     known = {**known, **ended, "failures": [f.encode() for f in told]}

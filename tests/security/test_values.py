@@ -1,0 +1,213 @@
+"""Whatever stands in a job's keys: no agent falls, and what it writes then is well-formed."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from elastic_etcd.core import history, lifecycle, writes
+from elastic_etcd.core.events import Viewed, Write
+from elastic_etcd.core.fields import LONGEST
+from elastic_etcd.core.keys import Keys, decode, encode
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Limits, Me
+from elastic_etcd.core.txn import KeyValue, Put, Snapshot
+from elastic_etcd.core.values import (
+    Ack,
+    Failure,
+    Ledger,
+    Member,
+    Outcome,
+    Participant,
+    Phase,
+    Report,
+    Round,
+    Spec,
+)
+from elastic_etcd.core.view import EVERYTHING, view_of
+from elastic_etcd.etcd import wire
+
+KEYS = Keys("/elastic_etcd/j")
+A, B = 0xA, 0xB
+WORLD = (Participant(A, "n1", 1), Participant(B, "n2", 1))
+MASTER = ("10.0.0.1", 4242)
+FAILURE = Failure("n2", 1, 0, 42, 1, 12.5, "Traceback", "now")
+ENTRY = {"generation": 3, "nodes": ["n1"], "world_size": 1, "began": "why", "run": "r"}
+MEMBERS = {lease: Member(lease, f"n{lease:x}", 1, "10.0.0.1", run="r") for lease in (A, B)}
+
+
+def job(phase: Phase, failed: bool = False) -> dict[str, str]:
+    """The keys of a job of two in generation 4, after a world in generation 3."""
+    world = phase in (Phase.FROZEN, Phase.FINAL)
+    final = phase is Phase.FINAL
+    now = Round(4, phase, A, "why", "r", WORLD if world else (), MASTER if final else None)
+    last = 4 if final else 3
+    report = Report(B, 0, FAILURE if failed else None)
+    return {
+        KEYS.spec: Spec("r", 1, 2).encode(),
+        KEYS.member(A): MEMBERS[A].encode(),
+        KEYS.member(B): MEMBERS[B].encode(),
+        KEYS.generation: Ledger(4, last, (A, B), ("n1", "n2")).encode(),
+        KEYS.round: now.encode(),
+        KEYS.ack(4, A): Ack(A, MASTER).encode(),
+        KEYS.ack(4, B): Ack(B, MASTER).encode(),
+        KEYS.report(last, B): report.encode(),
+        KEYS.history(last): encode(ENTRY),
+    }
+
+
+JOBS = [job(phase, failed) for phase in Phase for failed in (False, True)]
+
+
+def acts(found: dict[str, str], me: Me) -> None:
+    """What the coordinator writes then: Txns that etcd takes, of values that can be read."""
+    kvs = {k: KeyValue(k, v, 2, 3 + i, 0) for i, (k, v) in enumerate(found.items())}
+    view = view_of(Snapshot(99, kvs), KEYS, EVERYTHING)
+    assert all(len(line) < 1000 for line in view.malformed)
+    state, actions = lifecycle.step(State(me, 1), Viewed(view), 1000.0, Limits(1, 2, settle=0))
+    for action in actions:
+        if isinstance(action, Write):
+            txn = writes.build(KEYS, state, action, MEMBERS[A], MASTER, "now")
+            assert wire.txn_request(txn).ByteSize() < 1 << 20
+            written = [put for put in txn.then if isinstance(put, Put)]
+            values = {p.key: KeyValue(p.key, p.value, 2, 3, p.lease) for p in written}
+            again = view_of(Snapshot(100, values), KEYS, EVERYTHING)
+            assert not again.malformed
+            assert all(history.read(value) for _, value in again.history)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()), max_size=4)  # surrogates, too
+    | st.sampled_from([-1, 1 << 63, 10**30, 1e308, "", "-1", "x" * (LONGEST + 1), "\ud800", "[/x]"])
+)
+odd: st.SearchStrategy[Any] = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> dict[str, str]:
+    """A job of which some values are something else."""
+    found = dict(draw(st.sampled_from(JOBS)))
+    for key in draw(st.lists(st.sampled_from(sorted(found)), min_size=1, max_size=3, unique=True)):
+        fields = json.loads(found[key])
+        fields[draw(st.sampled_from(sorted(fields)))] = draw(odd)
+        whole: list[Any] = ["", "[" * 10_000, "{}", json.dumps(draw(odd)), json.dumps(fields)]
+        found[key] = draw(st.sampled_from([*whole, *[whole[-1]] * 5]))
+    return found
+
+
+mes = st.builds(
+    Me,
+    run=st.just("r"),
+    lease=st.just(A),
+    created=st.just(2),
+    spec=st.just(2),
+    acked=st.sampled_from([0, 3, 4]),
+    running=st.sampled_from([0, 3, 4]),
+    ran=st.sampled_from([0, 3, 4]),
+)
+ME = Me("r", A, 2, 2, acked=4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(spoilt(), mes)
+@example(job(Phase.JOINABLE) | {KEYS.generation: Ledger(4, 3, (A, B), ("n1",)).encode()}, ME)
+@example(job(Phase.JOINABLE, failed=True) | {KEYS.generation: Ledger(4, 3, (A,), ()).encode()}, ME)
+@example(job(Phase.FROZEN) | {KEYS.round: Round(4, Phase.FROZEN, A, "", "r").encode()}, ME)
+@example(job(Phase.FINAL) | {KEYS.ack(10**17, A) + "0" * 5000: "", KEYS.round: "x"}, ME)
+@example(job(Phase.FINAL) | {KEYS.acks() + "1" * 5000 + "/a": ""}, ME)
+@example(job(Phase.SETUP) | {KEYS.history(3): '{"v": 1, "x": ' + "[" * 800 + "]" * 800 + "}"}, ME)
+@example(job(Phase.SETUP) | {KEYS.history(3): encode({"generation": 3, "x": "x" * 1_400_000})}, ME)
+@example(job(Phase.FINAL) | {KEYS.member(B): '{"v": 1, "node": "\\ud800"}'}, ME)
+def test_what_anybody_may_write_makes_no_agent_fall(found: dict[str, str], me: Me) -> None:
+    acts(found, me)
+
+
+def test_many_quick_failures_still_back_off() -> None:
+    ledger = Ledger(4, 3, (A, B), ("n1", "n2"), quick=5000)
+    failure = replace(FAILURE, uptime=0.1)
+    found = job(Phase.JOINABLE) | {
+        KEYS.generation: ledger.encode(),
+        KEYS.report(3, B): Report(B, 0, failure).encode(),
+    }
+    acts(found, ME)
+
+
+def test_a_round_and_a_ledger_that_are_spoilt_together_begin_no_generation_again() -> None:
+    """Its acks would be taken for those of the new one, and its workers for started."""
+    found = job(Phase.FINAL) | {KEYS.round: "x", KEYS.generation: "x"}
+    kvs = {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()}
+    view = view_of(Snapshot(99, kvs), KEYS, None)
+    me = replace(ME, ran=4)
+    _, actions = lifecycle.step(State(me, 1), Viewed(view), 0.0, Limits(1, 2))
+    (claim,) = [a for a in actions if isinstance(a, Write)]
+    assert not isinstance(claim.what, Report)
+    assert claim.what
+    assert claim.what.round
+    assert claim.what.round.generation == 5
+
+
+@pytest.mark.parametrize(
+    "value", ['{"v": 1, "x": "\\ud800"}', '{"v": 1, "x": "\udcff"}', '{"v": 1, "\\uDFFF": 1}']
+)
+def test_half_a_character_is_no_value(value: str) -> None:
+    with pytest.raises(ValueError, match="not UTF-8"):
+        decode(value)
+
+
+def test_a_whole_character_in_two_halves_is_one() -> None:
+    assert decode('{"v": 1, "x": "\\ud83d\\ude00"}')["x"] == "\U0001f600"
+
+
+def test_what_a_worker_said_is_written_whatever_it_is() -> None:
+    told = Report(B, 0, replace(FAILURE, message="no file \udcff or \ud800" + "x" * 100_000))
+    value = told.encode()
+    wire.encode(value)
+    read = Report.decode(B, 0, decode(value))
+    assert read.failure
+    assert read.failure.message.startswith("no file ? or ?x")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"phase": "frozen", "participants": []},
+        {"master": None},
+        {"master": {"addr": "a", "port": True}},
+        {"participants": ["n1"]},
+        {"participants": [{"lease": "a", "node": "n", "nproc": 1}] * 2},
+        {"coordinator": "-1"},
+        {"coordinator": "f" * 1000},
+        {"coordinator": 10},
+        {"generation": -1},
+        {"generation": 1.5},
+        {"generation": "4"},
+        {"generation": True},
+        {"generation": 1 << 63},
+        {"planned": "false"},
+        {"reason": "x" * (LONGEST + 1)},
+        {"restarts": -3},
+    ],
+    ids=lambda damage: str(damage)[:60],
+)
+def test_what_is_no_round(damage: dict[str, Any]) -> None:
+    fields = json.loads(job(Phase.FINAL)[KEYS.round]) | damage
+    with pytest.raises(ValueError):  # noqa: PT011 - each says something else
+        Round.decode(fields)
+
+
+def test_the_outcome_of_a_long_story_is_short() -> None:
+    outcome = Outcome("failed", "x" * 200_000, "r", 1, 1, FAILURE)
+    assert Outcome.decode(decode(outcome.encode())).reason == "x" * LONGEST

@@ -1,0 +1,51 @@
+"""What a worker leaves or says may be anything; its agent reads it all the same."""
+
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent.failures import failure_message
+from elastic_etcd.core.messages import FROM_AGENT, FROM_WORKER, LONGEST, decode, encode
+
+TRACEBACK = b"Traceback (most recent call last):\nRuntimeError: the cause\n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"[" * 100_000,
+        b'{"message": ' * 5000,
+        b"\xff\xfe",
+        b'{"message": 1e999}',
+        b'{"message": {"extraInfo": [], "message": 3}}',
+        b"9" * 10_000,
+        b"",
+    ],
+    ids=lambda record: repr(record[:20]),
+)
+def test_an_error_file_of_anything(record: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    file.write_bytes(record)
+    assert failure_message(1, str(file), TRACEBACK) == TRACEBACK.decode().strip()
+
+
+def test_an_error_file_that_fills_the_disk(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    assert failure_message(1, str(file), TRACEBACK) == TRACEBACK.decode().strip()
+
+
+@pytest.mark.parametrize("character", ["x", "\x1b", "\u00e4", "\U0001f600", "\ud800"])
+def test_a_long_reason_still_goes_to_the_workers(character: str) -> None:
+    """It comes from etcd, where it may be as long as a value may be."""
+    reason = character * LONGEST
+    told = {"type": "interrupt", "generation": 7, "reason": reason}
+    line = encode(told)
+    assert len(line) <= LONGEST
+    assert reason.startswith(decode(line, FROM_AGENT)["reason"])
+
+
+def test_a_long_error_still_goes_to_the_agent() -> None:
+    told = {"type": "parked", "generation": 7, "error": "x" * LONGEST}
+    assert decode(encode(told), FROM_WORKER)["error"] == "x" * 4096
