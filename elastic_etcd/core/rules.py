@@ -27,6 +27,7 @@ I8 all participants of a final round hold the same generation, ranks, world size
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_etcd.core.keys import hexed
 from elastic_etcd.core.ranks import assign, choose
 from elastic_etcd.core.values import (
     Ledger,
@@ -215,6 +216,8 @@ def _joinable(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) 
     A re-formation knows by leases who is alive, and a dead node's lease ends by itself.
     """
     live = _live(view)
+    if spoilt := _unread(view, live):
+        return _claim(view, me, f"the ack of {spoilt} can't be read")
     acked = {ack.lease for ack in view.acks} | ({me.lease} if me.acked == now.generation else set())
     ready = [m for m in live if m.lease in acked]
     if len(ready) < limits.min_nodes:
@@ -320,6 +323,8 @@ def _final(view: View, now: Round, me: Me, limits: Limits, elapsed: Elapsed) -> 
             return _claim(view, me, f"{p.node} is lost")
         if members[p.lease].leaving:
             return _claim(view, me, f"{p.node} is leaving", planned=True)
+    if spoilt := _unread(view, [m for m in view.members if now.place(m.lease) is not None]):
+        return _claim(view, me, f"the report of {spoilt} can't be read")
     waiting = [m for m in _live(view) if now.place(m.lease) is None]
     # A world that has begun to finish takes nobody in: it would begin anew.
     if waiting and len(now.participants) < limits.max_nodes and not done:
@@ -347,6 +352,11 @@ def _close(view: View, now: Round, state: str, reason: str, exit_code: int) -> D
     )
     closed = replace(now, phase=Phase.CLOSED, reason=f"{state}: {reason}")
     return Decision(Act.CLOSE, closed.reason, round=closed, outcome=outcome)
+
+
+def _unread(view: View, members: list[Member]) -> str:
+    """Whose ack or report somebody has written over: its writer would not repeat it."""
+    return next((m.node for m in members if hexed(m.lease) in view.unread), "")
 
 
 def _live(view: View) -> list[Member]:

@@ -44,9 +44,11 @@ class View:
     reports: tuple[Report, ...] = ()
     spec: Spec | None = None
     outcome: Outcome | None = None
+    outcome_mod: int = 0  # of one that can't be read
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()  # leases whose ack or report of now can't be read
     malformed: tuple[str, ...] = ()
 
 
@@ -64,6 +66,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
     bad: list[str] = []
     kvs = snapshot.kvs
     round_kv, ledger_kv = kvs.get(keys.round), kvs.get(keys.generation)
+    outcome_kv = kvs.get(keys.outcome)
+    outcome = _read(outcome_kv, _outcome, bad)
     now = _read(round_kv, _round, bad)
     spec = _read(kvs.get(keys.spec), _spec, bad)
     start = keys.members
@@ -83,7 +87,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
             )
         ),
         spec=spec,
-        outcome=_read(kvs.get(keys.outcome), _outcome, bad),
+        outcome=outcome,
+        outcome_mod=outcome_kv.mod if outcome_kv and not outcome else 0,
     )
     if coverage == EVERYTHING:
         view = _with_parts(view, kvs, keys, bad)
@@ -94,14 +99,16 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     acks, reports, history = [], [], []
     final = view.round.generation if view.round and view.round.phase is Phase.FINAL else None
     final = view.ledger.final if final is None else final
-    acked, reported = set(), set()
+    acked, reported, unread = set(), set(), set()
     members, ready = keys.members, keys.acks(view.round.generation) if view.round else "-"
     for key, kv in kvs.items():
         if key.startswith(members):
             continue
-        if key.startswith(ready) and (a := _read(kv, _ack, bad)):
-            acks.append(a)
-            continue
+        if key.startswith(ready):
+            if a := _read(kv, _ack, bad):
+                acks.append(a)
+                continue
+            unread.add(key.rpartition("/")[2])
         kind, *rest = key[len(keys.root) + 1 :].split("/", 3)
         generation = decimal(rest[0]) if rest else None
         if generation is None:
@@ -112,6 +119,8 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             reported.add(generation)
             if generation == final and (r := _read(kv, _report, bad)):
                 reports.append(r)
+            elif generation == final:
+                unread.add(rest[1])
         elif kind == "history" and len(rest) == 1:
             history.append((generation, kv.value))
     return replace(
@@ -121,6 +130,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
         history=tuple(sorted(history)),
         acked=tuple(sorted(acked | {view.round.generation for a in acks[:1] if view.round})),
         reported=tuple(sorted(reported)),
+        unread=tuple(sorted(unread)),
     )
 
 

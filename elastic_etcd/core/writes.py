@@ -176,7 +176,7 @@ def _report(keys: Keys, view: View | None, me: Me, generation: int, report: Repo
     """
     fence: tuple[Compare, ...] = (
         Compare(keys.member(me.lease), "create", me.created),
-        Compare(keys.outcome, "version", 0),
+        Compare(keys.outcome, "mod", view.outcome_mod if view else 0),
     )
     key = keys.report(generation, me.lease)
     if report.victim:  # it may be the cause all the same: written, and only its answer lost

@@ -13,8 +13,8 @@ from elastic_etcd.core.events import Viewed, Write
 from elastic_etcd.core.fields import LONGEST
 from elastic_etcd.core.keys import Keys, decode, encode
 from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Limits, Me
-from elastic_etcd.core.txn import KeyValue, Put, Snapshot
+from elastic_etcd.core.rules import Act, Limits, Me
+from elastic_etcd.core.txn import Compare, KeyValue, Put, Snapshot
 from elastic_etcd.core.values import (
     Ack,
     Failure,
@@ -157,6 +157,36 @@ def test_a_round_and_a_ledger_that_are_spoilt_together_begin_no_generation_again
     assert claim.what
     assert claim.what.round
     assert claim.what.round.generation == 5
+
+
+def step(found: dict[str, str], me: Me, *, finished: bool = False) -> list[Write]:
+    """What the agent writes that sees these keys."""
+    kvs = {k: KeyValue(k, v, 2, 3 + i, 0) for i, (k, v) in enumerate(found.items())}
+    view = view_of(Snapshot(99, kvs), KEYS, EVERYTHING)
+    state = State(me, 1, finished=finished)
+    _, actions = lifecycle.step(state, Viewed(view), 0.0, Limits(1, 2))
+    return [action for action in actions if isinstance(action, Write)]
+
+
+@pytest.mark.parametrize("phase", [Phase.JOINABLE, Phase.FINAL])
+def test_an_ack_or_a_report_that_is_written_over_begins_the_next_generation(phase: Phase) -> None:
+    """Its writer knows that it was written, and would be waited for without end."""
+    key = KEYS.ack(4, B) if phase is Phase.JOINABLE else KEYS.report(4, B)
+    (claim,) = step(job(phase) | {key: "x"}, replace(ME, ran=4, running=0))
+    assert not isinstance(claim.what, Report)
+    assert claim.what
+    assert claim.what.act is Act.CLAIM
+    assert "of nb can't be read" in claim.what.reason
+
+
+def test_an_outcome_that_cannot_be_read_stops_no_report() -> None:
+    found = job(Phase.FINAL) | {KEYS.outcome: "x"}
+    (report, *_) = step(found, replace(ME, ran=4), finished=True)
+    kvs = {k: KeyValue(k, v, 2, 77, 0) for k, v in found.items()}
+    view = view_of(Snapshot(99, kvs), KEYS, EVERYTHING)
+    txn = writes.build(KEYS, State(ME, 1, view=view), report, MEMBERS[A], MASTER, "now")
+    assert isinstance(report.what, Report)
+    assert Compare(KEYS.outcome, "mod", 77) in txn.compare
 
 
 @pytest.mark.parametrize(
