@@ -118,6 +118,7 @@ class _Worker:
                     lost = _why_lost(world, error)
                     if not lost:
                         world.drop(broken=True)
+                        world.collect()
                         raise
                 else:
                     world.drop(broken=False)
@@ -138,9 +139,9 @@ class _Worker:
     def _park(self, world: World, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
         self._channel.parked("" if world.broken else lost)  # when leaving, too: an end takes time
+        world.collect()  # while others still park
         if world.leaving:
             raise SystemExit(0)
-        world.collect()  # while others still park
         if lost and self._synced:
             self._state._rewind()  # noqa: SLF001
         message = self._next.get()

@@ -3,9 +3,9 @@
 import gc
 import logging
 import os
+import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from elastic_etcd.train import boundary, ddp, nccl
 from elastic_etcd.train.boundary import PATIENCE, Boundary
 from elastic_etcd.train.cut import cut
 
+_OURS = 2  # references to a group that nobody else holds: ours, and that of the one who counts
 _AGAIN = 0.05  # seconds: what is connected after a cut has to be cut, too
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class World:
         self._ending = threading.Lock()
         self._dropped = threading.Event()
         self._breaker: threading.Thread | None = None
-        self._group: Callable[[], Any] = lambda: None
+        self._group: Any = None
         self._aborted: list[Any] = []
 
     def form(self, backend: str | None, options: Mapping[str, Any]) -> None:
@@ -87,7 +88,10 @@ class World:
         cut(self._endpoint[1])  # gloo closes each connection 10 ms faster when it has failed
 
     def drop(self, *, broken: bool) -> None:
-        """Leave no process group behind, and nobody waiting for us in it if it is `broken`."""
+        """Take the process group down, with nobody waiting for us in it if it is `broken`.
+
+        It is gone when `collect` has been called, too.
+        """
         boundary.begin(None)
         ddp.forget()
         if broken:
@@ -98,18 +102,22 @@ class World:
         if self._breaker:
             self._breaker.join()
         if dist.is_initialized():
-            self._group = weakref.ref(dist.group.WORLD)
+            self._group = dist.group.WORLD
             self._destroy(broken=broken)
         self._boundary.join()
 
     def collect(self) -> None:
-        """Free the dropped group if something holds it, which are DDP modules in cycles.
+        """Free the dropped group, and first what else holds it, which are DDP modules in cycles.
 
         Gloo's aborts the process at exit, and such a module's hooks are still in its parameters. A
         collection takes as long as there are objects, 0.1 s and more where nothing is frozen.
+
+        The group goes last: a DDP module's end keeps the GIL, and with the group's last reference
+        it would wait there for gloo's threads, one of which may wait for the GIL (torch 2.13).
         """
-        if self._group() is not None:
+        if self._group is not None and sys.getrefcount(self._group) > _OURS:
             gc.collect()
+        self._group = None
 
     def _destroy(self, *, broken: bool) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6

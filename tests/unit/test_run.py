@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from elastic_etcd.train import boundary, channel
 from elastic_etcd.train.boundary import WorldChanged
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.failures import is_communication_failure
+from elastic_etcd.train.world import World
 
 RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
@@ -156,6 +158,12 @@ def devices() -> int:
 async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
     """Gloo's sockets and threads go with it, also those of the process's first DDP module."""
     model = torch.nn.Linear(2, 1)
+    counts: list[int] = []
+
+    class Counting(State):
+        def sync(self) -> bool:
+            counts.append(devices())  # this world's, and what the ones before it have left
+            return super().sync()
 
     def train(state: State) -> None:
         ddp = DistributedDataParallel(model)
@@ -163,17 +171,32 @@ async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
         steps(agent)(state)
 
     before = devices()
-    worker = begin(State(), train)
+    worker = begin(Counting(), train)
     await agent.hears("elastic")
     for generation in (1, 2, 3):
         await agent.trains.wait()
         agent.says("change", generation, leaving=False)
         await agent.hears("parked")
-        assert devices() == before
         agent.goes_on(generation + 1)
     await agent.trains.wait()
     agent.says("change", 4, leaving=True)
     assert await worker == (SystemExit, "0")
+    assert counts == [before + 1] * 4
+
+
+async def test_a_group_is_freed_after_its_modules(agent: Agent) -> None:
+    """A module with the last reference keeps the GIL from gloo's threads, which may need it."""
+    world = World(1, os.environ)
+    world.form("gloo", {})
+    module = DistributedDataParallel(torch.nn.Linear(2, 1))
+    module.__dict__["itself"] = module
+    world.drop(broken=False)
+    group = weakref.ref(world._group)
+    freed: list[bool] = []
+    weakref.finalize(module, lambda: freed.append(group() is None))
+    del module
+    world.collect()
+    assert (freed, group()) == ([False], None)
 
 
 async def test_an_interrupt_before_the_process_group_stands(agent: Agent) -> None:
@@ -312,10 +335,12 @@ def test_a_module_that_is_wrapped_once() -> None:
     module = ee.ddp(inner, find_unused_parameters=True)
     assert list(module.state_dict()) == ["module.weight", "module.bias"]
     assert list(module.parameters()) == list(inner.parameters())
+    groups: list[Any] = []
     made = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         module(torch.ones(1, 2)).sum().backward()
+        groups.append(dist.group.WORLD)  # to the end: no module's end may wait for gloo's threads
         with module.no_sync():
             made.append(module.ddp)
         assert made[-1].find_unused_parameters
