@@ -30,6 +30,12 @@ class Event:
 
 def check(events: Iterable[Event]) -> None:
     """I3 and I8 of core/rules.py, ranks 0..n-1, and that the training went on."""
+    by_generation = check_worlds(events)
+    _goes_on([by_generation[g] for g in sorted(by_generation)])
+
+
+def check_worlds(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """The same of workers that do not train together; gives the events by generation."""
     events = list(events)
     by_generation: dict[int, list[Event]] = defaultdict(list)
     for e in events:
@@ -37,7 +43,7 @@ def check(events: Iterable[Event]) -> None:
     _one_generation_at_a_time(events)
     for generation, its_events in by_generation.items():
         _one_world(generation, its_events)
-    _goes_on([by_generation[g] for g in sorted(by_generation)])
+    return by_generation
 
 
 def _one_generation_at_a_time(events: list[Event]) -> None:

@@ -39,7 +39,7 @@ def test_etcd_away_for_longer_than_its_timeout(job: Job, etcd: EtcdServer) -> No
 
 
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
-def test_lease_revoked_under_its_holder(job: Job, etcd: EtcdServer, victim: str) -> None:
+def test_lease_revoked_under_its_live_holder(job: Job, etcd: EtcdServer, victim: str) -> None:
     n1 = job.start("n1")
     members_are(etcd, job.name, 1)
     n2 = job.start("n2")

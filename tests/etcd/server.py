@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -28,6 +29,15 @@ def tool(name: str) -> str:
     return str(Path(find_program()).with_name(name))
 
 
+@functools.cache
+def may_skip_fsync(program: str) -> bool:
+    """Whether this etcd knows the flag: 3.5 or newer."""
+    return (
+        "--unsafe-no-fsync"
+        in subprocess.run([program, "--help"], check=True, capture_output=True, text=True).stdout
+    )
+
+
 @dataclass
 class EtcdServer:
     """One member. `start` returns when it serves; it dies with this process."""
@@ -38,6 +48,7 @@ class EtcdServer:
     scheme: str = "http"
     cluster: str = ""  # --initial-cluster; empty: alone
     token: str = "tests"  # --initial-cluster-token: another one makes another cluster id
+    program: str = os.environ.get("TEST_ETCD", "")  # of another version than find_program's
     port: int = 0
     peer_port: int = 0
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
@@ -91,9 +102,10 @@ class EtcdServer:
 
     def command(self) -> list[str]:
         url = f"{self.scheme}://{self.endpoint}"
+        program = self.program or find_program()
         return [
             *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
-            find_program(),
+            program,
             f"--name={self.name}",
             f"--data-dir={self.data}",
             f"--listen-client-urls={url}",
@@ -103,7 +115,8 @@ class EtcdServer:
             f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
             f"--initial-cluster-token={self.token}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
-            "--unsafe-no-fsync",
+            *(["--unsafe-no-fsync"] if may_skip_fsync(program) else []),
+            "--logger=zap",
             "--log-level=warn",
             *self.arguments,
         ]
@@ -191,6 +204,21 @@ class EtcdCluster:
 
     def at(self, endpoint: str) -> EtcdServer:
         return next(member for member in self.members if member.endpoint == endpoint)
+
+    def leader(self) -> EtcdServer:
+        """The member that leads; all of them must run."""
+        return next(m for m in self.members if m.metric("etcd_server_is_leader") == 1)
+
+    def lead(self, member: EtcdServer) -> None:
+        """Make this member the leader."""
+        leader = self.leader()
+        if leader is not member:
+            listed = (line.split(", ") for line in leader.ctl("member", "list").splitlines())
+            ids = {name: number for number, _, name, *_ in listed}
+            leader.ctl("move-leader", ids[member.name])
+
+    def others(self, *members: EtcdServer) -> list[EtcdServer]:
+        return [member for member in self.members if member not in members]
 
     def heal(self) -> None:
         """All members run and agree."""

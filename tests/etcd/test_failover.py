@@ -30,7 +30,7 @@ async def attached(config: EtcdConfig, endpoint: str) -> Client:
 
 
 @asynchronous
-async def test_member_frozen_with_sigstop(cluster: EtcdCluster, prefix: str) -> None:
+async def test_etcd_member_frozen_with_sigstop(cluster: EtcdCluster, prefix: str) -> None:
     """etcd#8980: a channel with all the addresses would stay with the frozen member for ever."""
     frozen = cluster.members[0]
     async with await attached(cluster.config, frozen.endpoint) as client:

@@ -1,0 +1,83 @@
+"""A job on three etcd members that die, freeze, lose each other, and forget."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.etcd.server import EtcdCluster
+
+from .harness import TTL
+from .ticking import TickingJob, connected, ticking
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def job(
+    cluster: EtcdCluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[TickingJob]:
+    endpoints = ",".join(cluster.config.endpoints)
+    with ticking(endpoints, cluster.members[0], tmp_path / "job", request) as job:
+        yield job
+
+
+def test_leader_killed_with_agents_connected_to_it(job: TickingJob, cluster: EtcdCluster) -> None:
+    n1, n2, g = job.pair()
+    (leader,) = connected(n1, cluster)
+    cluster.lead(leader)
+    leader.kill()
+    job.undisturbed(g, TTL + 1)
+    job.kill_worker(g)
+    job.trains(2, after=g)
+    leader.start()
+    job.finish(n1, n2)
+
+
+def test_leader_frozen_past_the_ttl(job: TickingJob, cluster: EtcdCluster) -> None:
+    """When it wakes, it may revoke leases that the others have renewed (etcd#15247)."""
+    n1, n2, g = job.pair()
+    (leader,) = connected(n1, cluster)
+    cluster.lead(leader)
+    leader.freeze()
+    job.undisturbed(g, TTL + 1)
+    leader.thaw()
+    g = job.settles(2)
+    job.kill_worker(g)
+    job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
+def test_etcd_member_frozen_with_sigstop(job: TickingJob, cluster: EtcdCluster) -> None:
+    """etcd#8980: an agent that is connected to a frozen follower finds another member."""
+    n1, n2, g = job.pair()
+    (follower,) = connected(n1, cluster)
+    cluster.lead(cluster.others(follower)[0])
+    follower.freeze()
+    job.undisturbed(g, TTL + 1)
+    assert connected(n1, cluster) != [follower]
+    job.kill_worker(g)
+    job.trains(2, after=g)
+    follower.thaw()
+    job.finish(n1, n2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [2, 3])
+def test_all_of_etcd_down_for_longer_than_the_ttl(
+    job: TickingJob, cluster: EtcdCluster, number: signal.Signals, lost: int
+) -> None:
+    """Two of three are the quorum. A leader that wakes up revokes what its clock says is over."""
+    n1, n2, g = job.pair()
+    leader = cluster.leader()
+    for member in [leader, *cluster.others(leader)][:lost]:
+        member.signal(number)
+    job.undisturbed(g, TTL + 1)
+    job.kill_worker(g)  # which nobody can agree on
+    job.goes_on(g, steps=10)
+    assert {e.generation for e in job.events()} == {g}
+    cluster.heal()
+    again = job.trains(2, after=g)
+    assert again == g + 1
+    job.finish(n1, n2)
