@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.cli import flags, values
+from elastic_etcd.cli.terminal import shown
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
 
         return run(config)
     except ElasticEtcdError as error:
-        print(f"error: {_shown(str(error))}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
 
 
@@ -211,12 +212,7 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"elastic_etcd[{self._node}]: {level}{_shown(super().format(record))}"
-
-
-def _shown(text: str) -> str:
-    """Without what could steer a terminal: reasons and tracebacks may come from other nodes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+        return f"elastic_etcd[{self._node}]: {level}{shown(super().format(record))}"
 
 
 def _set_up_logging(config: AgentConfig) -> None:

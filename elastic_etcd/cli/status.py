@@ -9,7 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import flags, values
-from elastic_etcd.core.keys import Keys, decode
+from elastic_etcd.cli.terminal import shown
+from elastic_etcd.core import history
+from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.view import EVERYTHING, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
@@ -43,14 +45,14 @@ def main(argv: Sequence[str]) -> int:
         keys = Keys(f"{args.prefix}/{args.job}")
         view = asyncio.run(_read(config, keys, args.timeout))
     except ElasticEtcdError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     if not (view.round or view.outcome or view.members or view.history):
         print(f"error: {', '.join(config.endpoints)} has no job at {keys.root}", file=sys.stderr)
         return 1
     state = describe(args.job, view)
     if args.json:
-        print(json.dumps(state, indent=2, ensure_ascii=False))
+        print(json.dumps(state, indent=2))
     else:
         _show(state)
     return 0
@@ -124,7 +126,7 @@ def _node(name: str, member: Member | None, state: str, nproc: int) -> dict[str,
 
 def _entry(generation: int, text: str) -> dict[str, Any]:
     try:
-        return decode(text)
+        return history.read(text)
     except ValueError as error:
         return {"generation": generation, "ended": f"unreadable: {error}"}
 
@@ -132,19 +134,21 @@ def _entry(generation: int, text: str) -> dict[str, Any]:
 def _show(state: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415 - not loaded for --json
     from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
 
     console = Console(highlight=False)
     for line in _summary(state):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(shown(line), markup=False, soft_wrap=True)
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
             place = "-" if node["group_rank"] is None else str(node["group_rank"])
             cells = (node["state"], place, _span(node["ranks"]), str(node["nproc"]))
-            table.add_row(node["node"], *cells, node["address"] or "-")
+            row = (node["node"], *cells, node["address"] or "-")
+            table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
         console.print(table)
     for entry in state["history"][-_HISTORY:]:
-        console.print(_line(entry), markup=False, soft_wrap=True)
+        console.print(shown(_line(entry)), markup=False, soft_wrap=True)
 
 
 def _summary(state: dict[str, Any]) -> Iterator[str]:

@@ -99,6 +99,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
     acks, reports, history = [], [], []
     final = view.round.generation if view.round and view.round.phase is Phase.FINAL else None
     final = view.ledger.final if final is None else final
+    phase = view.round.phase if view.round else None
     acked, reported, unread = set(), set(), set()
     members, ready = keys.members, keys.acks(view.round.generation) if view.round else "-"
     for key, kv in kvs.items():
@@ -108,7 +109,8 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             if a := _read(kv, _ack, bad):
                 acks.append(a)
                 continue
-            unread.add(key.rpartition("/")[2])
+            if phase is Phase.JOINABLE:  # later nobody waits for it
+                unread.add(key.rpartition("/")[2])
         kind, *rest = key[len(keys.root) + 1 :].split("/", 3)
         generation = decimal(rest[0]) if rest else None
         if generation is None:
@@ -119,7 +121,7 @@ def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
             reported.add(generation)
             if generation == final and (r := _read(kv, _report, bad)):
                 reports.append(r)
-            elif generation == final:
+            elif generation == final and phase is Phase.FINAL:
                 unread.add(rest[1])
         elif kind == "history" and len(rest) == 1:
             history.append((generation, kv.value))

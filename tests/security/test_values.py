@@ -179,6 +179,14 @@ def test_an_ack_or_a_report_that_is_written_over_begins_the_next_generation(phas
     assert "of nb can't be read" in claim.what.reason
 
 
+@pytest.mark.parametrize("key", [KEYS.ack(4, B), KEYS.report(3, B), KEYS.history(4)])
+def test_a_world_that_trains_needs_no_acks_and_no_older_reports(key: str) -> None:
+    assert not step(job(Phase.FINAL) | {KEYS.report(4, B): Report(B, 0, None).encode()}, ME)
+    assert not step(
+        job(Phase.FINAL) | {KEYS.report(4, B): Report(B, 0, None).encode(), key: "x"}, ME
+    )
+
+
 def test_an_outcome_that_cannot_be_read_stops_no_report() -> None:
     found = job(Phase.FINAL) | {KEYS.outcome: "x"}
     (report, *_) = step(found, replace(ME, ran=4), finished=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,46 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "node1 training 0 0-1 2 10.0.0.1" in lines
     assert "node4 spare - - 1 10.0.0.4" in lines
     assert lines[-1] == "generation 4: world of 3 on node1, node3 goes on"
+
+
+@pytest.mark.parametrize("odd", ["[/red]", "[bold]x", "\x1b[2Jx", "\r\n\x07", "\u202e"])
+def test_what_others_call_themselves_is_shown_as_it_is(
+    odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither as rich's markup nor as what steers a terminal."""
+    entry = encode({"generation": 4, "nodes": [odd], "world_size": 3, "ended": odd})
+    named = {
+        KEYS.member(0xC): Member(0xC, odd, 1, odd, run="r").encode(),
+        KEYS.round: replace(FINAL, reason=odd).encode(),
+        KEYS.history(4): entry,
+        KEYS.members + "\x1b[3J\udcff": "{}",
+    }
+    state = status.describe("j", view(RUNNING | named))
+    status._show(state)
+    out = capsys.readouterr().out
+    assert {c for c in out if not c.isprintable()} == {"\n"}
+    assert odd in out or "\\x" in out
+    json.dumps(state).encode()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"nodes": [1], "world_size": 3},
+        {"nodes": 3, "world_size": 3},
+        {"restarts": "many"},
+        {"generation": None},
+        {"outcome": {}},
+        {"failures": [{}]},
+    ],
+    ids=str,
+)
+def test_a_malformed_entry_is_said_to_be(entry: dict[str, object]) -> None:
+    text = encode({"generation": 4, **entry})
+    state = status.describe("j", view({KEYS.history(4): text}))
+    assert state["history"][0]["ended"].startswith("unreadable: ")
+    assert state["restarts"] == 0
+    status._show(state)
 
 
 @pytest.fixture

@@ -1,0 +1,119 @@
+"""Garbage in every key of a job that trains: it is named, and the training goes on."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.etcd.client import Client
+from tests.e2e.harness import Job
+from tests.e2e.traces import PREFIX
+from tests.etcd.server import EtcdServer
+
+pytestmark = pytest.mark.timeout(180)
+
+HUGE = 1_400_000  # etcd takes 1.5 MiB in a request
+GARBAGE = {
+    "no JSON": "}{",
+    "huge": "x" * HUGE,
+    "a huge object": json.dumps({"v": 1, "x": "x" * HUGE}),
+    "deep": "[" * 100_000,
+    "deep and whole": '{"v": 1, "x": ' + "[" * 900 + "]" * 900 + "}",
+    "a huge number": '{"v": 1, "generation": ' + "9" * 4000 + "}",
+    "not a number": '{"v": 1, "generation": NaN, "final": -Infinity, "nproc": 1e999}',
+    "half a character": '{"v": 1, "reason": "\\ud800", "node": "\\udfff"}',
+    "no text": "\udcff\udcfe\0",
+    "a key twice": '{"v": 1, "v": 2}',
+    "wrong types": '{"v": 1, "participants": {"a": []}, "places": 7, "master": "x", "run": null}',
+    "another version": '{"v": 99}',
+    "a command": '{"v": 1, "__reduce__": ["os.system", "exit"], "py/object": "builtins.exec"}',
+}
+# What is written there disturbs nobody: it is not read, or only later.
+TIMES = {"members": 3, "round": 4, "spec": 2, "generation": 2, "outcome": 2}
+QUIET = ("acks", "history", "generation", "outcome", "strange")
+
+
+@dataclass
+class Writer:
+    """Somebody with the right to write, who makes mistakes."""
+
+    etcd: EtcdServer
+    job: Job
+    used: Iterator[str]
+
+    async def write(self, key: str) -> str:
+        """Put the next kind of garbage there."""
+        kind = next(self.used)
+        async with Client(self.etcd.config) as client:
+            await client.txn(Txn((), (Put(key, GARBAGE[kind]),)), 10)
+        return kind
+
+
+def forever() -> Iterator[str]:
+    while True:
+        yield from GARBAGE
+
+
+async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdServer) -> None:
+    """Not one after the other of a fixed list: each key that is there, so a new one as well."""
+    agents = [job.start(node, nnodes="1:2") for node in ("n1", "n2")]
+    generation = job.trains(2)
+    writer = Writer(etcd, job, forever())
+    root = f"{PREFIX}/{job.name}"
+    kinds = {name.partition("/")[0] for name in names(etcd, job)}
+    assert kinds == {"spec", "members", "generation", "round", "acks", "history"}
+    for kind in sorted(kinds | {"outcome", "reports", "strange"}):
+        for _ in range(TIMES.get(kind, 1)):
+            name = of_kind(etcd, job, kind, generation)
+            how = await writer.write(f"{root}/{name}")
+            what = f"{how} in {name}, generation {generation}"
+            if kind in QUIET:
+                job.goes_on(generation, steps=2)
+            else:
+                generation = job.trains(2, after=generation, steps=1)
+            if kind not in ("history", "strange", "acks"):
+                told = f"ignored, not written by this program: {root}/{name}: "
+                job.wait(f"{what} is told", lambda told=told: told in said(job))  # type: ignore[misc]
+            assert all(agent.running() for agent in agents), what
+    own = [line for line in said(job).splitlines() if not line.startswith("[n")]
+    assert all(line.startswith("elastic_etcd[") for line in own), "a traceback of an agent"
+    assert max(map(len, own)) < 2000, "no line is as long as what was read"
+    job.finish(*agents)
+    left = {name.partition("/")[0] for name in names(etcd, job)}
+    assert left == {"history", "outcome", "members", "strange"}, "members: bound to no lease"
+    for flags in ((), ("--json",)):
+        status(etcd, job, *flags)
+    etcd.ctl("del", "--prefix", f"{root}/")
+
+
+def of_kind(etcd: EtcdServer, job: Job, kind: str, generation: int) -> str:
+    """A key of this kind: one that is there now, else one that could be."""
+    there = names(etcd, job)
+    found = [name for name in there if name.partition("/")[0] == kind]
+    lease = next(name for name in there if name.startswith("members/")).partition("/")[2]
+    return f"reports/{generation}/{lease}" if kind == "reports" else found[-1] if found else kind
+
+
+def names(etcd: EtcdServer, job: Job) -> list[str]:
+    """The job's keys, without the part that names it."""
+    root = f"{PREFIX}/{job.name}/"
+    lines = etcd.ctl("get", "--prefix", "--keys-only", root).split()
+    return sorted(line.removeprefix(root) for line in lines)
+
+
+def status(etcd: EtcdServer, job: Job, *flags: str) -> None:
+    """It shows what can be shown."""
+    argv = [sys.executable, "-m", "elastic_etcd.cli.main", "status", job.name, *flags]
+    done = subprocess.run(
+        [*argv, f"--etcd={etcd.endpoint}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "succeeded" in done.stdout
+
+
+def said(job: Job) -> str:
+    return "".join(agent.output for agent in job.agents)
