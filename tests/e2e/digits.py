@@ -7,6 +7,7 @@ is the work of one process with nothing of elastic_etcd's.
 
 import json
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 
@@ -17,17 +18,17 @@ PER_EPOCH = -(-LENGTH // GLOBAL_BATCH)  # steps
 
 
 class Uses:
-    """What all workers of a job that has ended said of samples.
+    """What all workers of a job that has ended said of samples, in its directory.
 
     Three kinds of lines: a world `begin`s after a step that was made in some generation; a rank
     is about to `use` samples in a step; the training is at its `end`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, directory: Path) -> None:
         self.began: dict[int, tuple[int, int]] = {}  # generation -> step, made in generation
         self.samples: dict[tuple[int, int], list[int]] = defaultdict(list)  # of generation, step
         ends = set()
-        for path in job.directory.glob("*.uses"):
+        for path in directory.glob("*.uses"):
             for line in map(json.loads, path.read_text().splitlines()):
                 if line["what"] == "use":
                     self.samples[line["generation"], line["step"]] += line["indices"]
@@ -75,9 +76,9 @@ def global_batches(steps: int) -> list[list[int]]:
     return batches[:steps]
 
 
-def undisturbed(steps: int) -> dict[str, torch.Tensor]:
-    """The weights after so many steps in one process."""
-    learner = Learner()
+def undisturbed(steps: int, learner: Learner | None = None) -> dict[str, torch.Tensor]:
+    """The weights after so many steps in one process, of a learner that has done none."""
+    learner = learner or Learner()
     for batch in global_batches(steps):
         for index in batch:
             learner.contribute(learner.model, index)

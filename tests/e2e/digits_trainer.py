@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +40,7 @@ class Learner:
     def __init__(self, *, plain: bool = False) -> None:
         torch.set_num_threads(1)
         kind = torch.float32 if plain else torch.float64
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = self.data()
         self.x = torch.tensor(pixels[:LENGTH], dtype=kind) / 16
         self.y = torch.tensor(labels[:LENGTH])
         torch.manual_seed(0)
@@ -51,6 +50,12 @@ class Learner:
         if not plain:
             for parameter in self.model.parameters():
                 parameter.register_hook(lambda grad: torch.round(grad / ULP) * ULP)
+
+    def data(self) -> tuple[Any, Any]:
+        """Rows of 64 pixels, each from 0 to 16, and which digit each is."""
+        from sklearn.datasets import load_digits
+
+        return load_digits(return_X_y=True)  # type: ignore[no-any-return]
 
     def contribute(self, model: nn.Module, index: int) -> None:
         """Add one sample's gradient to what there is, through `model`."""

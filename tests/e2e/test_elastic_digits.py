@@ -78,7 +78,7 @@ def test_joins_and_leaves(digits: Digits) -> None:
     assert fourth.items() < fifth.items()
     digits.finish(n1, n2, n3)
 
-    uses = Uses(digits)
+    uses = Uses(digits.directory)
     assert uses.lost() == {}
     check_samples(uses)
     same_bits(weights(digits, n1, n2, n3), undisturbed(uses.end[0]))
@@ -128,7 +128,7 @@ def test_failures(digits: Digits, etcd: EtcdServer) -> None:
     assert after.items() & last.items() == {("n1", after["n1"])}
     digits.finish(n1, n5)
 
-    uses = Uses(digits)
+    uses = Uses(digits.directory)
     lost = uses.lost()
     assert lost[first] == 2, "the commit after step 39 is what there is of 41 steps"
     assert all(steps <= EVERY for steps in lost.values()), lost
@@ -147,7 +147,7 @@ def test_all_nodes_are_lost(digits: Digits) -> None:
     g, _ = digits.world(1, after=g)
     digits.finish(alone)
 
-    uses = Uses(digits)
+    uses = Uses(digits.directory)
     assert uses.began[g][0] in (PER_EPOCH, 2 * PER_EPOCH)
     check_samples(uses)
     same_bits(weights(digits, alone), undisturbed(uses.end[0]))
@@ -157,7 +157,7 @@ def test_the_only_worker_is_killed(digits: Digits) -> None:
     """The agent has its last commit."""
     n1 = digits.node("n1", "--steps=50", "--kill=0:41", nnodes="1")
     digits.exits(n1, 0, seconds=60)
-    uses = Uses(digits)
+    uses = Uses(digits.directory)
     assert uses.began == {1: (0, 0), 2: (39, 1)}
     check_samples(uses)
     same_bits(weights(digits, n1), undisturbed(50))
@@ -173,7 +173,7 @@ def test_ddp_as_it_is(digits: Digits) -> None:
         other.exits(n2, 0, seconds=60)
     finally:
         other.close()
-    assert Uses(digits).lost() == {1: 2}
-    assert Uses(other).lost() == {}
-    check_samples(Uses(digits))
+    assert Uses(digits.directory).lost() == {1: 2}
+    assert Uses(other.directory).lost() == {}
+    check_samples(Uses(digits.directory))
     same_bits(weights(digits, n1), weights(other, n2))

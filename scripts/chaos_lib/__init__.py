@@ -1,0 +1,1 @@
+"""What scripts/chaos does: faults by a seeded schedule against a real job, and what must hold."""

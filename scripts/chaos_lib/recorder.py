@@ -1,0 +1,93 @@
+"""A process that records every event under a prefix of etcd from its first revision on.
+
+`python -m chaos_lib.recorder ENDPOINTS PREFIX FILE` writes a line of JSON for each. It outlives
+whatever happens to etcd's members; version numbers in the lines prove that none is missing.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from elastic_etcd.core.txn import Get
+from elastic_etcd.etcd import channel, wire
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.etcd.mirror import HAS_LEADER
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.retry import now, retrying, start_over
+
+LOOK = 1.0  # seconds between two looks at whether the endpoint in use answers
+
+
+class Recorder:
+    """Follows `prefix` and writes its events to `file`."""
+
+    def __init__(self, client: Client, prefix: str, file: TextIO) -> None:
+        self._client, self._prefix, self._file = client, prefix, file
+        self._next = 1
+
+    async def record(self) -> None:
+        """Until cancelled."""
+        async for attempt in retrying():
+            with attempt:
+                async with self._client.stream(channel.WATCH, self._prefix, HAS_LEADER) as stream:
+                    create = pb.WatchCreateRequest(
+                        key=wire.encode(self._prefix),
+                        range_end=wire.range_end(self._prefix, True),
+                        start_revision=self._next,
+                    )
+                    await stream.write(pb.WatchRequest(create=create))
+                    while True:
+                        self._take(await stream.read())
+                        stream.began = now()
+                        start_over(attempt.retry_state)
+
+    async def look(self, recording: asyncio.Task[None]) -> None:
+        """Ask now and then: a frozen member's silence on the stream is no error by itself."""
+        while not recording.done():
+            await self._client.range(Get(self._prefix))
+            await asyncio.wait({recording}, timeout=LOOK)
+
+    def _take(self, response: pb.WatchResponse) -> None:
+        if response.canceled:
+            if response.compact_revision:
+                raise RuntimeError(f"compacted at {response.compact_revision}, at {self._next}")
+            raise Unanswered(response.cancel_reason or "cancelled")
+        for event in response.events:
+            kv = event.kv
+            line = {
+                "time": time.time(),
+                "revision": kv.mod_revision,
+                "deleted": event.type == pb.Event.DELETE,
+                "key": wire.decode(kv.key),
+                "value": wire.decode(kv.value),
+                "version": kv.version,
+                "lease": kv.lease,
+            }
+            self._file.write(json.dumps(line) + "\n")
+            self._next = kv.mod_revision + 1
+        self._file.flush()
+
+
+async def main(endpoints: str, prefix: str, file: TextIO) -> None:
+    config = EtcdConfig(tuple(endpoints.split(",")))
+    async with Client(config) as client, asyncio.TaskGroup() as tasks:
+        recorder = Recorder(client, prefix, file)
+        recording = tasks.create_task(recorder.record())
+        looking = tasks.create_task(recorder.look(recording))
+
+        def stop() -> None:
+            recording.cancel()
+            looking.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[3]).open("a") as output:
+        asyncio.run(main(sys.argv[1], sys.argv[2], output))

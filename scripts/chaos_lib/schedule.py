@@ -1,0 +1,145 @@
+"""What happens when: bursts of faults as a pure function of the seed.
+
+A burst begins some seconds after the job has recovered from the one before, so that the same seed
+gives the same faults in the same order on a machine of any speed. In each burst at least one node
+of the world stays whole, because the training's state is in the memory of the world's nodes.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+TTL = 5
+MIN_NODES, MAX_NODES = 2, 4  # of a world
+FEWEST, MOST = 3, 5  # agents after each burst; the surplus is a spare
+
+
+class Kind(StrEnum):
+    """What goes wrong. The value is what the user reads."""
+
+    WORKER_KILL = "worker killed"
+    WORKER_STOP = "worker stopped for a while"
+    AGENT_KILL = "agent killed"
+    AGENT_STOP = "agent stopped for a while"
+    NODE_FREEZE = "node frozen for a while"
+    NODE_KILL = "node killed, agent and all"
+    GUARDIAN_KILL = "guardian killed"
+    POOL_KILL = "warm pool killed"
+    LEAVE = "node leaves on SIGTERM"
+    JOIN = "node joins"
+    ETCD_KILL = "etcd member killed for a while"
+    ETCD_STOP = "etcd member stopped for a while"
+    ETCD_MAJORITY = "majority of etcd killed for a while"
+    ETCD_AWAY = "all of etcd killed for a while"
+    COMPACTION = "compaction and defragmentation"
+
+
+NODE_FAULTS = {  # the node is not there for some time, or for ever
+    Kind.AGENT_KILL: 5,
+    Kind.AGENT_STOP: 5,
+    Kind.NODE_FREEZE: 4,
+    Kind.NODE_KILL: 3,
+    Kind.LEAVE: 4,
+}
+LOST = {Kind.AGENT_KILL, Kind.NODE_KILL, Kind.LEAVE}
+PART_FAULTS = {Kind.WORKER_KILL: 8, Kind.WORKER_STOP: 4, Kind.GUARDIAN_KILL: 2, Kind.POOL_KILL: 1}
+MEMBER_FAULTS = {Kind.ETCD_KILL: 4, Kind.ETCD_STOP: 4}  # etcd goes on without the member
+OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3}
+ETCD_GONE = {*MEMBER_FAULTS, *OUTAGES}  # one at a time
+OF_ETCD = {*ETCD_GONE, Kind.COMPACTION}
+WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | {Kind.COMPACTION: 3, Kind.JOIN: 4}
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """`at` seconds after its burst begins, and over `lasts` seconds later, if it ends.
+
+    target: which node, by its place among the world's nodes when the burst begins; or the role of
+    an etcd member ("leader", "follower"). Nothing for what has no target.
+    """
+
+    at: float
+    kind: Kind
+    target: str = ""
+    lasts: float = 0.0
+
+    def __str__(self) -> str:
+        target = f" [{self.target}]" if self.target else ""
+        lasts = f" ({self.lasts:.1f} s)" if self.lasts else ""
+        return f"{self.kind}{target}{lasts}"
+
+
+@dataclass(frozen=True)
+class Burst:
+    """`faults` in the order of time, `pause` seconds after the job is whole; `agents` remain."""
+
+    number: int
+    pause: float
+    faults: tuple[Fault, ...]
+    agents: int
+
+
+def schedule(seed: int, agents: int) -> Iterator[Burst]:
+    """The bursts, without end, against a job that begins with so many agents."""
+    chance = random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
+    number = 0
+    while True:
+        number += 1
+        burst = _burst(chance, number, agents)
+        agents = burst.agents
+        yield burst
+
+
+def _burst(chance: random.Random, number: int, agents: int) -> Burst:
+    victims = chance.sample(range(FEWEST), FEWEST - 1)  # whom node faults may hit, one each
+    spread = chance.choice((0.3, 1.5, 4.0))
+    faults: list[Fault] = []
+    for _ in range(chance.choices((1, 2, 3, 4, 5), (8, 5, 3, 2, 1))[0]):
+        at = round(chance.uniform(0, spread), 2) if faults else 0.0
+        kind = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if kind in NODE_FAULTS:
+            if victims:
+                faults.append(_of_a_node(chance, kind, at, victims.pop()))
+        elif kind in PART_FAULTS:
+            lasts = round(chance.uniform(0.3, 8), 1) if kind is Kind.WORKER_STOP else 0.0
+            faults.append(Fault(at, kind, str(chance.randrange(FEWEST)), lasts))
+        elif kind is Kind.JOIN:
+            agents += 1
+            faults.append(Fault(at, kind))
+        elif kind is Kind.COMPACTION or not any(fault.kind in ETCD_GONE for fault in faults):
+            faults.append(_of_etcd(chance, kind, at))
+    agents -= sum(fault.kind in LOST for fault in faults)
+    return _with_enough(chance, number, faults, agents)
+
+
+def _of_a_node(chance: random.Random, kind: Kind, at: float, victim: int) -> Fault:
+    """Those that end are as often shorter than the TTL as longer."""
+    lasts = 0.0
+    if kind not in LOST:
+        lasts = round(chance.choice((chance.uniform(0.3, 3), chance.uniform(TTL, 2.5 * TTL))), 1)
+    return Fault(at, kind, str(victim), lasts)
+
+
+def _of_etcd(chance: random.Random, kind: Kind, at: float) -> Fault:
+    if kind is Kind.COMPACTION:
+        return Fault(at, kind)
+    role = chance.choice(("leader", "follower")) if kind in MEMBER_FAULTS else ""
+    longest = 1.5 * TTL if kind in MEMBER_FAULTS else 2.5 * TTL
+    return Fault(at, kind, role, round(chance.uniform(0.5, longest), 1))
+
+
+def _with_enough(chance: random.Random, number: int, faults: list[Fault], agents: int) -> Burst:
+    """So many nodes as there may be; nobody joins while etcd is away, since they'd give up."""
+    while agents > MOST:
+        faults.remove(next(f for f in faults if f.kind is Kind.JOIN))
+        agents -= 1
+    while agents < FEWEST or (agents < MAX_NODES and chance.random() < 0.5):
+        faults.append(Fault(round(chance.uniform(0, 4), 2), Kind.JOIN))
+        agents += 1
+    away = [f.at + f.lasts for f in faults if f.kind in OUTAGES]
+    if away:
+        faults = [Fault(max(away) + 0.5, f.kind) if f.kind is Kind.JOIN else f for f in faults]
+    if not faults:
+        faults = [Fault(0.0, Kind.WORKER_KILL, str(chance.randrange(FEWEST)))]
+    return Burst(number, round(chance.uniform(0.5, 4), 1), tuple(sorted(faults)), agents)

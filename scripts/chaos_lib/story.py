@@ -1,0 +1,116 @@
+"""One job's story: its nodes start, are hit burst by burst, end; then everything is checked."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import leftovers
+from .cluster import Cluster, Undo
+from .fleet import Fleet
+from .history import replay
+from .report import Report
+from .schedule import MAX_NODES, MIN_NODES, OF_ETCD, Burst, Fault
+from .training import Training
+
+PATIENCE = 90.0  # for the job to be whole again, after a burst
+
+
+@dataclass
+class Outcome:
+    """What came of a job, or of several."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    generations: int = 0
+    steps: int = 0
+    samples: int = 0
+    again: int = 0  # steps that were rolled back and trained again
+    recoveries: list[float] = field(default_factory=list)  # from the end of a burst, seconds
+    violations: list[str] = field(default_factory=list)
+
+    def add(self, other: "Outcome") -> None:
+        self.faults += other.faults
+        self.generations += other.generations
+        self.steps += other.steps
+        self.samples += other.samples
+        self.again += other.again
+        self.recoveries += other.recoveries
+        self.violations += other.violations
+
+
+class Story:
+    """`over()` says that no more bursts are to come: the time is up, or the user wants to stop."""
+
+    def __init__(
+        self, etcd: Cluster, directory: Path, report: Report, over: Callable[[], bool]
+    ) -> None:
+        self._etcd, self._directory = etcd, directory
+        self._report, self._over = report, over
+        self.outcome = Outcome()
+
+    def play(self, name: str, bursts: Iterator[Burst], agents: int, *, plain: bool) -> int:
+        """Train under these bursts with so many agents at first; how many there are in the end."""
+        fleet = Fleet(self._etcd.endpoints, self._directory, name, plain=plain)
+        try:
+            for _ in range(agents):
+                fleet.join()
+            fleet.wait("the job trains", fleet.whole(), PATIENCE)
+            while not self._over():
+                burst = next(bursts)
+                fleet.rest(burst.pause, self._over)
+                if self._over():
+                    break
+                self._burst(fleet, burst)
+                agents = burst.agents
+            fleet.finish(PATIENCE)
+            self._check(fleet, plain=plain)
+        except AssertionError as error:
+            self.outcome.violations.append(f"{error}")
+        finally:
+            fleet.close()
+        return agents
+
+    def _burst(self, fleet: Fleet, burst: Burst) -> None:
+        """Inject its faults at their times, end those that end, and wait until all is well."""
+        began = time.monotonic()
+        fleet.begin_burst()
+        self._report.burst(burst, fleet.journal)
+        faults, undos = list(burst.faults), []
+        while faults or undos:
+            coming = [(f.at, 0, f) for f in faults[:1]] + [(at, 1, u) for at, u in undos]
+            at, _, what = min(coming, key=lambda each: each[:2])
+            fleet.rest(began + at - time.monotonic(), self._over)
+            if isinstance(what, Fault):
+                faults.remove(what)
+                whom, undo = self._inject(fleet, what)
+                self._report.fault(what, whom, time.monotonic() - began)
+                if undo:
+                    undos.append((time.monotonic() - began + what.lasts, undo))
+            else:
+                undos.remove((at, what))
+                what()
+        self._etcd.heal()
+        healed = time.monotonic()
+        fleet.wait("the job is whole again", fleet.whole(), PATIENCE)
+        self.outcome.recoveries.append(time.monotonic() - healed)
+        self._report.recovered(self.outcome.recoveries[-1], fleet.journal)
+
+    def _inject(self, fleet: Fleet, fault: Fault) -> tuple[str, Undo | None]:
+        self.outcome.faults[fault.kind] += 1
+        return (self._etcd if fault.kind in OF_ETCD else fleet).inject(fault)
+
+    def _check(self, fleet: Fleet, *, plain: bool) -> None:
+        """Everything that must hold now that the job has ended."""
+        job, found = fleet.job, self.outcome.violations
+        found += leftovers.left(job, self._etcd.healthy)
+        last = self._etcd.revision()
+        fleet.wait("all is recorded", lambda: self._etcd.recorded() >= last, PATIENCE)
+        replayed = replay(self._etcd.events(job.name), MIN_NODES, MAX_NODES)
+        found += replayed.wrong + leftovers.unrecorded(job, self._etcd.healthy, replayed)
+        training = Training(self._directory, replayed.worlds())
+        found += training.check()
+        found += leftovers.tracebacks(self._directory, plain=plain)
+        self.outcome.generations = len(replayed.finals)
+        self.outcome.steps, self.outcome.samples = training.steps, training.samples
+        self.outcome.again = training.again
