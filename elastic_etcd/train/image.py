@@ -8,6 +8,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -79,36 +80,53 @@ def pack(parts: dict[str, bytes], tensors: Sequence[torch.Tensor]) -> tuple[byte
     return objects, sum(map(_aligned, sizes))
 
 
-def write(body: torch.Tensor, pieces: Iterable[Piece]) -> bytes:
+def write(body: torch.Tensor, batches: Iterable[Sequence[Piece]]) -> bytes:
     """Copy the pieces, which ascend, into the body. Returns the digest of what is there then.
 
-    In one thread: where others want the processors, too, threads that wait for each other at each
-    chunk took 9 times as long as a plain copy, and one takes 1.3 times.
+    Each batch in two halves, a thread for each: as a plain copy does with more than one, and one
+    that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
+    More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # also of the thread that follows
     try:
-        return _write(body, pieces)
+        with ThreadPoolExecutor(1) as other:
+            return _write(body, batches, other)
     finally:
         torch.set_num_threads(threads)
 
 
-def _write(body: torch.Tensor, pieces: Iterable[Piece]) -> bytes:
-    words = body.view(torch.int64)
+def _write(body: torch.Tensor, batches: Iterable[Sequence[Piece]], other: Executor) -> bytes:
     sums: list[torch.Tensor] = []
-    for start, piece in pieces:
+    for batch in batches:
+        end = batch[-1][0] + batch[-1][1].nbytes
+        middle = (len(sums) + -(-end // CHUNK)) // 2
+        first = other.submit(_write_part, body, batch, len(sums) * CHUNK, middle * CHUNK)
+        second = _write_part(body, batch, middle * CHUNK, end)
+        sums += first.result() + second
+    if len(sums) * CHUNK < len(body):
+        sums.append(_sum(body.view(torch.int64), len(sums)))
+    return _digest(torch.stack(sums))
+
+
+def _write_part(
+    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int
+) -> list[torch.Tensor]:
+    """Copy what lies from `begin`, a chunk's, to `end`. The sums of the chunks that are whole."""
+    words = body.view(torch.int64)
+    first_chunk = begin // CHUNK
+    sums: list[torch.Tensor] = []
+    for start, piece in batch:
         target = words if piece.dtype == torch.int64 else body
         unit = piece.element_size()
-        first, end = start, start + len(piece) * unit
-        while first < end:
-            last = min(end, (first // CHUNK + 1) * CHUNK)
+        first, stop = max(start, begin), min(start + piece.nbytes, end)
+        while first < stop:
+            last = min(stop, (first // CHUNK + 1) * CHUNK)
             part = piece[(first - start) // unit : (last - start) // unit]
             target[first // unit : last // unit].copy_(part)
-            sums += [_sum(words, chunk) for chunk in range(len(sums), last // CHUNK)]
+            sums += _sums(words, first_chunk + len(sums), last // CHUNK)
             first = last
-    if len(sums) * CHUNK < len(body):
-        sums.append(_sum(words, len(sums)))
-    return _digest(torch.stack(sums))
+    return sums + _sums(words, first_chunk + len(sums), end // CHUNK)
 
 
 def pieces_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Piece]:
@@ -174,6 +192,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sum(words: torch.Tensor, chunk: int) -> torch.Tensor:
     return words[chunk * CHUNK // 8 : (chunk + 1) * CHUNK // 8].sum()
+
+
+def _sums(words: torch.Tensor, first: int, end: int) -> list[torch.Tensor]:
+    return [_sum(words, chunk) for chunk in range(first, end)]
 
 
 def _digest(sums: torch.Tensor) -> bytes:

@@ -102,10 +102,12 @@ class Snapshot:
         newest = self.newest()
         return next(slot for slot in self.slots if slot is not newest)
 
-    def write(self, version: Version, objects: int, size: int, pieces: Iterable[Piece]) -> None:
+    def write(
+        self, version: Version, objects: int, size: int, batches: Iterable[Sequence[Piece]]
+    ) -> None:
         """Write a snapshot; the newest stays as it is until this one is whole."""
         slot = self.other()
-        digest = write(slot.clear(size), pieces)
+        digest = write(slot.clear(size), batches)
         slot.set(Header(version, objects, size, digest))
 
     def prefer(self, slot: Slot) -> None:

@@ -1,6 +1,7 @@
-"""GPU tensors on their way to a snapshot: through page-locked memory, on a stream of their own.
+"""Tensors on their way to a snapshot, a batch at a time.
 
-Two buffers take turns: while one is copied on into the snapshot, the GPU fills the other.
+Those of a GPU go through page-locked memory, on a stream of their own. Two buffers take turns:
+while one is copied on into the snapshot, the GPU fills the other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +10,7 @@ import torch
 
 from elastic_etcd.train.image import Piece
 
-BUFFER = 32 << 20  # bytes
+BUFFER = 32 << 20  # bytes, of a batch
 
 
 class Staging:
@@ -22,29 +23,26 @@ class Staging:
         self._buffers: list[torch.Tensor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def through(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         """The same pieces in the same order, those of `device_type` now in host memory.
 
-        A piece is good until the next is asked for.
+        A batch is good until the next is asked for.
         """
         coming = None
         for turn, batch in enumerate(self._batches(pieces)):
             # With the batch itself: a tensor that is only in it must live until it is copied.
             filling = (*self._fill(turn % 2, batch), batch)
             if coming is not None:
-                yield from _arrived(*coming[:2])
+                yield _arrived(*coming[:2])
             coming = filling
         if coming is not None:
-            yield from _arrived(*coming[:2])
+            yield _arrived(*coming[:2])
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """Pieces that fit one buffer together; those that stay on their device need no room."""
+        """Pieces that fit one buffer together."""
         batch: list[Piece] = []
         room = self.size
         for start, piece in pieces:
-            if piece.device.type != self.device_type:
-                batch.append((start, piece))
-                continue
             unit = piece.element_size()
             first = 0
             while first < len(piece):
@@ -94,7 +92,7 @@ class Staging:
         return self._streams[device]
 
 
-def _arrived(pieces: list[Piece], events: list[torch.cuda.Event]) -> Iterator[Piece]:
+def _arrived(pieces: list[Piece], events: list[torch.cuda.Event]) -> list[Piece]:
     for event in events:
         event.synchronize()
-    yield from pieces
+    return pieces

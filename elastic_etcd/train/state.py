@@ -178,8 +178,8 @@ class ElasticState:
             for name, value in self._values.items()
         }
         objects, size = pack(parts, tensors)
-        pieces = self._staging.through(pieces_of(objects, tensors))
-        self._open().write(version, len(objects), size, _while_intact(pieces))
+        batches = self._staging.through(pieces_of(objects, tensors))
+        self._open().write(version, len(objects), size, _while_intact(batches))
         self._calls = 0
 
     def _load(self, slot: Slot) -> None:
@@ -225,9 +225,9 @@ class ElasticState:
         return sorted({*super().__dir__(), *self._values})
 
 
-def _while_intact(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _while_intact(batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
     """Raises WorldBroken instead of the end: what comes out of an abort must not be kept."""
-    yield from pieces
+    yield from batches
     boundary.intact()
 
 

@@ -58,7 +58,7 @@ def put(
 ) -> None:
     objects, size = pack({"all": encode(list(range(len(tensors))), [])}, tensors)
     pieces = pieces_of(objects, tensors)
-    through = staging.through(pieces) if staging else pieces
+    through = staging.through(pieces) if staging else [list(pieces)]
     snapshot.write(version, len(objects), size, through)
 
 
@@ -91,7 +91,7 @@ def test_the_buffers_of_a_gpu_give_the_same_bytes_in_the_same_order(
     tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in lengths]
     objects, whole = pack({}, tensors)
     direct, staged = (torch.zeros(whole, dtype=torch.uint8) for _ in range(2))
-    digest = write(direct, pieces_of(objects, tensors))
+    digest = write(direct, [list(pieces_of(objects, tensors))])
     assert write(staged, Staging("cpu", size).through(pieces_of(objects, tensors))) == digest
     assert torch.equal(direct, staged)
 
@@ -125,14 +125,16 @@ def test_the_memory_is_given_back_with_the_snapshot() -> None:
 def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
     staging = Staging("cuda", 256)
     tensors = [torch.ones(1000), torch.ones(3)]
-    pieces = list(staging.through(pieces_of(b"x", tensors)))
-    assert pieces[1][1].data_ptr() == tensors[0].data_ptr()
+    batches = list(staging.through(pieces_of(b"x", tensors)))
+    pieces = {start: piece for batch in batches for start, piece in batch}
+    assert pieces[64].data_ptr() == tensors[0].data_ptr()
+    assert sum(piece.nbytes for piece in pieces.values()) == 1 + 4000 + 12
 
 
 @pytest.mark.parametrize("size", [64, CHUNK - 64, CHUNK, CHUNK + 64, 2 * CHUNK + 192])
 def test_the_digest_is_of_every_byte(size: int) -> None:
     body = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    digest = write(torch.empty_like(body), [(0, body.view(torch.int64))])
+    digest = write(torch.empty_like(body), [[(0, body.view(torch.int64))]])
     assert digest_of(body) == digest
     for where in (0, size // 2, size - 1):
         body[where] ^= 16
@@ -237,8 +239,8 @@ def commit_until(fds: list[Any], count: int, last: int) -> None:
     objects, size = pack({}, tensors)
     pieces = pieces_of(objects, tensors)
 
-    def killed() -> Iterator[Piece]:
-        yield from islice(pieces, last)
+    def killed() -> Iterator[list[Piece]]:
+        yield from ([piece] for piece in islice(pieces, last))
         os.kill(os.getpid(), signal.SIGKILL)
 
     snapshot.write(Version(0, count + 1, 1), len(objects), size, killed())
@@ -308,7 +310,7 @@ def test_a_part_is_read_with_its_tensors() -> None:
     part = encode({"w": torch.arange(5)}, tensors)
     snapshot = memory()
     objects, size = pack({"model": part}, tensors)
-    snapshot.write(Version(0, 1, 1), len(objects), size, pieces_of(objects, tensors))
+    snapshot.write(Version(0, 1, 1), len(objects), size, [list(pieces_of(objects, tensors))])
     slot = snapshot.check()
     assert slot is not None
     parts, found = unpack(slot.read(len(objects)), slot.body(size))
