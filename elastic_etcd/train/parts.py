@@ -64,24 +64,20 @@ class _Module:
         return value
 
 
-class _Optimizer:
+class _Optimizer(_StateDict):
     """Loads into the optimizer's own tensors where they fit, which saves making new ones."""
 
     borrows = True
 
-    def save(self, value: Any) -> Any:
-        return value.state_dict()
-
     def load(self, value: Any, saved: Any) -> Any:
-        value.load_state_dict(_into(value.state_dict(), saved, set()))
-        return value
+        return super().load(value, _into(value.state_dict(), saved, set()))
 
 
 class _Scaler(_StateDict):
     """Also forgets what it knows of a step that was not finished, which no state_dict has."""
 
     def load(self, value: Any, saved: Any) -> Any:
-        value.load_state_dict(saved)
+        super().load(value, saved)
         # Used before, so that update() may be called; one that is disabled has no such attribute.
         if value.is_enabled() and value._scale is not None:  # noqa: SLF001
             value.update(value.get_scale())
