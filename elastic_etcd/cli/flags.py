@@ -175,11 +175,13 @@ def _job(group: Group) -> None:
     group.flag(
         "--advertise",
         "--local-addr",
+        type=values.address,
         metavar="ADDRESS",
         help="address of this node for the others (default: its address on the way to etcd)",
     )
     group.flag(
         "--topology-label",
+        type=values.label,
         default="",
         metavar="LABEL",
         help="new nodes get ranks in the order of (label, name), so that a rack stays together",
@@ -214,10 +216,16 @@ def connection(group: Group) -> None:
     group.flag("--key", metavar="FILE", help="its key")
     group.flag("--user", metavar="NAME", help="etcd user; its password is in ELASTIC_ETCD_PASSWORD")
     group.flag("--password-file", metavar="FILE", help="or in this file")
+    group.flag("--password", help=argparse.SUPPRESS)  # else a short form of --password-file
 
 
 def etcd_of(args: argparse.Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
     """What the flags of `connection` say; None where nothing names an etcd. Raises UsageError."""
+    if args.password is not None:
+        raise UsageError(
+            "--password: a password on the command line can be read by every user of this machine; "
+            "put it in ELASTIC_ETCD_PASSWORD or in a --password-file"
+        )
     return EtcdConfig.parse(
         args.etcd,
         cacert=args.cacert,

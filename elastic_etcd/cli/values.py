@@ -8,8 +8,10 @@ import signal
 from argparse import ArgumentTypeError
 
 from elastic_etcd.agent.config import StreamChoice, Streams
-from elastic_etcd.core.keys import valid_job, valid_prefix
+from elastic_etcd.core.keys import PARTS, valid_job, valid_prefix
+from elastic_etcd.core.values import valid_host
 
+_PARTS = ", ".join(sorted(PARTS))
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -30,8 +32,8 @@ def job_id(text: str) -> str:
     """A job's id, which is one part of a key in etcd."""
     if not valid_job(text):
         raise ArgumentTypeError(
-            f"{text!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a part "
-            "of a key in etcd"
+            f"{text[:140]!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a "
+            f"part of a key in etcd, where {_PARTS} mean something else"
         )
     return text
 
@@ -40,16 +42,31 @@ def prefix(text: str) -> str:
     """A prefix of keys: `/a` or `/a/b`."""
     if not valid_prefix(text):
         raise ArgumentTypeError(
-            f"{text!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or several "
-            "times, without a '/' at its end; for example /elastic_etcd"
+            f"{text[:140]!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or "
+            f"several times, without a '/' at its end; for example /elastic_etcd. {_PARTS} are "
+            "parts of a job's own keys"
         )
     return text
 
 
 def name(text: str) -> str:
     """A name that is shown in logs."""
-    if not text.strip() or not text.isprintable():
-        raise ArgumentTypeError(f"{text!r} is empty or has characters that cannot be shown")
+    if not text.strip() or not text.isprintable() or len(text) > 255:
+        raise ArgumentTypeError(
+            f"{text[:140]!r} is empty, longer than 255, or has characters that cannot be shown"
+        )
+    return text
+
+
+def label(text: str) -> str:
+    """A name, or none."""
+    return name(text) if text else text
+
+
+def address(text: str) -> str:
+    """What other nodes can connect to, without a port."""
+    if not valid_host(text):
+        raise ArgumentTypeError(f"{text[:140]!r} is neither a host name nor an IP address")
     return text
 
 

@@ -13,18 +13,26 @@ from typing import Any
 
 VERSION = 1
 PREFIX = "/elastic_etcd"
+# A job or a part of a prefix that is called so could lie among another job's keys.
+PARTS = frozenset(
+    ("spec", "members", "generation", "round", "acks", "reports", "history", "outcome")
+)
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 
 
 def valid_job(job: str) -> bool:
-    """Whether `job` can be a path segment: 1 to 128 letters, digits, '.', '_' or '-'."""
-    return _JOB.fullmatch(job) is not None and job not in (".", "..")
+    """Whether `job` can be a path segment: 1 to 128 letters, digits, '.', '_' or '-'.
+
+    None of PARTS is one: the root of one job is then never inside a folder of another's.
+    """
+    return _JOB.fullmatch(job) is not None and job not in (".", "..") and job not in PARTS
 
 
 def valid_prefix(prefix: str) -> bool:
     """Whether `prefix` is a path of such segments: it starts with '/' and ends without."""
-    return _PREFIX.fullmatch(prefix) is not None
+    whole = _PREFIX.fullmatch(prefix) is not None
+    return whole and all(map(valid_job, prefix[1:].split("/")))
 
 
 def hexed(lease: int) -> str:
