@@ -1,5 +1,6 @@
 """Which etcd to talk to and as whom, from flags and from etcdctl's own environment variables."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ def _endpoints(text: str, *, files_given: bool) -> tuple[tuple[str, ...], bool]:
     for part in text.split(","):
         scheme, separator, address = part.strip().rpartition("://")
         if separator and scheme not in ("http", "https"):
-            raise UsageError(f"etcd endpoint {part.strip()!r}: {ENDPOINT_FORM}")
+            raise UsageError(f"etcd endpoint {_masked(part)!r}: {ENDPOINT_FORM}")
         schemes.add(scheme)
         addresses.append(_address(address, part.strip()))
     if {"http", "https"} <= schemes:
@@ -75,8 +76,18 @@ def _endpoints(text: str, *, files_given: bool) -> tuple[tuple[str, ...], bool]:
     return tuple(dict.fromkeys(addresses)), tls
 
 
+def _masked(part: str) -> str:
+    """Without the user and password that may be in it."""
+    return re.sub(r"^\s*(\w+://)?.*@", r"\1***@", part).strip()
+
+
 def _address(text: str, part: str) -> str:
     """`host:port` from what follows the scheme."""
+    if "@" in part:
+        raise UsageError(
+            f"etcd endpoint {_masked(part)!r}: {ENDPOINT_FORM}. A user goes into --user, "
+            "a password into ELASTIC_ETCD_PASSWORD or a --password-file"
+        )
     wrong = UsageError(f"etcd endpoint {part!r}: {ENDPOINT_FORM}")
     text = text.removesuffix("/")
     host, colon, port = text.rpartition(":")
@@ -122,6 +133,8 @@ def _read(path: str) -> str:
             password = file.readline().rstrip("\r\n")
     except OSError as error:
         raise UsageError(f"--password-file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--password-file {path}: it is not UTF-8") from None
     if not password:
         raise UsageError(f"--password-file {path}: the first line is empty")
     return password
