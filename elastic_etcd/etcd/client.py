@@ -10,12 +10,12 @@ import math
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
-from elastic_etcd.errors import EtcdRefused, EtcdUnreachable, ForkedClient
+from elastic_etcd.errors import EtcdRefused, EtcdUnreachable, ForkedClient, UsageError
 from elastic_etcd.etcd import channel, faults, wire
 from elastic_etcd.etcd.auth import ANONYMOUS, Login, Token
 from elastic_etcd.etcd.channel import Answer, Connection, Request, Rpc, Stream
@@ -197,6 +197,10 @@ class Client:
     def connection(self) -> Connection:
         """The connection in use; made without waiting for it to be established."""
         if self._connection is None:
+            # Certificates are renewed under a long training; one that is being replaced at this
+            # very moment will be read at the next connection.
+            with suppress(UsageError):
+                self._credentials = channel.credentials(self._config)
             self._connection = Connection(self.endpoint, self._credentials)
         return self._connection
 

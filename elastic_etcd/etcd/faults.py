@@ -23,13 +23,9 @@ TOKEN_ERRORS = (
 )
 # gRPC's names for a peer that the certificates exclude, at either end.
 WRONG_NAME = ("Hostname Verification Check failed", "is not in peer certificate")
-UNTRUSTED = (
-    *WRONG_NAME,
-    "CERTIFICATE_VERIFY_FAILED",
-    "ALERT_BAD_CERTIFICATE",
-    "ALERT_UNKNOWN_CA",
-    "ALERT_CERTIFICATE",
-)
+# With TLS 1.3 the server looks at ours after the handshake, and gRPC no longer says what it heard.
+CLIENT_REFUSED = ("ALERT_BAD_CERTIFICATE", "ALERT_UNKNOWN_CA", "ALERT_CERTIFICATE", "Unwrap failed")
+UNTRUSTED = (*WRONG_NAME, *CLIENT_REFUSED, "CERTIFICATE_VERIFY_FAILED")
 
 
 class RpcFailed(Exception):
@@ -144,8 +140,12 @@ def untrusted(endpoint: str, reason: str) -> EtcdDenied:
     """No endpoint of the configuration could be trusted at the first contact."""
     if any(text in reason for text in WRONG_NAME):
         hint = "Its certificate is for another host: write --etcd with a name that it lists."
-    elif "ALERT" in reason:
-        hint = "It does not accept this client's certificate: check --cert and --key."
+    elif any(text in reason for text in CLIENT_REFUSED):
+        hint = (
+            "It does not accept this client's certificate, or lack of one: check --cert and --key."
+        )
+    elif "expired" in reason or "not yet valid" in reason:
+        hint = "Renew its certificate, or set this machine's clock."
     else:
         hint = "Give the authority that signed its certificate with --cacert."
     return EtcdDenied(f"no trust between this client and etcd at {endpoint} ({reason}).\n{hint}")

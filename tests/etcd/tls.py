@@ -34,14 +34,19 @@ class Authority:
         path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         self.cacert = str(path)
 
-    def issue(self, name: str, address: str = "127.0.0.1") -> Files:
-        """A certificate for the common name and the IP address, for servers and clients."""
+    def issue(
+        self, name: str, address: str = "127.0.0.1", days: tuple[int, int] = (-1, 1)
+    ) -> Files:
+        """A certificate for the common name and the IP address, for servers and clients.
+
+        `days`: from when to when it is valid, from now on.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName("localhost")]
         builder = (
-            self._builder(subject, key)
+            self._builder(subject, key, days)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         )
@@ -58,16 +63,16 @@ class Authority:
         return files
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: tuple[int, int] = (-1, 1)
     ) -> x509.CertificateBuilder:
         now = dt.datetime.now(dt.UTC)
-        day = dt.timedelta(days=1)
+        begin, end = (now + dt.timedelta(days=number) for number in days)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - day)
-            .not_valid_after(now + day)
+            .not_valid_before(begin)
+            .not_valid_after(end)
         )
