@@ -63,8 +63,11 @@ def test_etcd_member_frozen_with_sigstop(job: TickingJob, cluster: EtcdCluster) 
     job.finish(n1, n2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [2, 3])
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [(signal.SIGKILL, 2), (signal.SIGSTOP, 3)],
+    ids=["two killed", "all frozen"],
+)
 def test_all_of_etcd_down_for_longer_than_the_ttl(
     job: TickingJob, cluster: EtcdCluster, number: signal.Signals, lost: int
 ) -> None:

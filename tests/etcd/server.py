@@ -49,6 +49,7 @@ class EtcdServer:
     cluster: str = ""  # --initial-cluster; empty: alone
     token: str = "tests"  # --initial-cluster-token: another one makes another cluster id
     program: str = os.environ.get("TEST_ETCD", "")  # of another version than find_program's
+    user: str = ""  # with which `ctl` asks, as NAME:PASSWORD
     port: int = 0
     peer_port: int = 0
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
@@ -150,6 +151,7 @@ class EtcdServer:
     def ctl(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
         """Run etcdctl against this server."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+        clean |= {"ETCDCTL_USER": self.user} if self.user else {}
         command = [tool("etcdctl"), f"--endpoints={self.scheme}://{self.endpoint}", *arguments]
         return subprocess.run(
             command, env={**clean, **(env or {})}, check=True, capture_output=True, text=True

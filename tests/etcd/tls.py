@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 
@@ -17,6 +17,28 @@ class Files:
 
     cert: str
     key: str
+
+
+def rsa_pair(directory: Path) -> Files:
+    """A public key, in place of the certificate, and its private key: what signs etcd's JWTs."""
+    pair = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    files = Files(str(directory / "jwt.pub"), str(directory / "jwt.key"))
+    public = pair.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    Path(files.cert).write_bytes(public)
+    _write_key(pair, files.key)
+    return files
+
+
+def _write_key(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, path: str) -> None:
+    Path(path).write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
 
 
 class Authority:
@@ -53,13 +75,7 @@ class Authority:
         certificate = builder.sign(self._key, hashes.SHA256())
         files = Files(str(self._directory / f"{name}.crt"), str(self._directory / f"{name}.key"))
         Path(files.cert).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        Path(files.key).write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
+        _write_key(key, files.key)
         return files
 
     def _builder(

