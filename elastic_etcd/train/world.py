@@ -60,6 +60,8 @@ class World:
         boundary.begin(self._boundary)
         if self.broken:  # before there was a connection that could be cut
             raise boundary.WorldBroken(self.broken)
+        # One that failed in here has used up a name, by which the others' keys are not found.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, **options
         )
