@@ -86,12 +86,15 @@ class Interrupted:
     """Whether the user wants to stop: Ctrl-C or SIGTERM once; the second one ends at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self._asked = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
+    def __call__(self) -> bool:
+        return self._asked
+
     def _ask(self, number: int, _: object) -> None:
-        self.asked = True
+        self._asked = True
         signal.signal(number, signal.default_int_handler)
 
 
@@ -99,22 +102,22 @@ def torment(args: argparse.Namespace, directory: Path, report: Report) -> story.
     """One job after the other until the time is up."""
     bursts, agents, total = schedule(args.seed, MAX_NODES), MAX_NODES, story.Outcome()
     jobs = max(2, round(args.minutes / JOB_MINUTES)) if args.mode == "both" else 1
-    interrupted = Interrupted()
+    asked = Interrupted()
     with Cluster(directory) as etcd:
         for number in range(1, jobs + 1):
             deadline = time.monotonic() + 60 * args.minutes / jobs
             plain = args.mode == "plain" or (args.mode == "both" and number % 2 == 0)
 
             def over(deadline: float = deadline) -> bool:
-                return interrupted.asked or time.monotonic() > deadline
+                return asked() or time.monotonic() > deadline
 
             how = "workers are restarted in each world" if plain else "workers in ee.run"
             report.say(f"\n[bold]job {number} of {jobs}[/]: {agents} nodes, {how}")
             (directory / f"job-{number}").mkdir()
-            one = story.Story(etcd, directory / f"job-{number}", report, over)
+            one = story.Story(etcd, directory / f"job-{number}", report, asked, over)
             agents = one.play(f"chaos-{number}", bursts, agents, plain=plain)
             total.add(one.outcome)
-            if interrupted.asked or one.outcome.violations:
+            if asked() or one.outcome.violations:
                 break
     return total
 

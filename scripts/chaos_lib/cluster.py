@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -32,7 +32,7 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         made = EtcdCluster.make(directory).members
-        self.members = [
+        self.members: Sequence[EtcdServer] = [
             Member(directory, m.name, port=m.port, peer_port=m.peer_port, cluster=m.cluster)
             for m in made
         ]
@@ -82,7 +82,7 @@ class Cluster:
                 member.freeze()
                 return member.name, member.thaw
             case Kind.ETCD_KILL:
-                victims = [self._role(fault.target)]
+                victims: Sequence[EtcdServer] = [self._role(fault.target)]
             case Kind.ETCD_MAJORITY:
                 victims = self.members[:2]
             case _:
@@ -131,7 +131,7 @@ class Cluster:
         return self.members[-1]
 
 
-def start(members: list[EtcdServer]) -> None:
+def start(members: Sequence[EtcdServer]) -> None:
     """Without waiting until they serve, which they may not do without the others."""
     for member in members:
         with member.launch():

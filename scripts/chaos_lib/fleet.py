@@ -104,7 +104,11 @@ class Fleet:
 
     def wait(self, what: str, until: Callable[[], bool], seconds: float) -> None:
         """Raises AssertionError when it comes too late, or an agent ends meanwhile."""
-        self.job.wait(what, lambda: self._look() and until(), seconds)
+        if not self._changes.wait(lambda: self._look() and until(), seconds):
+            for agent in self.running:
+                send(signal.SIGUSR1, workers(agent))
+            self._changes.wait(lambda: None, 2)  # until they have said where they are
+            raise AssertionError(f"after {seconds} s not yet: {what}\n{self.job.account()}")
 
     def rest(self, seconds: float, enough: Callable[[], bool]) -> None:
         """Let so much time pass, or less."""
@@ -155,5 +159,12 @@ def stop(pids: list[int]) -> Undo:
 
 def pool(agent: Agent) -> list[int]:
     """Workers are forked from it and look like it, but lead sessions of their own."""
-    pids = [pid for pid in agent.others() if "train/warm.py" in command(pid)]
-    return sorted(pid for pid in pids if os.getsid(pid) == agent.pid)[:1]
+    return [pid for pid in forked(agent) if os.getsid(pid) == agent.pid][:1]
+
+
+def workers(agent: Agent) -> list[int]:
+    return [pid for pid in forked(agent) if os.getsid(pid) == pid]
+
+
+def forked(agent: Agent) -> list[int]:
+    return sorted(pid for pid in agent.others() if "train/warm.py" in command(pid))

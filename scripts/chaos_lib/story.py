@@ -40,13 +40,18 @@ class Outcome:
 
 
 class Story:
-    """`over()` says that no more bursts are to come: the time is up, or the user wants to stop."""
+    """`asked()` says that the user wants to stop, `over()` that no more bursts are to come."""
 
     def __init__(
-        self, etcd: Cluster, directory: Path, report: Report, over: Callable[[], bool]
+        self,
+        etcd: Cluster,
+        directory: Path,
+        report: Report,
+        asked: Callable[[], bool],
+        over: Callable[[], bool],
     ) -> None:
-        self._etcd, self._directory = etcd, directory
-        self._report, self._over = report, over
+        self._etcd, self._directory, self._report = etcd, directory, report
+        self._asked, self._over = asked, over
         self.outcome = Outcome()
 
     def play(self, name: str, bursts: Iterator[Burst], agents: int, *, plain: bool) -> int:
@@ -76,20 +81,23 @@ class Story:
         began = time.monotonic()
         fleet.begin_burst()
         self._report.burst(burst, fleet.journal)
-        faults, undos = list(burst.faults), []
-        while faults or undos:
-            coming = [(f.at, 0, f) for f in faults[:1]] + [(at, 1, u) for at, u in undos]
-            at, _, what = min(coming, key=lambda each: each[:2])
-            fleet.rest(began + at - time.monotonic(), self._over)
-            if isinstance(what, Fault):
-                faults.remove(what)
-                whom, undo = self._inject(fleet, what)
-                self._report.fault(what, whom, time.monotonic() - began)
-                if undo:
-                    undos.append((time.monotonic() - began + what.lasts, undo))
+        faults = list(burst.faults)
+        ends: list[tuple[float, Undo]] = []
+        while faults or ends:
+            ends.sort(key=lambda end: end[0])
+            fault = faults[0] if faults and (not ends or faults[0].at <= ends[0][0]) else None
+            at = fault.at if fault else ends[0][0]
+            fleet.rest(began + at - time.monotonic(), self._asked)
+            if fault is None:
+                ends.pop(0)[1]()
+            elif self._asked():
+                faults.clear()
             else:
-                undos.remove((at, what))
-                what()
+                faults.pop(0)
+                whom, undo = self._inject(fleet, fault)
+                self._report.fault(fault, whom, time.monotonic() - began)
+                if undo:
+                    ends.append((time.monotonic() - began + fault.lasts, undo))
         self._etcd.heal()
         healed = time.monotonic()
         fleet.wait("the job is whole again", fleet.whole(), PATIENCE)

@@ -6,8 +6,10 @@ worker is restarted in each new world, as any script; its state is what its node
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,7 @@ def restarted(state: ee.ElasticState, learner: Learner, args: argparse.Namespace
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # tells where it hangs
     args = arguments()
     log, learner = NodeLog(args.dir), Small()
     state = ee.ElasticState(

@@ -34,7 +34,7 @@ class Uses:
                     self.samples[line["generation"], line["step"]] += line["indices"]
                 elif line["what"] == "end":
                     ends.add((line["step"], line["made"]))
-                else:
+                elif line["what"] == "begin":
                     after = line["step"], line["made"]
                     assert self.began.setdefault(line["generation"], after) == after, line
         assert len(ends) == 1, ends
