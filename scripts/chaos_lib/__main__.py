@@ -37,6 +37,7 @@ examples:
 
 exit status:
   0 nothing is wrong   1 something is, or the job did not go on   2 wrong usage
+  Ctrl-C ends the training, checks what has happened, and reports; once more ends at once (130).
 """
 JOB_MINUTES = 10  # of one job; there are at least two, since modes take turns
 
@@ -130,7 +131,11 @@ def main() -> int:
         return 0
     directory = args.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     directory.mkdir(parents=True, exist_ok=True)
-    outcome = torment(args, directory, report)
+    try:
+        outcome = torment(args, directory, report)
+    except KeyboardInterrupt:
+        report.say(f"stopped at once; the logs are in {directory}")
+        return 130
     report.summary(outcome, args.seed, str(directory))
     if outcome.violations:
         again = f"scripts/chaos --minutes {args.minutes:g} --seed {args.seed} --mode {args.mode}"

@@ -10,6 +10,7 @@ from typing import Self
 
 from elastic_etcd import trampoline
 from elastic_etcd.core.keys import PREFIX
+from tests.e2e.processes import Changes
 from tests.etcd.server import EtcdCluster, EtcdServer
 
 from .history import Event, read
@@ -95,10 +96,14 @@ class Cluster:
         """All of a job's that have been recorded."""
         return list(read(self._file, f"{PREFIX}/{job}/")) if self._file.exists() else []
 
-    def revision(self) -> int:
-        """The latest; whatever is written here is under the recorded prefix."""
+    def record_all(self, seconds: float) -> None:
+        """Wait until the record is at etcd's revision. All that is written here is recorded."""
         answer = json.loads(self.healthy.ctl("get", PREFIX, "-w", "json"))
-        return int(answer["header"]["revision"])
+        last = int(answer["header"]["revision"])
+        changes = Changes(self._directory)
+        done = changes.wait(lambda: self.recorded() >= last, seconds)
+        changes.close()
+        assert done, f"only {self.recorded()} of {last} revisions are recorded after {seconds} s"
 
     def recorded(self) -> int:
         """The revision up to which the history has been recorded."""

@@ -36,7 +36,6 @@ class Fleet:
         self._expected: dict[Agent, int | None] = {}  # exit status of agents; None: it runs
         self._seats: list[str] = []  # the world's nodes when the burst began
         self._plain = plain
-        (directory / "tmp").mkdir()
 
     @property
     def running(self) -> list[Agent]:
@@ -48,12 +47,14 @@ class Fleet:
         used = {agent.node for agent in self._expected if agent.running()}
         node = next(n for n in (f"n{i}" for i in range(1, 2 * MOST)) if n not in used)
         directory = self.job.directory
+        temporary = directory / f"tmp{len(self.job.agents)}"
+        temporary.mkdir()
         script = [str(TRAINER), "--dir", str(directory), f"--commit-every={COMMIT_EVERY}"]
         agent = self.job.start(
             node,
             nproc=WORKERS.get(node, 1),
             script=(*script, *["--plain"][: self._plain]),
-            env={"TMPDIR": str(directory / "tmp")},
+            env={"TMPDIR": str(temporary)},
             **FLAGS,
         )
         self._expected[agent] = None
@@ -146,6 +147,13 @@ class Fleet:
         for agent in self.running:
             self._expected[agent] = 0
         self.wait("all agents end", lambda: not any(a.running() for a in self._expected), seconds)
+
+    def files(self) -> list[str]:
+        """What agents that ended in order have left of temporary files, but torch's cache."""
+        ended = [i for i, agent in enumerate(self.job.agents) if self._expected[agent] == 0]
+        folders = [self.job.directory / f"tmp{i}" for i in ended]
+        found = [path for folder in folders for path in folder.iterdir()]
+        return [str(path) for path in found if not path.name.startswith("torchinductor_")]
 
     def close(self) -> None:
         self.job.close()

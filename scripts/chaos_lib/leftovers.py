@@ -10,6 +10,7 @@ from tests.e2e.harness import Job
 from tests.e2e.traces import keys, leases
 from tests.etcd.server import EtcdServer
 
+from .fleet import Fleet
 from .history import Replay
 from .schedule import TTL
 
@@ -22,14 +23,14 @@ OURS = re.compile(
 THEIRS = re.compile(r"^\[n\d+ .*(Fatal Python|Segmentation|AssertionError|File .*elastic_etcd/)")
 
 
-def left(job: Job, etcd: EtcdServer) -> list[str]:
+def left(fleet: Fleet, etcd: EtcdServer) -> list[str]:
     """All that is there and should not be, after the time that leases take to end."""
-    found = []
+    found, job = [], fleet.job
     kinds: dict[str, Callable[[], list[str]]] = {
         "processes": job.leftovers,
         "keys": lambda: [k for k in keys(etcd, job.name) if not _stays(k)],
         "leases": lambda: sorted(leases(etcd)),
-        "files": lambda: [str(p) for p in (job.directory / "tmp").rglob("*")],
+        "files": fleet.files,
         "shared memory": lambda: _shared(job),
     }
     for what, find in kinds.items():

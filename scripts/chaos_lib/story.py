@@ -9,7 +9,7 @@ from pathlib import Path
 from . import leftovers
 from .cluster import Cluster, Undo
 from .fleet import Fleet
-from .history import replay
+from .history import Replay, replay
 from .report import Report
 from .schedule import MAX_NODES, MIN_NODES, OF_ETCD, Burst, Fault
 from .training import Training
@@ -69,11 +69,14 @@ class Story:
                 self._burst(fleet, burst)
                 agents = burst.agents
             fleet.finish(PATIENCE)
-            self._check(fleet, plain=plain)
+            self._check_end(fleet)
         except AssertionError as error:
             self.outcome.violations.append(f"{error}")
+            self._etcd.heal()
+            self._history(fleet)
         finally:
             fleet.close()
+        self.outcome.violations += leftovers.tracebacks(self._directory, plain=plain)
         return agents
 
     def _burst(self, fleet: Fleet, burst: Burst) -> None:
@@ -108,17 +111,21 @@ class Story:
         self.outcome.faults[fault.kind] += 1
         return (self._etcd if fault.kind in OF_ETCD else fleet).inject(fault)
 
-    def _check(self, fleet: Fleet, *, plain: bool) -> None:
-        """Everything that must hold now that the job has ended."""
-        job, found = fleet.job, self.outcome.violations
-        found += leftovers.left(job, self._etcd.healthy)
-        last = self._etcd.revision()
-        fleet.wait("all is recorded", lambda: self._etcd.recorded() >= last, PATIENCE)
-        replayed = replay(self._etcd.events(job.name), MIN_NODES, MAX_NODES)
-        found += replayed.wrong + leftovers.unrecorded(job, self._etcd.healthy, replayed)
+    def _check_end(self, fleet: Fleet) -> None:
+        """Everything that must hold now that the job has ended well."""
+        found = self.outcome.violations
+        found += leftovers.left(fleet, self._etcd.healthy)
+        replayed = self._history(fleet)
+        found += leftovers.unrecorded(fleet.job, self._etcd.healthy, replayed)
         training = Training(self._directory, replayed.worlds())
         found += training.check()
-        found += leftovers.tracebacks(self._directory, plain=plain)
-        self.outcome.generations = len(replayed.finals)
         self.outcome.steps, self.outcome.samples = training.steps, training.samples
         self.outcome.again = training.again
+
+    def _history(self, fleet: Fleet) -> Replay:
+        """What etcd went through, with all that is recorded of it."""
+        self._etcd.record_all(PATIENCE)
+        replayed = replay(self._etcd.events(fleet.job.name), MIN_NODES, MAX_NODES)
+        self.outcome.generations = len(replayed.finals)
+        self.outcome.violations += replayed.wrong
+        return replayed
