@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Never, Self
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core import writes
@@ -36,6 +36,7 @@ from elastic_etcd.version import __version__
 START_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
 LEAVE_TIMEOUT = 2.0
 CURRENT_TIMEOUT = 5.0
+REFUSED_PAUSE = 5.0  # at most, between two tries of what an administrator has to make possible
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class Membership:
         """
         if self._task:
             self._task.cancel()
-        self._run(self._join(run, last))
+        work = self._join
+        self._run(_waiting_out(EtcdRefused)(work, run, last) if run else work(run, last))
 
     def write(self, state: State, write: Write, master: Master | None) -> None:
         """Put `write` into etcd, however long that takes; answered by Wrote or Broken."""
@@ -234,15 +236,7 @@ class Membership:
         self._post(_joined(key, run, view, self._member.lease))
 
     async def _commit(self, txn: Txn) -> None:
-        """A refusal (no space, no permission) is told and waited out: training goes on."""
-        refusals = retry_if_exception_type((EtcdRefused, EtcdDenied))
-        async for attempt in AsyncRetrying(retry=refusals, wait=wait_exponential(max=10)):
-            with attempt:
-                try:
-                    result = await self._client.txn(txn)
-                except (EtcdRefused, EtcdDenied) as error:
-                    log.warning("%s", error)
-                    raise
+        result: TxnResult = await _waiting_out(EtcdRefused, EtcdDenied)(self._client.txn, txn)
         self._post(Wrote(result.succeeded))
 
     def _lost(self, session: Session, lost: asyncio.Future[str]) -> None:
@@ -263,6 +257,17 @@ class Membership:
     def _answered(self) -> None:
         self._silence = False
         log.info("etcd answers again at %s", self._client.endpoint)
+
+
+def _waiting_out(*refusals: type[EtcdError]) -> AsyncRetrying:
+    """Tells of a refusal (no space, no permission) and asks again: the training is not to end."""
+
+    def tell(state: RetryCallState) -> None:
+        assert state.outcome is not None
+        log.warning("%s", state.outcome.exception())
+
+    kinds = retry_if_exception_type(refusals)
+    return AsyncRetrying(retry=kinds, wait=wait_exponential(max=REFUSED_PAUSE), before_sleep=tell)
 
 
 def _read(result: TxnResult) -> Snapshot:

@@ -30,9 +30,9 @@ class TickingJob(Job):
         flags = {"start_method": "exec", "script": script} | more
         return super().start(node, **flags)  # type: ignore[arg-type]
 
-    def pair(self) -> tuple[Agent, Agent, int]:
+    def pair(self, **flags: object) -> tuple[Agent, Agent, int]:
         """Two nodes that train, and their generation."""
-        n1, n2 = self.start("n1"), self.start("n2")
+        n1, n2 = self.start("n1", **flags), self.start("n2", **flags)
         return n1, n2, self.trains(2)
 
     def kill_worker(self, generation: int) -> None:
