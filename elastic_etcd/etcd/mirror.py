@@ -84,6 +84,7 @@ class Mirror:
                     await self._watch(attempt.retry_state)
                 except Compacted as error:
                     self._history = None
+                    log.info("etcd has compacted the events of %s: listing again", self._what)
                     raise Unanswered(str(error), move=False) from error
                 except Unanswered as error:
                     log.debug("watch of %s: %s", self._what, error)

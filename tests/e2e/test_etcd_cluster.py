@@ -1,11 +1,14 @@
 """A job on three etcd members that die, freeze, lose each other, and forget."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic_etcd.etcd.client import Client
+from tests.etcd.aio import put
 from tests.etcd.server import EtcdCluster
 
 from .harness import TTL
@@ -83,4 +86,31 @@ def test_all_of_etcd_down_for_longer_than_the_ttl(
     cluster.heal()
     again = job.trains(2, after=g)
     assert again == g + 1
+    job.finish(n1, n2)
+
+
+def test_compacted_watch_while_members_are_defragmented_under_load(
+    job: TickingJob, cluster: EtcdCluster
+) -> None:
+    """A watch that begins anew, because its member has gone, finds its revision compacted."""
+    n1, n2, g = job.pair()
+    (member,) = connected(n1, cluster)
+
+    async def writer(client: Client, name: int) -> int:
+        return max([await put(client, f"/load/{name}", "x" * 20_000) for _ in range(100)])
+
+    async def load() -> None:
+        async with Client(cluster.config) as client:
+            for each in cluster.members:
+                writers = asyncio.gather(*(writer(client, name) for name in range(4)))
+                await asyncio.to_thread(each.ctl, "defrag")
+                revision = max(await writers)
+                await asyncio.to_thread(each.ctl, "compact", str(revision))
+
+    asyncio.run(load())
+    member.kill()
+    job.said(n1, "etcd has compacted the events of")
+    job.undisturbed(g, 1)
+    job.kill_worker(g)
+    assert job.trains(2, after=g) == g + 1
     job.finish(n1, n2)
