@@ -63,11 +63,10 @@ class Story:
             fleet.wait("the job trains", fleet.whole(), PATIENCE)
             while not self._over():
                 burst = next(bursts)
+                agents = burst.agents  # also if it is not played: the next job begins with them
                 fleet.rest(burst.pause, self._over)
-                if self._over():
-                    break
-                self._burst(fleet, burst)
-                agents = burst.agents
+                if not self._over():
+                    self._burst(fleet, burst)
             fleet.finish(PATIENCE)
             self._check_end(fleet)
         except AssertionError as error:
