@@ -6,6 +6,7 @@ import sys
 NAMES = {
     "recovery": "faults and what they cost, beside torchrun and others; --timeline",
     "scale": "rendezvous of many simulated agents",
+    "load": "many jobs that come and go on one etcd: memory, keys, leases, watch lag",
     "sampler": "the sampler, at up to 10^10 indices",
     "state": "commit, restore and sync of a training's state",
     "warm": "a warm worker's start and memory",

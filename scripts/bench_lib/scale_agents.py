@@ -54,6 +54,7 @@ class Workers(Host):
     def __init__(self, post: "Post", *_: object) -> None:
         self._post = post
         self._running = 0
+        self._finishing = False
 
     async def warm(self) -> None:
         """Nothing is imported."""
@@ -65,6 +66,8 @@ class Workers(Host):
     def start(self, lease: int, now: Round) -> None:
         assert now.place(lease) is not None
         self._running = now.generation
+        if self._finishing:
+            self.finish()
 
     def stop(self, grace: float, notice: "Notice") -> None:
         del grace, notice
@@ -74,6 +77,13 @@ class Workers(Host):
         """A worker exits 1."""
         failure = Failure(node, 0, 0, 1, 1, uptime=60.0)
         self._post(WorkerEnded(self._running, failure))
+
+    def finish(self) -> None:
+        """The workers exit 0, now or as soon as they run; for a node of one worker."""
+        self._finishing = True
+        if self._running:
+            self._post(WorkerEnded(self._running, None))
+            self._post(Emptied(self._running))
 
     async def end(self, reason: str) -> None:
         """Nothing is parked."""
@@ -97,6 +107,10 @@ class Simulated(Agent):
     def fail(self) -> None:
         """One of its workers fails."""
         self._host.fail(self._config.node)
+
+    def finish(self) -> None:
+        """Its workers have done all their work."""
+        self._host.finish()
 
     def leave(self) -> None:
         """As after SIGTERM."""
