@@ -1,0 +1,41 @@
+"""Who can reach what this program opens."""
+
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from tests.e2e.harness import Job
+
+LISTEN = "0A"
+LOOPBACK = "0100007F"  # 127.0.0.1, as /proc has it
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process listens, TCP over IPv4 and IPv6, in hexadecimal."""
+    links = [fd.readlink() for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    inodes = {str(link)[8:-1] for link in links if str(link).startswith("socket:[")}
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+async def test_the_embedded_etcd_is_for_this_machine_only() -> None:
+    async with EmbeddedEtcd() as etcd:
+        assert etcd._process
+        assert listening(etcd._process.pid) == {LOOPBACK}
+
+
+@pytest.mark.timeout(90)
+def test_a_node_listens_at_its_own_address_only(job: Job) -> None:
+    """The store, at the address on the way to etcd; workers are torch's, and not looked at."""
+    n1 = job.start("n1", nnodes="1", nproc=2)
+    generation = job.trains(2)
+    workers = {job.worker(generation, rank).pid for rank in (0, 1)}
+    found = {pid: listening(pid) for pid in (n1.pid, *n1.others()) if pid not in workers}
+    assert set().union(*found.values()) == {LOOPBACK}
+    job.finish(n1)
