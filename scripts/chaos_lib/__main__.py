@@ -132,7 +132,8 @@ def main() -> int:
     directory = args.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        outcome = torment(args, directory, report)
+        with report:
+            outcome = torment(args, directory, report)
     except KeyboardInterrupt:
         report.say(f"stopped at once; the logs are in {directory}")
         return 130

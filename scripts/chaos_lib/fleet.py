@@ -27,15 +27,26 @@ COMMIT_EVERY = 3
 
 
 class Fleet:
-    """Agents of one job. Raises AssertionError when one ends that should not."""
+    """Agents of one job. Raises AssertionError when one ends that should not.
 
-    def __init__(self, endpoints: str, directory: Path, name: str, *, plain: bool) -> None:
+    `seen(journal)` is called again and again while something is waited for.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        directory: Path,
+        name: str,
+        seen: Callable[[Journal], None],
+        *,
+        plain: bool,
+    ) -> None:
         self.job = Job(endpoints, directory, name)
         self.journal = Journal(directory)
         self._changes = Changes(directory)
         self._expected: dict[Agent, int | None] = {}  # exit status of agents; None: it runs
         self._seats: list[str] = []  # the world's nodes when the burst began
-        self._plain = plain
+        self._seen, self._plain = seen, plain
 
     @property
     def running(self) -> list[Agent]:
@@ -117,6 +128,7 @@ class Fleet:
 
     def _look(self) -> bool:
         self.journal.read()
+        self._seen(self.journal)
         for agent, code in self._expected.items():
             status = agent.process.poll()
             assert status in (None, code), (

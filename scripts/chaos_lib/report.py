@@ -1,7 +1,7 @@
 """What the user sees: each burst as it happens, and the summary at the end."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,10 +17,27 @@ SHOWN = 60  # lines of a violation
 
 
 class Report:
-    """Writes to the terminal, or line by line to a file or a pipe."""
+    """`with Report()`: writes to the terminal, with a line that moves, or to a file or a pipe."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
+        self._status = self._console.status("")
+        self._shown = 0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def progress(self, journal: Journal) -> None:
+        """What the job does now."""
+        if self._shown != journal.step:
+            self._shown = journal.step
+            text = f"generation {journal.generation}, step {journal.step}"
+            self._status.update(f"{text}, {len(journal.world)} ranks on {_nodes(journal)}")
 
     def say(self, text: str) -> None:
         self._console.print(text)
@@ -33,10 +50,9 @@ class Report:
                 self.say(f"  +{fault.at:5.2f} s  {escape(str(fault))}")
 
     def burst(self, burst: Burst, journal: Journal) -> None:
-        trains = " ".join(journal.nodes())
         self.say(
             f"[bold]burst {burst.number}[/]  generation {journal.generation}, "
-            f"step {journal.step}, {trains} train"
+            f"step {journal.step}, {_nodes(journal)} train"
         )
 
     def fault(self, fault: Fault, whom: str, at: float) -> None:
@@ -45,7 +61,7 @@ class Report:
     def recovered(self, seconds: float, journal: Journal) -> None:
         self.say(
             f"  whole again after {seconds:.1f} s: generation {journal.generation}, "
-            f"{len(journal.world)} ranks on {' '.join(journal.nodes())}"
+            f"{len(journal.world)} ranks on {_nodes(journal)}"
         )
 
     def summary(self, outcome: "Outcome", seed: int, logs: str) -> None:
@@ -72,3 +88,7 @@ class Report:
             self._console.print("\n".join(lines[:SHOWN]), markup=False)
             if len(lines) > SHOWN:
                 self.say(f"... and {len(lines) - SHOWN} more lines")
+
+
+def _nodes(journal: Journal) -> str:
+    return " ".join(journal.nodes())

@@ -56,7 +56,8 @@ class Story:
 
     def play(self, name: str, bursts: Iterator[Burst], agents: int, *, plain: bool) -> int:
         """Train under these bursts with so many agents at first; how many there are in the end."""
-        fleet = Fleet(self._etcd.endpoints, self._directory, name, plain=plain)
+        where = self._etcd.endpoints, self._directory
+        fleet = Fleet(*where, name, self._report.progress, plain=plain)
         try:
             for _ in range(agents):
                 fleet.join()

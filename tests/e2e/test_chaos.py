@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,28 @@ def test_two_minutes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "job 2 of 2" in done.stdout
     assert "whole again" in done.stdout
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_ends_the_training_and_reports(tmp_path: Path) -> None:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
+    command = ("--minutes", "9", "--seed", "1", "--keep", str(tmp_path / "logs"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "chaos_lib", *command],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("burst 1 "):
+                process.send_signal(signal.SIGINT)
+                break
+        said = process.stdout.read()
+    assert process.returncode == 0, said
+    assert "violations" in said
+    assert "job 2" not in said
 
 
 def test_the_schedule_is_printed_and_is_the_seed_s() -> None:
