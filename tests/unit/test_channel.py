@@ -183,12 +183,8 @@ async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> No
         peer.send({"type": "world", "generation": 8, "reason": "n3 joins", "env": env})
         assert (await heard.get())["env"] == env
         assert peer.generation == 8
-    assert threading.active_count() == 1 + len(asyncio_threads())
+    assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
     await asyncio.to_thread(worker.current)
-
-
-def asyncio_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("asyncio")]
 
 
 async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:

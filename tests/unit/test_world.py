@@ -25,7 +25,9 @@ def test_a_world_that_was_not_formed_leaves_no_name_behind(store: TCPStore) -> N
     with pytest.raises(RuntimeError):  # its peer never comes
         world.form("gloo", {"timeout": timedelta(seconds=1)})
     world.drop(broken=True)
+    world.collect()
     world = World(2, env | {"WORLD_SIZE": "1"})
     world.form("gloo", {})
     assert dist.group.WORLD.group_name == "0"
     world.drop(broken=False)
+    world.collect()
