@@ -2,13 +2,16 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from tests.etcd.proxy import Proxy, proxy_aside
 from tests.etcd.server import EtcdServer
 
 from .harness import TTL, Job
-from .traces import member, members_are
+from .ticking import ticking
+from .traces import history, member, members_are
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,3 +65,24 @@ def test_etcd_forgets(job: Job, etcd: EtcdServer, how: str) -> None:
         etcd.ctl("del", "--prefix", f"/elastic_etcd/{job.name}/")
     job.trains(2, after=g)
     job.finish(n1, n2)
+
+
+def test_a_txn_that_timed_out_but_was_applied(
+    etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A node's reports of a failure, and of its success, are written twice and count once."""
+    with (
+        proxy_aside(etcd.endpoint) as (endpoint, proxy),
+        ticking(etcd.endpoint, etcd, tmp_path / "job", request) as job,
+    ):
+        n1, n2 = job.start("n1", etcd=endpoint), job.start("n2")
+        g = job.trains(2)
+        proxy(Proxy.lose_answers)
+        rank = next(rank for rank in range(2) if job.worker(g, rank).node == "n1")
+        job.kill_worker(g, rank)
+        new = job.trains(2, after=g)
+        assert job.worker(new, 0).restarts == 1
+        ended = history(etcd, job.name)[g]
+        assert [failure["rank"] for failure in ended["failures"]] == [rank]
+        proxy(Proxy.lose_answers)
+        job.finish(n1, n2)

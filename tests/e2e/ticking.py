@@ -35,8 +35,8 @@ class TickingJob(Job):
         n1, n2 = self.start("n1", **flags), self.start("n2", **flags)
         return n1, n2, self.trains(2)
 
-    def kill_worker(self, generation: int) -> None:
-        os.kill(self.worker(generation, rank=0).pid, signal.SIGKILL)
+    def kill_worker(self, generation: int, rank: int = 0) -> None:
+        os.kill(self.worker(generation, rank).pid, signal.SIGKILL)
 
     def undisturbed(self, generation: int, seconds: float = 0) -> None:
         """The generation goes on for so long, and there is no later one."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class Proxy:
@@ -104,3 +105,24 @@ async def proxy(target: str) -> AsyncIterator[Proxy]:
     finally:
         server.close()
         await it.end()
+
+
+@contextmanager
+def proxy_aside(target: str) -> Iterator[tuple[str, Callable[[Callable[[Proxy], None]], None]]]:
+    """A proxy for a test without an event loop: its endpoint, and how to have things done to it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    way = proxy(target)
+    try:
+        it = asyncio.run_coroutine_threadsafe(way.__aenter__(), loop).result(10)
+
+        def have(done: Callable[[Proxy], None]) -> None:
+            loop.call_soon_threadsafe(done, it)
+
+        yield it.endpoint, have
+        asyncio.run_coroutine_threadsafe(way.__aexit__(None, None, None), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
