@@ -14,7 +14,7 @@ from elastic_etcd.core.fields import LONGEST
 from elastic_etcd.core.keys import Keys, decode, encode
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Limits, Me
-from elastic_etcd.core.txn import Compare, KeyValue, Put, Snapshot
+from elastic_etcd.core.txn import Compare, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.core.values import (
     Ack,
     Failure,
@@ -177,6 +177,21 @@ def test_an_ack_or_a_report_that_is_written_over_begins_the_next_generation(phas
     assert claim.what
     assert claim.what.act is Act.CLAIM
     assert "of nb can't be read" in claim.what.reason
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_spec_that_cannot_be_read_ends_no_run(again: bool) -> None:
+    """Neither a node that joins at that moment begins another nor one that joins again."""
+    found = job(Phase.FINAL) | {KEYS.spec: "x"}
+    seen = Snapshot(99, {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()})
+    spec = Spec("r" if again else "another", 1, 2)
+    txn = writes.join(KEYS, seen, Member(0xC, "nc", 1), spec, again=again)
+    assert isinstance(txn, Txn)
+    mine, repaired = txn.then
+    assert isinstance(mine, Put)
+    assert isinstance(repaired, Put)
+    assert Member.decode(0xC, decode(mine.value)).run == "r"
+    assert Spec.decode(decode(repaired.value)).run == "r"
 
 
 @pytest.mark.parametrize("key", [KEYS.ack(4, B), KEYS.report(3, B), KEYS.history(4)])
