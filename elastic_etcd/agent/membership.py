@@ -29,6 +29,7 @@ from elastic_etcd.core.values import Master, Member, Outcome, Phase, Spec
 from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client, TxnResult
+from elastic_etcd.etcd.faults import LEASE_NOT_FOUND
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.version import __version__
@@ -194,7 +195,12 @@ class Membership:
         )
         by = f"{config.node} (pid {os.getpid()})"
         spec = Spec(run or os.urandom(6).hex(), config.min_nodes, config.max_nodes, by)
-        await self._enter(spec, again=bool(run), last=last, timeout=timeout)
+        try:
+            await self._enter(spec, again=bool(run), last=last, timeout=timeout)
+        except EtcdRefused as error:
+            if LEASE_NOT_FOUND not in str(error):
+                raise
+            self._post(LeaseLost("it ended before it was used: this machine stood still"))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""

@@ -82,8 +82,8 @@ def _absorb(state: State, event: Event, now: float) -> State:
             me = replace(me, run=run, spec=spec, lease=lease, created=created)
             state = replace(state, view=None, lost=False, over=False, writing=None, tried=())
             return replace(state, me=me, failure=None, victim=False, finished=False)
-        case LeaseLost():
-            return _lost(state)
+        case LeaseLost():  # also while joining again: then once more
+            return replace(_lost(state), over=False)
         case Wrote(ok):
             return _answered(state, ok)
         case WorkerEnded(generation, failure):
