@@ -1,114 +1,158 @@
 """Breadth-first over every interleaving; liveness by walking back from where it is good."""
 
+import gc
 import time
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
 
+from elastic_etcd.core.rules import Limits
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.values import Spec
+from tests.model.brain import RUN
+from tests.model.goals import Goals
+from tests.model.node import CALM, FREE, Faults, Node, Numbers
 from tests.model.store import KEYS, Store
-from tests.model.world import RUN, Faults, Node, System, fresh
+from tests.model.world import System
 
-T = TypeVar("T", bound=Hashable)
-World: TypeAlias = tuple[int, tuple[int, ...], Faults]
+World: TypeAlias = tuple[int, ...]  # the numbers of a store and of each node
 
 
 @dataclass
 class Result:
-    """What a search saw; `trace` leads to the violation, when there is one."""
+    """What a search saw, in CPU seconds; `trace` leads to the violation, when there is one.
+
+    `reached` has the labels of all transitions that were taken.
+    """
 
     states: int
     seconds: float
-    violation: str = ""
-    trace: tuple[str, ...] = ()
+    violation: str
+    trace: tuple[str, ...]
+    reached: frozenset[str]
 
     def __str__(self) -> str:
         told = f"{self.states} states in {self.seconds:.1f} s"
         return "\n  ".join((told, self.violation, *self.trace)) if self.violation else told
 
 
-@dataclass
-class Numbers(Generic[T]):
-    """Each distinct value once, by a small number."""
+class Budgets:
+    """What is left of `faults`, by number; a bit set stands for all that a budget includes.
 
-    values: list[T] = field(default_factory=list)
-    known: dict[T, int] = field(default_factory=dict)
+    Whoever may do more can do all that others can: a world is explored again only with a
+    budget that no earlier one included. Calm steps, and so liveness, do not depend on it.
+    """
 
-    def of(self, value: T) -> int:
-        number = self.known.get(value)
-        if number is None:
-            number = self.known[value] = len(self.values)
-            self.values.append(value)
-        return number
+    def __init__(self, faults: Faults) -> None:
+        self.all = [Faults(*left) for left in product(*(range(n, -1, -1) for n in faults))]
+        number = {left: i for i, left in enumerate(self.all)}
+        self.without = [
+            [
+                number.get(left._replace(**{name: often - 1}), -1)
+                for name, often in left._asdict().items()
+            ]
+            for left in self.all
+        ]
+        self.includes = [
+            sum(
+                1 << i
+                for i, less in enumerate(self.all)
+                if all(a <= b for a, b in zip(less, left, strict=True))
+            )
+            for left in self.all
+        ]
 
 
 class Search:
-    """All worlds that `count` agents can reach under `faults`."""
+    """All worlds that `count` agents can reach under `limits` and `faults`."""
 
-    def __init__(self, system: System, count: int, faults: Faults) -> None:
-        self.system = system
-        self.stores: Numbers[Store] = Numbers()
+    def __init__(self, limits: Limits, count: int, faults: Faults) -> None:
+        self.system = System(limits, faults)
+        self.goals = Goals(self.system)
+        self.budgets = Budgets(faults)
         self.nodes: Numbers[Node] = Numbers()
         self.moves: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
         spec = Put(KEYS.spec, Spec(RUN, 1, 1).encode())
-        store = Store().apply(Txn((), (spec,)))[0]
-        first = tuple(self.nodes.of(fresh(i)) for i in range(count))
-        self.worlds: list[World] = [(self.stores.of(store), first, faults)]
-        self.came: list[tuple[int, int, str]] = [(-1, 0, "")]
-        self.back: list[list[int]] = [[]]
+        store = self.system.stores.of(Store().apply(Txn((), (spec,)))[0])
+        first = tuple(self.nodes.of(self.system.fresh(Node(i))) for i in range(count))
+        self.worlds: list[World] = [(store, *first)]
+        self.back: list[list[int]] = [[]]  # calm steps to each world
+        self.queue = [(0, 0)]  # a world and the number of what is left of the faults
+        self.came: list[tuple[int, int, str]] = [(-1, 0, "")]  # to each of these
+        self.reached: set[str] = set()
 
     def run(self) -> Result:
         """Stop at the first violation, else look for worlds without a way on."""
-        began = time.monotonic()
-        violation, at = self._forward()
-        if not violation:
-            violation, at = self._stuck()
-        seconds = time.monotonic() - began
-        return Result(len(self.worlds), seconds, violation, self._trace(at) if violation else ())
+        began = time.process_time()
+        gc.disable()  # there are no cycles, and millions of tuples to look for them in
+        try:
+            violation, at = self._forward()
+            if not violation:
+                violation, at = self._stuck()
+        finally:
+            gc.enable()
+        seconds = time.process_time() - began
+        trace = self._trace(at) if violation else ()
+        return Result(len(self.worlds), seconds, violation, trace, frozenset(self.reached))
 
     def _forward(self) -> tuple[str, int]:
         known = {self.worlds[0]: 0}
-        for at, (store, nodes, faults) in enumerate(self.worlds):  # it grows under the loop
-            for i, node in enumerate(nodes):
+        covered = [self.budgets.includes[0]]
+        without, includes = self.budgets.without, self.budgets.includes
+        expanded = -1
+        for at, (number, budget) in enumerate(self.queue):  # it grows under the loop
+            world = self.worlds[number]
+            calm, expanded = number > expanded, max(number, expanded)
+            for i in range(1, len(world)):
                 try:
-                    moves = self.moves.get((store, node)) or self._moves(store, node)
+                    moves = self.moves.get((world[0], world[i]))
+                    if moves is None:
+                        moves = self._moves(world[0], world[i])
                 except AssertionError as violation:  # also one in the rules themselves
-                    return f"{violation} (node {i})", at
-                for label, after, now, fault in moves:
-                    left = faults
-                    if fault >= 0:
-                        if not faults[fault]:
-                            continue
-                        left = faults.without(fault)
-                    world = (after, (*nodes[:i], now, *nodes[i + 1 :]), left)
-                    number = known.get(world)
-                    if number is None:
-                        number = known[world] = len(self.worlds)
-                        self.worlds.append(world)
-                        self.came.append((at, i, label))
+                    return f"{violation} (node {i - 1})", at
+                for label, store, node, fault in moves:
+                    left = budget if fault < 0 else without[budget][fault]
+                    if left < 0:
+                        continue
+                    self.reached.add(label)
+                    to = (store, *world[1:i], node, *world[i + 1 :])
+                    after = known.get(to)
+                    if after is None:
+                        after = known[to] = len(self.worlds)
+                        self.worlds.append(to)
                         self.back.append([])
-                    if fault < 0:
-                        self.back[number].append(at)
+                        covered.append(0)
+                    if calm and fault == -1:
+                        self.back[after].append(number)
+                    if covered[after] >> left & 1:
+                        continue
+                    covered[after] |= includes[left]
+                    self.queue.append((after, left))
+                    self.came.append((at, i - 1, label))
+                    if self._overcounted(store, left):
+                        return "I7: a failure is counted twice", len(self.queue) - 1
         return "", -1
 
     def _moves(self, store: int, node: int) -> list[tuple[str, int, int, int]]:
         found = []
-        for move in self.system.moves(self.stores.values[store], self.nodes.values[node]):
-            if move.fault != "never":
-                fault = Faults._fields.index(move.fault) if move.fault else -1
-                to = (self.stores.of(move.store), self.nodes.of(move.node))
-                found.append((move.label, *to, fault))
+        for move in self.system.moves(store, self.nodes[node]):
+            kinds = {CALM: -1, FREE: -2}
+            fault = kinds[move.fault] if move.fault in kinds else Faults._fields.index(move.fault)
+            found.append((move.label, move.store, self.nodes.of(move.node), fault))
         self.moves[store, node] = found
         return found
+
+    def _overcounted(self, store: int, left: int) -> bool:
+        happened = self.budgets.all[0].fail - self.budgets.all[left].fail
+        return self.goals.counted(store) > happened
 
     def _stuck(self) -> tuple[str, int]:
         """I6: from each world with enough live agents, calm steps reach a good one."""
         seen = bytearray(len(self.worlds))
         queue: deque[int] = deque()
-        for at, (store, nodes, _) in enumerate(self.worlds):
-            if self.system.good(self.stores.values[store], self._nodes(nodes)):
+        for at, (store, *nodes) in enumerate(self.worlds):
+            if self.goals.good(store, self._nodes(nodes)):
                 seen[at] = 1
                 queue.append(at)
         while queue:
@@ -116,13 +160,13 @@ class Search:
                 if not seen[before]:
                     seen[before] = 1
                     queue.append(before)
-        for at, (_, nodes, _) in enumerate(self.worlds):
-            if not seen[at] and self.system.able(self._nodes(nodes)):
+        for at, (number, _) in enumerate(self.queue):
+            if not seen[number] and self.goals.able(self._nodes(self.worlds[number][1:])):
                 return "I6: no final world can be reached any more", at
         return "", -1
 
-    def _nodes(self, numbers: tuple[int, ...]) -> tuple[Node, ...]:
-        return tuple(self.nodes.values[n] for n in numbers)
+    def _nodes(self, numbers: "list[int] | tuple[int, ...]") -> tuple[Node, ...]:
+        return tuple(self.nodes[n] for n in numbers)
 
     def _trace(self, at: int) -> tuple[str, ...]:
         trace = []

@@ -1,12 +1,12 @@
 """I1 to I8 of core/rules.py as checks on single steps; each raises Violation."""
 
-from dataclasses import replace
 from functools import cache
 
+from elastic_etcd.core.events import Write
 from elastic_etcd.core.keys import decode
 from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Limits, Me
-from elastic_etcd.core.txn import Txn
+from elastic_etcd.core.rules import Decision, Limits, Me
+from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.values import Ledger, Outcome, Phase, Round
 from tests.model.store import KEYS, Store
 
@@ -47,22 +47,25 @@ def check_start(name: str, me: Me, acked: int, workers: int, begins: Round, stor
 
 def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits: Limits) -> Store:
     """I1, I4, I5, I7, I8: after one write; the store with what is to be remembered."""
+    if any(isinstance(op, Put) and op.key == KEYS.round for op in txn.then):
+        _check_fence(name, lease, txn)
     was, now = round_of(before), round_of(after)
     value = after.value(KEYS.generation)
     top = Ledger.decode(decode(value)).generation if value else before.top
     if top < before.top:
         raise Violation(f"I1: generation {before.top} is followed by {top}")
-    after = replace(after, top=top)
+    after = after._replace(top=top)
     if now is None or now == was:
         return after
-    _check_fence(name, lease, txn)
-    if now.phase is Phase.SETUP and now.generation <= before.top:
-        raise Violation(f"I1: generation {now.generation} was handed out twice")
+    if now.phase is Phase.SETUP:
+        if now.generation <= before.top:
+            raise Violation(f"I1: generation {now.generation} was handed out twice")
+        after = after._replace(lost=None)
     if now.phase is Phase.FINAL:
         if now.generation <= before.final[0]:
             raise Violation(f"I1: generation {now.generation} has two final worlds")
         _check_world(now, limits)
-        after = replace(after, final=(now.generation, now.encode()))
+        after = after._replace(final=(now.generation, now.encode()))
     if now.phase is Phase.CLOSED:
         _check_close(before, after, limits)
     return after
@@ -74,6 +77,16 @@ def check_alone(name: str, lease: int, before: Store) -> None:
     others = [k for k, *_ in before.kvs if k.startswith(KEYS.members) and k != own]
     if others:
         raise Violation(f"I7: {name} stops the job with {others} alive")
+
+
+def check_budget(state: State, write: Write, limits: Limits) -> None:
+    """I7: nobody gives up over failures that a long time of training has made good."""
+    what, (generation, seconds) = write.what, state.ran
+    if not isinstance(what, Decision) or what.outcome is None or what.outcome.failure is None:
+        return
+    assert state.view
+    if generation == state.view.ledger.final and seconds >= limits.restart_window:
+        raise Violation("I7: the job is closed though its failures are forgiven")
 
 
 def _check_fence(name: str, lease: int, txn: Txn) -> None:

@@ -5,7 +5,7 @@ and no value that a fence looks at is ever written twice (checked by I1). So all
 lead to the same keys are one state.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
@@ -19,17 +19,18 @@ def _revision(value: str) -> int:
     return _revisions.setdefault(value, len(_revisions) + 1)
 
 
-@dataclass(frozen=True)
-class Store:
-    """Sorted (key, value, lease).
+class Store(NamedTuple):
+    """Sorted (key, value, lease), and what is to be remembered of keys that are gone.
 
-    `top` is the highest generation and `final` the newest final world that was ever written:
-    what the invariants need to remember.
+    `top` is the highest generation and `final` the newest final world that was ever written.
+    `lost` is whose round went with its coordinator's lease, and in which phase, until the next
+    claim.
     """
 
     kvs: tuple[tuple[str, str, int], ...] = ()
     top: int = 0
     final: tuple[int, str] = (0, "")
+    lost: tuple[int, str] | None = None
 
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]
@@ -52,10 +53,10 @@ class Store:
                 kvs = {k: kv for k, kv in kvs.items() if not _covers(op.key, op.prefix, k)}
             elif isinstance(op, Put) and "/history/" not in op.key:
                 kvs[op.key] = (op.key, op.value, op.lease)
-        return replace(self, kvs=tuple(sorted(kvs.values()))), True
+        return self._replace(kvs=tuple(sorted(kvs.values()))), True
 
     def revoke(self, lease: int) -> "Store":
-        return replace(self, kvs=tuple(kv for kv in self.kvs if kv[2] != lease))
+        return self._replace(kvs=tuple(kv for kv in self.kvs if kv[2] != lease))
 
     def read(self, gets: tuple[Get, ...]) -> Snapshot:
         kvs = {

@@ -1,0 +1,28 @@
+"""python -m tests.model [large]: searches everything and prints the table of docs/model.md."""
+
+import resource
+import sys
+
+from tests.model.cases import CASES, LARGE
+
+
+def main() -> int:
+    failed = 0
+    print("| agents | `--nnodes` | restarts | faults | states | CPU seconds |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for case in LARGE if sys.argv[1:] == ["large"] else CASES:
+        result, asked = case.run(), case.limits
+        nodes = f"{asked.min_nodes}:{asked.max_nodes}"
+        told = f"{case.faults} | {result.states:,} | {result.seconds:.1f}"
+        print(f"| {case.agents} | {nodes} | {asked.max_restarts} | {told} |", flush=True)
+        missed = set(case.reaches) - result.reached
+        if result.violation or missed:
+            failed += 1
+            print(result, f"never reached: {sorted(missed)}", sep="\n", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"\n{failed} searches failed; at most {peak} MiB", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""What transitions are called: for people who read a trace, and to say what a search reached."""
+
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Decision
+from tests.model.invariants import round_of
+from tests.model.node import Node, owner
+from tests.model.store import KEYS, Store
+
+
+def described(state: State) -> str:
+    """The write on its way: "claim", "report"."""
+    write = state.writing
+    if write is None or write.what is None:
+        return "mark of leaving"
+    return write.what.act.value if isinstance(write.what, Decision) else "report"
+
+
+def done(ok: bool) -> str:
+    return "written" if ok else "refused"
+
+
+def relation(store: Store, node: Node) -> str:
+    """What a node has to do with the round that is there: "in joinable, acked"."""
+    now = round_of(store)
+    if now is None:
+        return ""
+    role = ", coordinator" if now.coordinator == node.lease else ""
+    acked = ", acked" if node.acked == now.generation and node.lease else ""
+    return f" in {now.phase}{role}{acked}"
+
+
+def instead(what: str, store: Store, node: Node) -> str:
+    """Of a claim, in whose place it coordinates: " instead of one lost in frozen"."""
+    now = round_of(store)
+    if what != "claim":
+        return ""
+    if now is None:
+        other = store.lost is not None and store.lost[0] != node.number
+        return f", instead of one lost in {store.lost[1]}" if store.lost and other else ""
+    if owner(now.coordinator) == node.number:
+        return ""
+    value = store.value(KEYS.member(now.coordinator))
+    leaves = "leaving" if value else "lost"
+    return f", instead of one {leaves} in {now.phase}"
