@@ -143,11 +143,13 @@ class Fleet:
         def recovered() -> bool:
             leaving = [a for a, code in self._expected.items() if code is not None and a.running()]
             names, trains = {agent.node for agent in self.running}, set(self.journal.nodes())
-            count = min(len(names), MAX_NODES)
+            # One that has not come to etcd yet would give up if that were to go now.
+            spares = [a for a in self.running if a.node not in trains and "spare" in a.output]
             return (
                 not leaving
                 and trains <= names
-                and len(trains) == count
+                and len(trains) == min(len(names), MAX_NODES)
+                and len(trains) + len(spares) == len(names)
                 and self.journal.trains(since)
             )
 
