@@ -147,7 +147,8 @@ def untrusted(endpoint: str, reason: str) -> EtcdDenied:
     elif "expired" in reason or "not yet valid" in reason:
         hint = "Renew its certificate, or set this machine's clock."
     else:
-        hint = "Give the authority that signed its certificate with --cacert."
+        # Older gRPC does not say why.
+        hint = "Give the authority that signed its certificate with --cacert; or has it expired?"
     return EtcdDenied(f"no trust between this client and etcd at {endpoint} ({reason}).\n{hint}")
 
 
