@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -22,17 +21,20 @@ def debian_etcd(suite: str) -> str:
     folder = Path(home, "elastic_etcd-tests", f"etcd-{suite}")
     program = folder / "usr/bin/etcd"
     if not program.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
-            try:
-                _unpack(suite, Path(aside))
-            except (OSError, subprocess.SubprocessError) as error:
-                said = getattr(error, "stderr", None) or str(error)
-                reason = said.strip().splitlines()[-1]
-                raise NotToBeHad(f"no etcd of Debian {suite}: {reason}") from None
-            shutil.rmtree(folder, ignore_errors=True)
-            Path(aside, "etcd").rename(folder)
+        try:
+            _fetch(suite, folder)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip()
+            reason = f"no etcd of Debian {suite}: {said.splitlines()[-1]}"
+            raise NotToBeHad(reason) from None
     return str(program)
+
+
+def _fetch(suite: str, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        _unpack(suite, Path(aside))
+        Path(aside, "etcd").rename(folder)
 
 
 def _unpack(suite: str, aside: Path) -> None:
