@@ -25,7 +25,8 @@ TOKEN_ERRORS = (
 WRONG_NAME = ("Hostname Verification Check failed", "is not in peer certificate")
 # With TLS 1.3 the server looks at ours after the handshake, and gRPC no longer says what it heard.
 CLIENT_REFUSED = ("ALERT_BAD_CERTIFICATE", "ALERT_UNKNOWN_CA", "ALERT_CERTIFICATE", "Unwrap failed")
-UNTRUSTED = (*WRONG_NAME, *CLIENT_REFUSED, "CERTIFICATE_VERIFY_FAILED")
+NO_PAIR = "Failed to create security handshaker"
+UNTRUSTED = (*WRONG_NAME, *CLIENT_REFUSED, NO_PAIR, "CERTIFICATE_VERIFY_FAILED")
 
 
 class RpcFailed(Exception):
@@ -144,6 +145,8 @@ def untrusted(endpoint: str, reason: str) -> EtcdDenied:
         hint = (
             "It does not accept this client's certificate, or lack of one: check --cert and --key."
         )
+    elif NO_PAIR in reason:
+        hint = "Check --cert and --key, which must belong together, and --cacert: one is damaged."
     elif "expired" in reason or "not yet valid" in reason:
         hint = "Renew its certificate, or set this machine's clock."
     else:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,10 @@ def test_certificates_that_are_no_good_are_refused_in_words(servers: Servers) ->
         "a server of tomorrow": (launch(servers.early, ca), "not yet valid"),
         "no client certificate": (launch(servers.asking, ca), check),
         "a stranger": (launch(servers.asking, ca, stranger.issue("client")), check),
+        "a key of another": (
+            launch(servers.asking, ca, replace(authority.issue("a"), key=authority.issue("b").key)),
+            "must belong together",
+        ),
         "an expired client": (
             launch(servers.asking, ca, authority.issue("late", days=(-2, -1))),
             check,

@@ -49,6 +49,7 @@ def _unpack(suite: str, aside: Path) -> None:
         f"-oDir::State::lists={aside}/lists",
         f"-oDir::Cache={aside}",
         "-oAcquire::Languages=none",
+        "-oAPT::Update::Error-Mode=any",
         "-oAcquire::Retries=1",
         "-oAcquire::http::Timeout=10",
     ]
