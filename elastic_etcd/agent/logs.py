@@ -276,8 +276,9 @@ class Logs:
     def _tell(self, path: Path, error: OSError) -> None:
         if not self._told:
             self._told = True
-            reason = error.strerror
-            log.warning("can't write %s (%s): training goes on without log files", path, reason)
+            cure = "make room there, or name another --log-dir at the next start"
+            text = "can't write %s (%s): training goes on without log files; %s"
+            log.warning(text, path, error.strerror, cure)
 
 
 def _make_directory(log_dir: str | None, job: str) -> Path | None:

@@ -334,7 +334,7 @@ def small_disk(path: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-async def test_a_full_disk_is_told_once_and_training_goes_on(
+async def test_full_disk_under_log_dir_is_told_once_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = tmp_path / "disk"
@@ -351,6 +351,7 @@ async def test_a_full_disk_is_told_once_and_training_goes_on(
     assert (tmp_path / "o").read_text().count("\n") == 150_000
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "No space left on device" in caplog.text
+    assert "--log-dir" in caplog.text, "what to do"
 
 
 async def test_the_log_directory_must_be_writable(tmp_path: Path) -> None:
