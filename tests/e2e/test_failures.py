@@ -71,7 +71,7 @@ def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
-def test_node_frozen_past_its_lease(job: Job, etcd: EtcdServer, victim: str) -> None:
+def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(job: Job, etcd: EtcdServer, victim: str) -> None:
     n1 = job.start("n1")
     members_are(etcd, job.name, 1)
     n2 = job.start("n2")
@@ -107,7 +107,7 @@ def test_worker_that_ignores_sigterm(job: Job) -> None:
     job.finish(n1, n2)
 
 
-def test_children_that_hold_the_pipes(job: Job) -> None:
+def test_worker_whose_children_hold_the_pipes_open(job: Job) -> None:
     faults = ("--fault", "linger@rank=0,generation=1", "--fault", "daemon@rank=1,generation=1")
     n1, n2 = job.start("n1", *faults), job.start("n2", *faults)
     g = job.trains(2)

@@ -29,7 +29,7 @@ print(json.dumps({kv.key.decode(): [value.decode(), kv.lease_id] for value, kv i
 """
 
 
-def test_job_id_is_used_again_at_once(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
+def test_reuse_of_a_job_id(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
     failed = jobs()
     agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
     failed.exits(agent, 1)

@@ -53,7 +53,7 @@ def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer, count: int, nnodes
     assert keys(etcd, job.name)["outcome"]["state"] == "stopped", "one of them was the last"
 
 
-def test_surplus_node_is_a_spare(job: Job, etcd: EtcdServer) -> None:
+def test_more_agents_than_max(job: Job, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
     n3 = job.start("n3")
@@ -68,7 +68,7 @@ def test_surplus_node_is_a_spare(job: Job, etcd: EtcdServer) -> None:
     job.finish(n1, n3, n4)
 
 
-def test_fewer_than_min_and_back(job: Job) -> None:
+def test_fewer_than_min_survivors_then_a_rejoin(job: Job) -> None:
     n1, n2 = job.start("n1", nnodes="2:2"), job.start("n2", nnodes="2:2")
     g = job.trains(2)
     n2.node_kill()

@@ -28,9 +28,9 @@ class Fault:
     """What goes wrong, in which process, and after how many of its own steps.
 
     Written as `do@name=value,...`, for example `exit:7@rank=1,generation=1,step=3`; what is not
-    named matches everything. `do` is one of raise, exit:CODE, kill, or at step 0 only
-    ignore-term, linger (a child in the worker's process group holds its pipes), daemon (a child
-    in a session of its own does).
+    named matches everything. `do` is one of raise, exit:CODE, kill, talk (a megabyte), or at
+    step 0 only ignore-term, linger (a child in the worker's process group holds its pipes),
+    daemon (a child in a session of its own does).
     """
 
     do: str
@@ -62,6 +62,8 @@ class Fault:
                 os._exit(int(code))
             case "kill", _, _:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "talk", _, _:
+                print(("x" * 99 + "\n") * 10_000, flush=True)
             case "ignore-term", _, _:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "linger" | "daemon", _, _:

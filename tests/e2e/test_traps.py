@@ -1,0 +1,168 @@
+"""Traps into which other elastic trainers fell; docs/failures.md lists all of them by name."""
+
+import asyncio
+import base64
+import json
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_etcd.core import rules, writes
+from elastic_etcd.core.events import Write
+from elastic_etcd.core.keys import Keys
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Elapsed, Limits, Me
+from elastic_etcd.core.txn import Get, Snapshot, Txn
+from elastic_etcd.core.values import Member, Spec
+from elastic_etcd.core.view import covered, view_of
+from elastic_etcd.etcd.client import Client
+from tests.etcd.aio import asynchronous
+from tests.etcd.server import EtcdServer
+
+from .harness import TTL, Job
+from .processes import command, send
+from .traces import history, keys
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def versions(etcd: EtcdServer, key: str) -> Iterator[dict[str, Any]]:
+    """What a key has held since it was last created, the newest first."""
+    revision = 0
+    while revision >= 0:
+        answer = json.loads(etcd.ctl("get", key, "-w", "json", f"--rev={revision}"))
+        if "kvs" not in answer:
+            return
+        (kv,) = answer["kvs"]
+        yield json.loads(base64.b64decode(kv["value"]))
+        revision = kv["mod_revision"] - 1
+
+
+def test_master_address_race(job: Job, etcd: EtcdServer) -> None:
+    """pytorch#132950: workers start on what was written together with their world, or not at all.
+
+    Rank 0 is killed each time, so that each world has another store.
+    """
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2, seconds=60)
+    for _ in range(2):
+        os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
+        g = job.trains(2, after=g, seconds=60)
+    rounds = list(versions(etcd, f"/elastic_etcd/{job.name}/round"))
+    assert len(rounds) == 4 * g, "setup, joinable, frozen, final of each generation"
+    assert all((r["master"] is not None) == (r["phase"] == "final") for r in rounds)
+    written = {r["generation"]: r["master"] for r in rounds if r["master"]}
+    assert len({str(master) for master in written.values()}) == g, "a fresh store for each"
+    starts = job.events("start")
+    assert len(starts) == 2 * g
+    for e in starts:
+        assert e.master == f"{written[e.generation]['addr']}:{written[e.generation]['port']}"
+    job.finish(n1, n2)
+
+
+def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(
+    job: Job, etcd: EtcdServer
+) -> None:
+    """Only the agent: its worker runs on, meets its peers' end, and waits for somebody to care."""
+    n1, n2 = job.start("n1"), job.start("n2")
+    g = job.trains(2, seconds=60)
+    stopped = job.worker(g, rank=1)
+    victim, other = (n2, n1) if stopped.node == "n2" else (n1, n2)
+    send(signal.SIGSTOP, [victim.pid])
+    alone = job.trains(1, after=g, seconds=TTL + 40)
+    assert history(etcd, job.name)[alone]["began"] == f"{victim.node} is lost"
+    job.goes_on(alone)
+    send(signal.SIGCONT, [victim.pid])
+    again = job.trains(2, after=alone, seconds=60)
+    job.said(victim, "joining again as another member")
+    assert command(stopped.pid) == "gone"
+    assert job.worker(again, rank=0).node == other.node, "the survivor keeps its place"
+    assert job.worker(again, rank=0).restarts == 0, "an old failure of an old member is nobody's"
+    job.finish(n1, n2)
+
+
+async def joined(client: Client, keys: Keys, number: int) -> State:
+    """A member of the job in `keys` that has seen no round yet."""
+    lease = (await client.grant(60)).id
+    member, spec = Member(lease, f"n{number}", 1), Spec("run", 1, 64)
+    while True:
+        seen = await client.range(*writes.look(keys))
+        txn = writes.join(keys, seen, member, spec, again=False)
+        assert isinstance(txn, Txn)
+        reading = Txn(txn.compare, (*txn.then, Get(keys.spec), Get(keys.member(lease))))
+        result = await client.txn(reading)
+        if result.succeeded:
+            break
+    created = {kv.key: kv.create for got in result.gets for kv in got}
+    me = Me("run", lease, created[keys.member(lease)], created[keys.spec])
+    snapshot = await client.range(*covered(keys, None, lease))
+    return State(me, 1, view_of(snapshot, keys, None))
+
+
+def claim(state: State, keys: Keys) -> Txn:
+    """What the rules have a member of a job without a round write."""
+    assert state.view
+    decision = rules.decide(state.view, state.me, Limits(1, 64), Elapsed(0, 0))
+    assert decision.act is rules.Act.CLAIM
+    write = Write(decision, state.me.lease)
+    return writes.build(keys, state, write, Member(state.me.lease, "n", 1), None, "")
+
+
+@asynchronous
+async def test_two_agents_claiming_the_same_generation(etcd: EtcdServer, prefix: str) -> None:
+    """And fourteen more. Their claims arrive together, and once again when one has won."""
+    names = Keys(f"{prefix}/job")
+    async with Client(etcd.config) as client:
+        states = [await joined(client, names, n) for n in range(16)]
+        txns = [claim(state, names) for state in states]
+        won = [result.succeeded for result in await asyncio.gather(*map(client.txn, txns))]
+        assert sum(won) == 1
+        assert not any(r.succeeded for r in await asyncio.gather(*map(client.txn, txns)))
+        seen: Snapshot = await client.range(*covered(names, None, 0))
+        now = view_of(seen, names, None).round
+        assert now
+        assert now.generation == 1
+        assert now.coordinator == states[won.index(True)].me.lease
+        for state in states:
+            await client.revoke(state.me.lease)
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("can't mount a tmpfs here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.parametrize("how", ["no space left", "files may not grow"])
+def test_full_disk_under_log_dir(job: Job, etcd: EtcdServer, how: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with ExitStack() as scope:
+        if how == "no space left":
+            scope.enter_context(small_disk(logs))
+        agent = job.start(
+            "n1", "--fault", "talk@step=2", nnodes="1", settle=0, redirects=3, log_dir=logs
+        )
+        if how == "files may not grow":  # for everybody: the agent writes the files itself
+            resource.prlimit(agent.pid, resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
+        g = job.trains(1, seconds=60)
+        job.said(agent, "training goes on without log files")
+        job.said(agent, "--log-dir")
+        os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
+        g = job.trains(1, after=g, seconds=60)
+        job.goes_on(g)
+        assert agent.output.count("can't write") == 1, agent.output
+        job.finish(agent)
+    assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
