@@ -108,6 +108,8 @@ class Load:
         assert self._etcd.process
         pid, port = self._etcd.process.pid, self._etcd.metrics_port
         while not self.stop.is_set():
+            if (code := self._etcd.process.poll()) is not None:
+                raise RuntimeError(f"etcd exited {code}:\n{self._etcd.log.read_text()[-4000:]}")
             self.samples.append(await asyncio.to_thread(Sample.take, pid, port, processes.pids))
             await self._pause(max(0.5, self._args.minutes * 60 / 200))
 
