@@ -71,7 +71,9 @@ def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["oldest", "youngest"])
-def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(job: Job, etcd: EtcdServer, victim: str) -> None:
+def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(
+    job: Job, etcd: EtcdServer, victim: str
+) -> None:
     n1 = job.start("n1")
     members_are(etcd, job.name, 1)
     n2 = job.start("n2")
