@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,8 @@ def test_worker_that_parks_with_a_strange_error(job: Job) -> None:
         "    sock.sendall(json.dumps(message).encode() + b'\\n')\n"
         "while sock.recv(1 << 16): pass\n"
     )
-    n1 = job.start("n1", nnodes="1", max_restarts=0, script=(str(script),), lease_ttl=1)
+    soon: dict[str, Any] = {"max_restarts": 0, "lease_ttl": 1, "shutdown_timeout": 0}
+    n1 = job.start("n1", nnodes="1", script=(str(script),), **soon)
     job.exits(n1, 1, seconds=60)
     assert "it lost its peers: \\x1b[2J ? ? xxx" in n1.output
     assert "\x1b" not in n1.output

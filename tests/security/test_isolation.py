@@ -84,7 +84,7 @@ def own(keys: Keys, generation: int, lease: int) -> list[bytes]:
     return [wire.encode(name) for name in names]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(roots, roots, numbers, numbers)
 @example(("/p", "a"), ("/p", "ab"), 1, 1)
 @example(("/p", "a"), ("/p/a", "acks"), 1, 1)
