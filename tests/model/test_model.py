@@ -2,7 +2,11 @@
 
 import pytest
 
-from tests.model.cases import CASES, Case
+from elastic_etcd.core.values import Phase
+from tests.model.cases import CASES, Case, limits
+from tests.model.explore import Search
+from tests.model.invariants import round_of
+from tests.model.node import Faults
 
 
 @pytest.mark.timeout(300)
@@ -14,3 +18,19 @@ def test_every_interleaving(case: Case, capsys: pytest.CaptureFixture[str]) -> N
     assert not result.violation
     assert result.states > 1000
     assert not set(case.reaches) - result.reached, "the search never came there"
+
+
+def test_a_lease_that_is_armed_again_outlives_a_formation() -> None:
+    """As after a change of etcd's leader: a world becomes final with a node that is long dead."""
+    search = Search(limits(1, 2), 2, Faults(crash=1))
+    assert not search.run().violation
+    worlds, stores, nodes = search.worlds, search.system.stores, search.nodes
+
+    def dead(world: tuple[int, ...], phase: Phase) -> set[int]:
+        """The dead whose leases are in a round of this phase."""
+        now = round_of(stores[world[0]])
+        gone = {node.lease for n in world[1:] if not (node := nodes[n]).state and node.lease}
+        return gone & {p.lease for p in now.participants} if now and now.phase is phase else set()
+
+    steps = ((worlds[b], worlds[a]) for a, before in enumerate(search.back) for b in before)
+    assert any(dead(a, Phase.FINAL) & dead(b, Phase.FROZEN) for b, a in steps)
