@@ -87,6 +87,7 @@ def story(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) -> N
         server.start()  # and knows no token of before, at least no simple one
         for node in (n1, n2):
             job.said(node, "etcd answers again")
+        server.ctl("role", "add", "another")  # tokens of before are of an old revision now
         job.kill_worker(g)
         assert job.trains(2, after=g) == g + 1
         job.finish(n1, n2)
