@@ -34,3 +34,14 @@ def test_a_lease_that_is_armed_again_outlives_a_formation() -> None:
 
     steps = ((worlds[b], worlds[a]) for a, before in enumerate(search.back) for b in before)
     assert any(dead(a, Phase.FINAL) & dead(b, Phase.FROZEN) for b, a in steps)
+
+
+def test_a_budget_that_another_includes_leads_nowhere_else() -> None:
+    """Searches leave those out, see Budgets."""
+    some, all_ = (Search(limits(1, 2), 2, Faults(fail=1, lost=1)) for _ in range(2))
+    all_.budgets.includes = [1 << i for i in range(len(all_.budgets.all))]
+    less, more = some.run(), all_.run()
+    assert len(all_.queue) > len(some.queue), "there was something to leave out"
+    assert (less.states, less.reached) == (more.states, more.reached)
+    assert not less.violation
+    assert not more.violation
