@@ -133,7 +133,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             leases = etcd.ctl("lease", "list").splitlines()[1:]
         finally:
             etcd.kill()
+    lives = load.counts["start"] + load.counts["jobs"] * args.agents
     warm = [s for s in load.samples if s.at > load.samples[0].at + WARM * args.minutes * 60]
+    found = courses(warm)
     return {
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
         "load_average": os.getloadavg(),
@@ -142,7 +144,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "minutes": args.minutes,
         "etcd": BOUNDED,
         "counts": dict(load.counts),
-        "courses": {name: asdict(course) for name, course in courses(warm).items()},
+        "courses": {name: asdict(course) for name, course in found.items()},
+        "life": found["agents_memory"].slope * args.minutes / lives,
         "lag": distribution(load.lags()),
         "late": late(load.lags()),
         "put": distribution(load.puts),
@@ -178,6 +181,7 @@ def main() -> int:
     rows = {"watch lag": found["lag"], "put": found["put"]}
     rows |= {f"{what} to final": of for what, of in found["changes"].items()}
     console.print(times(rows))
+    console.print(f"kept of each agent that came, by its process: {found['life'] / 1e3:.1f} kB")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     said = missed(found)

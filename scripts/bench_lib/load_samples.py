@@ -12,6 +12,7 @@ from rich.table import Table
 
 LAG = 0.1  # seconds, the goal
 FLAT = 0.01  # of the mean, a minute
+LIFE = 16e3  # bytes that a process may keep of an agent that came and went
 LONG = 5  # minutes; a slope of less says little
 
 
@@ -128,7 +129,9 @@ def missed(found: dict[str, Any]) -> list[str]:
     said = []
     if found["lag"]["p99"] > LAG * 1000:
         said.append(f"watch lag {found['lag']['p99']:.0f} ms (p99), goal {LAG * 1000:.0f} ms")
-    for name in ("etcd_memory", "agents_memory", "keys", "leases", "database"):
+    if found["minutes"] >= LONG and found["life"] > LIFE:
+        said.append(f"{found['life'] / 1e3:.0f} kB kept of each agent that came, goal {LIFE / 1e3}")
+    for name in ("etcd_memory", "keys", "leases", "database"):
         share = Course(**found["courses"][name]).share
         if found["minutes"] >= LONG and share > FLAT:
             said.append(f"{name} grows by {share:.1%} a minute, goal {FLAT:.0%}")
