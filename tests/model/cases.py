@@ -46,6 +46,7 @@ class Case(NamedTuple):
 
 
 CASES = [
+    Case(1, limits(1, 1), Faults(expire=3, fail=1), ("learns of it while joining",)),
     Case(2, limits(1, 2), Faults(crash=2, back=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(2, 2), Faults(crash=2, back=2), LOST),
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),
@@ -74,6 +75,7 @@ CASES = [
 
 # Minutes and gigabytes: searched before a release.
 LARGE = [
+    Case(2, limits(1, 1), Faults(expire=2), LOST),
     Case(2, limits(1, 2), Faults(leave=1, stop=1), STOPPED),
     Case(2, limits(1, 2), Faults(leave=1, expire=1), LOST),
     Case(2, limits(1, 2), Faults(expire=1, late=1), LOST),
@@ -82,14 +84,11 @@ LARGE = [
     Case(2, limits(1, 2), Faults(stop=1, late=1), STOPPED),
     Case(2, limits(1, 2), Faults(stop=1, slow=1, fail=1), STOPPED),
     Case(2, limits(1, 2), Faults(stop=1, done=2), STOPPED),
-    Case(2, limits(1, 2, restarts=2), Faults(crash=2, back=1, fail=3), LOST),
     Case(3, limits(1, 3), Faults(crash=1), LOST),
-    Case(3, limits(1, 3), Faults(crash=2), LOST),
     Case(3, limits(1, 2), Faults(crash=1), LOST),
     Case(3, limits(2, 3), Faults(leave=1), LEAVING),
-    Case(3, limits(2, 3), Faults(crash=1, fail=1), LOST),
-    Case(3, limits(2, 3), Faults(fail=2)),
     Case(3, limits(2, 3), Faults(lost=1)),
+    Case(3, limits(2, 3), Faults(fail=2)),
     Case(3, limits(2, 2), Faults(expire=1), LOST),
     Case(3, limits(2, 2), Faults(stop=1), STOPPED),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.core import lifecycle, rules, view, writes
-from elastic_etcd.core.events import Action
+from elastic_etcd.core.events import Action, Event, LeaseLost
 from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me
@@ -238,3 +238,17 @@ def test_mutant_is_caught(
 
 def test_each_fault_has_a_mutant_of_its_own() -> None:
     assert {only for *_, only in MUTANTS} == {"", *Faults._fields}
+
+
+def test_a_lease_lost_while_joining_again_leads_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absorb = lifecycle._absorb
+
+    def mutant(state: State, event: Event, now: float) -> State:
+        after = absorb(state, event, now)
+        return replace(after, over=state.over) if isinstance(event, LeaseLost) else after
+
+    assert not Search(ONE, 1, Faults(expire=2)).run().violation
+    monkeypatch.setattr(lifecycle, "_absorb", mutant)
+    assert Search(ONE, 1, Faults(expire=2)).run().violation.startswith("I6")

@@ -73,15 +73,13 @@ class System:
                 again = Node(node.number, node.incarnation + 1, stale=node.lease, late=node.late)
                 yield Move("comes back", self.stores.of(store), self.fresh(again), "back")
         elif node.joining:
-            yield self._join(store, node)
+            yield from self._joining(store, node)
         else:
             state = self.brain.states[node.state]
             yield from self._views(store, node, state)
             yield from self._writes(store, node, state)
             yield from self._agent(store, node, state)
             yield from self._faults(store, node, state)
-
-    # --- what happens sooner or later
 
     def _views(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         """An agent sees what is there now, unless it was stopped with an older view before it."""
@@ -138,8 +136,6 @@ class System:
             empty = node._replace(workers=0)
             yield self._event("is empty", store, empty, Emptied(node.workers))
 
-    # --- what may go wrong
-
     def _faults(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         here, may = self.stores.of(store), self.faults
         dead = Node(
@@ -159,8 +155,6 @@ class System:
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
         if may.leave and not state.me.leaving:
             yield self._event("gets SIGTERM", store, node, Signalled(), fault="leave")
-
-    # --- how it is done
 
     def _ends(self, store: Store, lease: int, node: Node, label: str, fault: str = CALM) -> Move:
         """Lease `lease` ends; who coordinated by it is remembered, see Store."""
@@ -183,16 +177,33 @@ class System:
             node = node._replace(acked=now.generation)
         return after, node, True
 
-    def _join(self, store: Store, node: Node) -> Move:
-        if store.value(KEYS.outcome):
-            return Move("finds the job ended", self.stores.of(store), Node(node.number, out=True))
+    def _joining(self, store: Store, node: Node) -> Iterator[Move]:
+        """First its key is written, then it hears of that: its lease may end in between."""
+        if not node.told:
+            lost = node._replace(told=True, joining=False)
+            yield self._event("learns of it while joining", store, lost, LeaseLost(""))
+            return
+        if not node.lease:
+            if store.value(KEYS.outcome):
+                yield Move("finds the end", self.stores.of(store), Node(node.number, out=True))
+                return
+            store, node = self._enter(store, node)
+            if self.faults.expire:  # else nothing can come between
+                yield Move("enters", self.stores.of(store), node)
+                return
+        joined = node._replace(joining=False)
+        yield self._event("joins", store, joined, Joined(RUN, 1, node.lease, 1))
+        if self.faults.expire:
+            gone = node._replace(lease=0, told=False)
+            yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
+
+    def _enter(self, store: Store, node: Node) -> tuple[Store, Node]:
         lease = node.number * INCARNATIONS + node.incarnation + 1
         assert node.incarnation < INCARNATIONS - 1
         member = Put(KEYS.member(lease), Member(lease, node.name, 1, run=RUN).encode(), lease)
         store, _ = store.apply(Txn((), (member,)))
-        state, late = node.state, node.late
-        now = Node(node.number, node.incarnation + 1, state, lease, stale=node.stale, late=late)
-        return self._event("joins", store, now, Joined(RUN, 1, lease, 1))
+        again = Node(node.number, node.incarnation + 1, node.state, lease, joining=True)
+        return store, again._replace(stale=node.stale, late=node.late)
 
     def _event(
         self,
