@@ -18,7 +18,7 @@ from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire
 from elastic_etcd.train import encoding, image
 from elastic_etcd.train.snapshot import Snapshot
-from tests.security.test_values import JOBS, ME, acts
+from tests.security.spoilt import JOBS, ME, acts
 
 logging.disable()
 HELLO = b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":7}\n'
