@@ -237,6 +237,15 @@ def join(
     return Txn(fence, (then, *(_begin(keys, view, spec, last) if fresh else ())))
 
 
+def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:
+    """The keys of members whose spec was removed by hand: without them they join again.
+
+    Their fence is on the spec that is gone, so they could claim nothing (128 operations a Txn).
+    """
+    orphaned = view.spec is None and view.outcome is None
+    return tuple(Delete(keys.member(m.lease)) for m in view.members[:100] if orphaned)
+
+
 def _begin(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Delete, ...]:
     last = max(last, view.ledger.generation, view.outcome.generation if view.outcome else 0)
     return (
@@ -245,6 +254,7 @@ def _begin(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Delete,
         Delete(keys.round),
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
+        *_orphans(keys, view),
     )
 
 
