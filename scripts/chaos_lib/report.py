@@ -76,7 +76,8 @@ class Report:
             "steps that count": outcome.steps,
             "samples trained": outcome.samples,
             "steps trained again": outcome.again,
-            "longest recovery": f"{max(outcome.recoveries, default=0):.1f} s",
+            "longest pause of training": f"{outcome.pause:.1f} s",
+            "longest until whole again": f"{max(outcome.recoveries, default=0):.1f} s",
             "violations": len(outcome.violations),
         }
         for name, value in rows.items():

@@ -26,6 +26,7 @@ class Outcome:
     steps: int = 0
     samples: int = 0
     again: int = 0  # steps that were rolled back and trained again
+    pause: float = 0.0  # the longest without a step of any rank, seconds
     recoveries: list[float] = field(default_factory=list)  # from the end of a burst, seconds
     violations: list[str] = field(default_factory=list)
 
@@ -35,6 +36,7 @@ class Outcome:
         self.steps += other.steps
         self.samples += other.samples
         self.again += other.again
+        self.pause = max(self.pause, other.pause)
         self.recoveries += other.recoveries
         self.violations += other.violations
 
@@ -120,7 +122,7 @@ class Story:
         training = Training(self._directory, replayed.worlds())
         found += training.check()
         self.outcome.steps, self.outcome.samples = training.steps, training.samples
-        self.outcome.again = training.again
+        self.outcome.again, self.outcome.pause = training.again, training.pause
 
     def _history(self, fleet: Fleet) -> Replay:
         """What etcd went through, with all that is recorded of it."""

@@ -4,6 +4,7 @@ import json
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class Training:
         self.events = [Event(**line) for path in directory.glob("*.jsonl") for line in _lines(path)]
         self.uses = [line for path in directory.glob("*.uses") for line in _lines(path)]
         self.steps = self.samples = self.again = 0
+        times = sorted(e.time for e in self.events if e.event == "step")
+        self.pause = max((b - a for a, b in pairwise(times)), default=0.0)
 
     def check(self) -> list[str]:
         """What is wrong."""
