@@ -62,7 +62,9 @@ def test_any_id_is_refused_or_a_segment(job: str, prefix: str) -> None:
     assert not {"", ".", "..", *PARTS} & set(root[1:-1].split("/"))
 
 
-segments = st.sampled_from(["a", "ab", "a-b", "a.", "b", "x", "acksa", "members2", *sorted(PARTS)])
+# Few of the names that are refused: what has one of them is left out.
+PLAIN = ["a", "ab", "a-b", "a.", "b", "x", "acksa", "members2"]
+segments = st.sampled_from([*PLAIN * 20, *sorted(PARTS)])
 roots = st.tuples(st.lists(segments, min_size=1, max_size=4), segments).map(
     lambda of: ("/" + "/".join(of[0]), of[1])
 )
