@@ -12,7 +12,7 @@ from typing import Never, Self
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.core import writes
+from elastic_etcd.core import joining, writes
 from elastic_etcd.core.events import (
     Broken,
     Event,
@@ -85,7 +85,7 @@ class Membership:
 
     async def look(self) -> None:
         """Raises EtcdError where no etcd answers, so that a user need not wait for that."""
-        self._looked = await self._client.range(*writes.look(self.keys), timeout=START_TIMEOUT)
+        self._looked = await self._client.range(*joining.look(self.keys), timeout=START_TIMEOUT)
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
         """Whether `generation` is the job's present world, and why not; None: it can't be known."""
@@ -205,11 +205,11 @@ class Membership:
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
         own = self.keys.member(self._member.lease)
-        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), writes.look(self.keys)
+        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), joining.look(self.keys)
         early, self._looked = self._looked, None
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
-            txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
+            txn = joining.join(self.keys, seen, self._member, spec, again=again, last=last)
             if isinstance(txn, str) and seen is early:  # it may have changed since
                 seen = await self._client.range(*look, timeout=timeout)
                 continue

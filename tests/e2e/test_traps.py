@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.core import rules, writes
+from elastic_etcd.core import joining, rules, writes
 from elastic_etcd.core.events import Write
 from elastic_etcd.core.keys import Keys
 from elastic_etcd.core.lifecycle import State
@@ -93,8 +93,8 @@ async def joined(client: Client, keys: Keys, number: int) -> State:
     lease = (await client.grant(60)).id
     member, spec = Member(lease, f"n{number}", 1), Spec("run", 1, 64)
     while True:
-        seen = await client.range(*writes.look(keys))
-        txn = writes.join(keys, seen, member, spec, again=False)
+        seen = await client.range(*joining.look(keys))
+        txn = joining.join(keys, seen, member, spec, again=False)
         assert isinstance(txn, Txn)
         reading = Txn(txn.compare, (*txn.then, Get(keys.spec), Get(keys.member(lease))))
         result = await client.txn(reading)

@@ -7,7 +7,7 @@ write by core.writes, as agent/agent.py and agent/membership.py do it.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from elastic_etcd.core import lifecycle, writes
+from elastic_etcd.core import joining, lifecycle, writes
 from elastic_etcd.core.events import (
     Action,
     Arm,
@@ -141,9 +141,9 @@ class Stage:
         )
         run = agent.state.me.run or agent.run
         spec = Spec(run, self.limits.min_nodes, self.limits.max_nodes)
-        seen = self.etcd.read(*writes.look(KEYS))
+        seen = self.etcd.read(*joining.look(KEYS))
         last = agent.state.me.ran
-        txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
+        txn = joining.join(KEYS, seen, agent.member, spec, again=again, last=last)
         if isinstance(txn, str):
             yield f"{agent.name}: cannot join: {txn}"
             if again:

@@ -11,11 +11,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_etcd.cli import status
+from elastic_etcd.core.joining import look
 from elastic_etcd.core.keys import PARTS, Keys, valid_job, valid_prefix
 from elastic_etcd.core.txn import Delete, Get
 from elastic_etcd.core.values import Outcome
 from elastic_etcd.core.view import EVERYTHING, covered
-from elastic_etcd.core.writes import _end, look
+from elastic_etcd.core.writes import _end
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd import wire
 from elastic_etcd.launch import parse

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_etcd.core import lifecycle, writes
+from elastic_etcd.core import joining, lifecycle, writes
 from elastic_etcd.core.events import Viewed, Write
 from elastic_etcd.core.fields import LONGEST
 from elastic_etcd.core.keys import decode, encode
@@ -136,7 +136,7 @@ def test_a_spec_that_cannot_be_read_ends_no_run(again: bool) -> None:
     found = job(Phase.FINAL) | {KEYS.spec: "x"}
     seen = Snapshot(99, {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()})
     spec = Spec("r" if again else "another", 1, 2)
-    txn = writes.join(KEYS, seen, Member(0xC, "nc", 1), spec, again=again)
+    txn = joining.join(KEYS, seen, Member(0xC, "nc", 1), spec, again=again)
     assert isinstance(txn, Txn)
     mine, repaired = txn.then
     assert isinstance(mine, Put)
