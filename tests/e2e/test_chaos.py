@@ -249,13 +249,13 @@ def round_(revision: int, version: int, generation: int, phase: str, **more: Any
 
 def recorded() -> list[Event]:
     """A job's first generation, and the claim of the second."""
-    address = {"master": {"addr": "h", "port": 1}}
+    address = {"addr": "h", "port": 1}
     return [
         *(put(n + 1, f"members/{n:016x}", n, node=f"n{n}") for n in (1, 2)),
         round_(4, 1, 1, "setup"),
         put(4, "generation", 0, 1, generation=1),
         round_(5, 2, 1, "joinable"),
-        *(put(n + 5, f"acks/1/{n:016x}", n, **address) for n in (1, 2)),
+        *(put(n + 5, f"acks/1/{n:016x}", n, master=address) for n in (1, 2)),
         round_(8, 3, 1, "frozen"),
         round_(9, 4, 1, "final"),
         put(9, "generation", 0, 2, generation=1),
