@@ -5,6 +5,7 @@ it a test in tests/security.
 """
 
 import argparse
+import logging
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def fuzz(name: str, seconds: int, corpus: Path) -> None:
     for number, seed in enumerate(targets.SEEDS[name]):
         (corpus / str(number)).write_bytes(seed)
     run: Callable[[bytes], None] = getattr(targets, f"fuzz_{name}")
+    logging.disable()
     options = [f"-max_total_time={seconds}", "-max_len=4096", "-print_final_stats=1", "-timeout=20"]
     options += [f"-artifact_prefix={tempfile.gettempdir()}/"]
     atheris.Setup([sys.argv[0], *options, str(corpus)], run)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import struct
@@ -20,7 +19,6 @@ from elastic_etcd.train import encoding, image
 from elastic_etcd.train.snapshot import Snapshot
 from tests.security.spoilt import JOBS, ME, acts
 
-logging.disable()
 HELLO = b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":7}\n'
 KEEP = b'{"type":"keep","id":1,"name":"s"}\n'
 _tensors: list[torch.Tensor] = []
