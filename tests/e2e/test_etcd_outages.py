@@ -35,7 +35,7 @@ def test_etcd_away_for_longer_than_its_timeout(job: Job, etcd: EtcdServer) -> No
     n1 = job.start("n1", nnodes="1", etcd_timeout=1)
     job.trains(1)
     etcd.kill()
-    job.exits(n1, 5, seconds=10)
+    job.exits(n1, 5, seconds=40)
     assert "--etcd-timeout" in n1.output
     job.abandoned = True
     etcd.start()

@@ -127,7 +127,10 @@ class EtcdServer:
         self.process.send_signal(number)
 
     def freeze(self) -> None:
+        """With all of its threads: it answers nothing from here on."""
         self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
