@@ -8,30 +8,31 @@ answers() { docker info >/dev/null 2>&1; }
 
 install() { # what this machine has already costs nothing
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        die "missing, and no root on Debian to install: $*"
+        give_up "missing, and no root on Debian to install: $*"
     fi
     say "installing $*"
+    apt-get update -qq || give_up "apt-get update failed"
     policy=/usr/sbin/policy-rc.d
     if [ -e "$policy" ]; then policy=; else printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod +x "$policy"; fi
-    apt-get update -qq
     status=0
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2 || status=$?
     [ -z "$policy" ] || rm "$policy" # nothing is started as a service
-    return $status
+    [ $status = 0 ] || give_up "apt-get could not install $*"
 }
 
 start_engine() {
     if ! answers; then
         command -v dockerd >/dev/null || install docker.io iptables tini
-        [ "$(id -u)" = 0 ] || die "docker does not answer, and only root may start it"
+        [ "$(id -u)" = 0 ] || give_up "docker does not answer, and only root may start it"
         say "starting dockerd"
         rules=$(iptables-save)
         forwarding=$(cat /proc/sys/net/ipv4/ip_forward)
         setsid dockerd >build/dockerd.log 2>&1 &
         daemon=$!
         until answers; do
-            kill -0 "$daemon" 2>/dev/null || { daemon=; tail build/dockerd.log >&2; die "dockerd ended"; }
-            [ $(($(date +%s) - began)) -lt 300 ] || die "dockerd does not answer; see build/dockerd.log"
+            kill -0 "$daemon" 2>/dev/null || { daemon=; tail build/dockerd.log >&2; give_up "dockerd ended"; }
+            [ $(($(date +%s) - began)) -lt 300 ] ||
+                give_up "dockerd does not answer; see build/dockerd.log"
             sleep 0.2
         done
     fi

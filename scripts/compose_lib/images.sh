@@ -22,7 +22,7 @@ make_base() {
     suite=${1#debian:}
     root=$(mktemp -d)
     debootstrap --variant=minbase "${suite%-slim}" "$root" >build/debootstrap.log 2>&1 ||
-        { tail build/debootstrap.log >&2; rm -r "$root"; die "debootstrap failed"; }
+        { tail build/debootstrap.log >&2; rm -r "$root"; give_up "debootstrap failed"; }
     tar -C "$root" --exclude='./var/cache/apt/archives/*.deb' -c . |
         docker import --change "LABEL $stand_in=1" --change 'CMD ["bash"]' - "$1" >/dev/null
     rm -r "$root"
@@ -38,7 +38,8 @@ make_wheels() {
     mkdir -p build/wheels
     # shellcheck disable=SC2046
     "$python" -m pip wheel -q -q --disable-pip-version-check --wheel-dir build/wheels \
-        --constraint scripts/constraints.txt setuptools $(requirements) >&2
+        --constraint scripts/constraints.txt setuptools $(requirements) >&2 ||
+        give_up "the wheels can't be had"
     touch "$stamp"
 }
 
