@@ -1,7 +1,4 @@
-"""Fixtures for everybody: real etcd servers, started once, and a prefix for each test.
-
-Where pytest-xdist runs two tests at a time, those that wait for several processes run one by one.
-"""
+"""Fixtures for everybody: real etcd servers, started once, and a prefix for each test."""
 
 import uuid
 from collections.abc import Iterator
@@ -10,14 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.etcd.server import EtcdCluster, EtcdServer
-
-ONE_BY_ONE = {"e2e", "etcd", "netns", "security"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent.name in ONE_BY_ONE:
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(scope="session")
