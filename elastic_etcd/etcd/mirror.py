@@ -201,7 +201,8 @@ class Mirror:
     def _correct(self, listing: Listing) -> None:
         """Take a list that is not older than the copy and differs from it."""
         self.repairs += 1
-        log.info("the copy of %s missed an event before revision %d", self._what, self._revision)
+        text = "the copy of %s is mended: an event before revision %d was missed, or is late"
+        log.info(text, self._what, self._revision)
         self._adopt(listing)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
