@@ -1,5 +1,6 @@
 """Fixtures for everybody: real etcd servers, started once, and a prefix for each test."""
 
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.etcd.server import EtcdCluster, EtcdServer
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is for what the tests start, too: a shell lets what runs beside it ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
