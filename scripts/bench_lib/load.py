@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Load:
         self.stop = asyncio.Event()
         self._args, self._etcd, self._client = args, etcd, client
         self._answered: dict[str, float] = {}
-        self._seen: list[tuple[str, float]] = []
+        self._seen: list[Told] = []
 
     async def run(self, processes: Processes) -> None:
         """For the minutes that were asked for, and until the last job has ended."""
@@ -68,10 +69,10 @@ class Load:
             await asyncio.sleep(self._args.minutes * 60)
             self.stop.set()
 
-    def lags(self) -> list[float]:
-        """From a Txn's answer until its event is seen in each of the processes."""
-        seen = ((at, self._answered[value]) for value, at in self._seen if value in self._answered)
-        return [max(0.0, at - answered) for at, answered in seen]
+    def lags(self, pids: Sequence[int]) -> list[float]:
+        """From a Txn's answer until its event is seen in each of these processes."""
+        seen = [t for t in self._seen if t.number in pids and t.detail in self._answered]
+        return [max(0.0, told.at - self._answered[told.detail]) for told in seen]
 
     async def _slot(self, processes: Processes, number: int) -> None:
         """One job after the other."""
@@ -107,7 +108,7 @@ class Load:
 
     def _saw(self, told: Told) -> None:
         if told.what == "probe":
-            self._seen.append((told.detail, told.at))
+            self._seen.append(told)
 
     async def _sample(self, processes: Processes) -> None:
         assert self._etcd.process
@@ -146,8 +147,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "counts": dict(load.counts),
         "courses": {name: asdict(course) for name, course in found.items()},
         "life": found["agents_memory"].slope * args.minutes / lives,
-        "lag": distribution(load.lags()),
-        "late": late(load.lags()),
+        "lag": distribution(load.lags([processes.bystander])),
+        "lag_of_agents": distribution(load.lags(processes.pids)),
+        "late": late(load.lags([processes.bystander])),
         "put": distribution(load.puts),
         "changes": {name: distribution(found) for name, found in load.changes.items()},
         "left": {"keys": len(left), "leases": len(leases)},
@@ -178,7 +180,7 @@ def main() -> int:
     counts = ", ".join(f"{count} {what}" for what, count in found["counts"].items())
     console.print(f"{args.jobs} jobs of {args.agents} agents, {args.minutes:g} minutes: {counts}")
     console.print(table({name: Course(**of) for name, of in found["courses"].items()}))
-    rows = {"watch lag": found["lag"], "put": found["put"]}
+    rows = {"watch lag": found["lag"], "beside agents": found["lag_of_agents"], "put": found["put"]}
     rows |= {f"{what} to final": of for what, of in found["changes"].items()}
     console.print(times(rows))
     console.print(f"kept of each agent that came, by its process: {found['life'] / 1e3:.1f} kB")

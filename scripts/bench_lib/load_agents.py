@@ -7,6 +7,7 @@ one JSON list a line: [time, what, job, number, detail].
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from functools import partial
@@ -66,7 +67,7 @@ class Jobs:
             def changed() -> None:
                 snapshot = mirror.snapshot()
                 if snapshot and (kv := snapshot.kvs.get(PROBE)):
-                    _tell("probe", "", 0, kv.value)
+                    _tell("probe", "", os.getpid(), kv.value)
 
             mirror = Mirror(client, (Get(PROBE),), changed)
             async with mirror:

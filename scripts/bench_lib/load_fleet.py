@@ -25,18 +25,23 @@ class Told(NamedTuple):
 
 
 class Processes:
-    """`async with Processes(endpoint, nodes, ttl, count)`; `heard` of a job gets what it tells."""
+    """`async with Processes(endpoint, nodes, ttl, count)`; `heard` of a job gets what it tells.
+
+    The agents are in `count` of them, which are `pids`. One more, `bystander`, has none: it sees
+    news as late as they are, while the others may be busy with a hundred agents each.
+    """
 
     def __init__(self, endpoint: str, nodes: int, ttl: int, count: int) -> None:
         self.heard: dict[str, Callable[[Told], None]] = {}
         self.pids: list[int] = []
+        self.bystander = 0
         self._arguments = (endpoint, str(nodes), str(ttl))
         self._count = count
         self._processes: list[asyncio.subprocess.Process] = []
         self._scope = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        for _ in range(self._count):
+        for _ in range(self._count + 1):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "bench_lib.load_agents", *self._arguments),
                 stdin=asyncio.subprocess.PIPE,
@@ -47,6 +52,7 @@ class Processes:
             self.pids.append(process.pid)
             reader = asyncio.create_task(self._read(process))
             self._scope.push_async_callback(self._end, process, reader)
+        self.bystander = self.pids.pop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
