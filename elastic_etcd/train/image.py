@@ -100,12 +100,14 @@ def _write(body: torch.Tensor, batches: Iterable[Sequence[Piece]], other: Execut
     sums: list[torch.Tensor] = []
     for batch in batches:
         end = batch[-1][0] + batch[-1][1].nbytes
-        middle = (len(sums) + -(-end // CHUNK)) // 2
-        first = other.submit(_write_part, body, batch, len(sums) * CHUNK, middle * CHUNK)
+        begin = len(sums)
+        middle = (begin + -(-end // CHUNK)) // 2
+        first = None
+        if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
+            first = other.submit(_write_part, body, batch, begin * CHUNK, middle * CHUNK)
         second = _write_part(body, batch, middle * CHUNK, end)
-        sums += first.result() + second
-    if len(sums) * CHUNK < len(body):
-        sums.append(_sum(body.view(torch.int64), len(sums)))
+        sums += (first.result() if first else []) + second
+    sums += _sums(body.view(torch.int64), len(sums), -(-len(body) // CHUNK))
     return _digest(torch.stack(sums))
 
 
