@@ -48,7 +48,7 @@ def join(
     )
     joined = replace(member, run=run, joined=view.ledger.generation)
     then = Put(keys.member(member.lease), joined.encode(), member.lease)
-    if known and spoilt and not fresh:
+    if known and spoilt:
         return Txn(fence, (then, Put(keys.spec, known.encode())))
     return Txn(fence, (then, *(_begin(keys, view, spec, last) if fresh else ())))
 
