@@ -5,7 +5,6 @@ worker is restarted in each new world, as any script; its state is what its node
 """
 
 import argparse
-import contextlib
 import faulthandler
 import gc
 import os
@@ -21,7 +20,16 @@ from torch.utils.data import DataLoader
 
 import elastic_etcd as ee
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration
-from tests.e2e.digits_trainer import GLOBAL_BATCH, LENGTH, SEED, Learner, Log, generation, summed
+from tests.e2e.digits_trainer import (
+    GLOBAL_BATCH,
+    LENGTH,
+    SEED,
+    Learner,
+    Log,
+    generation,
+    gradients,
+    summed,
+)
 
 SAVE_EVERY = 40  # steps
 
@@ -53,14 +61,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def contribute(learner: Learner, ddp: DistributedDataParallel, indices: list[int]) -> None:
-    """This rank's part of the step: one sample after another, the sum of all with the last."""
-    for index in indices:
-        alone = contextlib.nullcontext() if index == indices[-1] else ddp.no_sync()
-        with alone:
-            learner.contribute(ddp, index)
-
-
 def save(state: ee.ElasticState, log: Log, path: Path) -> None:
     """Write the file, if this generation is still the job's; say so when it was written."""
     asked = time.time()
@@ -87,7 +87,7 @@ def train(state: ee.ElasticState, learner: Learner, args: argparse.Namespace, lo
             step, indices = state.step + 1, batch.tolist()
             use = {"epoch": state.sampler.epoch, "indices": indices, "time": time.time()}
             log.use("use", step, **use)
-            contribute(learner, ddp, indices)
+            gradients(learner, ddp, indices)
             learner.step()
             time.sleep(args.step_time)  # what a larger model would compute for
             state.sampler.record(batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.etcd.server import FAST, EtcdServer
-from tests.etcd.tls import Authority, Files
+from tests.etcd.tls import Authority, Files, asking, shows
 
 from .harness import ROOT
 from .ticking import ticking
@@ -58,14 +58,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     yield it
     for each in all_of_them:
         each.kill()
-
-
-def shows(files: Files) -> tuple[str, ...]:
-    return f"--cert-file={files.cert}", f"--key-file={files.key}"
-
-
-def asking(authority: Authority) -> tuple[str, ...]:
-    return "--client-cert-auth", f"--trusted-ca-file={authority.cacert}"
 
 
 def launch(server: EtcdServer, cacert: str, client: Files | None = None) -> list[str]:

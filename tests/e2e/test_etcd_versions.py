@@ -48,16 +48,7 @@ def guard(folder: Path, source: str, token: tuple[str, ...]) -> Guarded:
         pytest.skip(str(reason))
     server = EtcdServer(folder, arguments=(*FAST, "--bcrypt-cost=4", *token), program=program)
     server.start()
-    for command in (
-        "user add root:secret",
-        "user grant-role root root",
-        "user add me:mine",
-        "role add training",
-        "role grant-permission training --prefix=true readwrite /elastic_etcd/",
-        "user grant-role me training",
-        "auth enable",
-    ):
-        server.ctl(*command.split())
+    server.guard("/elastic_etcd/")
     server.user = "root:secret"
     return Guarded(server)
 

@@ -6,9 +6,8 @@ import json
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.values import Member, Spec
 from elastic_etcd.core.view import covered, view_of
 from elastic_etcd.etcd.client import Client
+from tests.disks import small_disk
 from tests.etcd.aio import asynchronous
 from tests.etcd.server import EtcdServer
 
@@ -132,17 +132,6 @@ async def test_two_agents_claiming_the_same_generation(etcd: EtcdServer, prefix:
         assert now.coordinator == states[won.index(True)].me.lease
         for state in states:
             await client.revoke(state.me.lease)
-
-
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("can't mount a tmpfs here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @pytest.mark.parametrize("how", ["no space left", "files may not grow"])

@@ -126,6 +126,19 @@ class EtcdServer:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def guard(self, prefix: str) -> None:
+        """Ask for users from here on: `root`, whose password is secret, and `me` under prefix."""
+        for command in (
+            "user add root:secret",
+            "user grant-role root root",
+            "user add me:mine",
+            "role add training",
+            f"role grant-permission training --prefix=true readwrite {prefix}",
+            "user grant-role me training",
+            "auth enable",
+        ):
+            self.ctl(*command.split())
+
     def freeze(self) -> None:
         """With all of its threads: it answers nothing from here on."""
         self.signal(signal.SIGSTOP)

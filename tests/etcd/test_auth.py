@@ -28,16 +28,7 @@ def _guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     arguments = (*FAST, "--auth-token-ttl=1", "--bcrypt-cost=4")
     server = EtcdServer(tmp_path_factory.mktemp("guarded"), arguments=arguments)
     server.start()
-    for command in (
-        "user add root:secret",
-        "user grant-role root root",
-        "user add me:mine",
-        "role add training",
-        "role grant-permission training --prefix=true readwrite /mine/",
-        "user grant-role me training",
-        "auth enable",
-    ):
-        server.ctl(*command.split())
+    server.guard("/mine/")
     yield server
     server.kill()
 

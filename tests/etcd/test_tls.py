@@ -12,7 +12,7 @@ from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
 from tests.etcd.aio import Copy, asynchronous, put
 from tests.etcd.server import FAST, EtcdServer
-from tests.etcd.tls import Authority, Files
+from tests.etcd.tls import Authority, Files, asking, shows
 
 
 @dataclass
@@ -32,18 +32,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("tls")
     authority, stranger = Authority(folder, "authority"), Authority(folder, "stranger")
     server, misnamed = authority.issue("server"), authority.issue("misnamed", "10.1.2.3")
-
-    def arguments(files: Files) -> tuple[str, ...]:
-        return (*FAST, f"--cert-file={files.cert}", f"--key-file={files.key}")
-
-    asks = ("--client-cert-auth", f"--trusted-ca-file={authority.cacert}")
+    asks = asking(authority)
     it = World(
         authority,
         stranger,
         authority.issue("client"),
-        EtcdServer(folder, "tls", arguments(server), "https"),
-        EtcdServer(folder, "mutual", (*arguments(server), *asks), "https"),
-        EtcdServer(folder, "misnamed", arguments(misnamed), "https"),
+        EtcdServer(folder, "tls", (*FAST, *shows(server)), "https"),
+        EtcdServer(folder, "mutual", (*FAST, *shows(server), *asks), "https"),
+        EtcdServer(folder, "misnamed", (*FAST, *shows(misnamed)), "https"),
     )
     servers = it.tls, it.mutual, it.misnamed
     for each in servers:

@@ -92,3 +92,11 @@ class Authority:
             .not_valid_before(begin)
             .not_valid_after(end)
         )
+
+
+def shows(files: Files) -> tuple[str, ...]:
+    return f"--cert-file={files.cert}", f"--key-file={files.key}"
+
+
+def asking(authority: Authority) -> tuple[str, ...]:
+    return "--client-cert-auth", f"--trusted-ca-file={authority.cacert}"

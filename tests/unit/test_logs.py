@@ -25,6 +25,7 @@ from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
 from elastic_etcd.agent.workers import WorkerExit, WorkerGroup
 from elastic_etcd.errors import UsageError
+from tests.disks import small_disk
 
 DEADLINE = 30.0
 
@@ -322,23 +323,12 @@ async def test_a_closed_stdout_is_no_error() -> None:
     await console.close(timeout=1)
 
 
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=16", "tmpfs", str(path)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("can't mount a tmpfs here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
 async def test_full_disk_under_log_dir_is_told_once_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = tmp_path / "disk"
-    with small_disk(disk), (tmp_path / "o").open("wb") as o:
+    disk.mkdir()
+    with small_disk(disk, "nr_inodes=16"), (tmp_path / "o").open("wb") as o:
         async with running(LogConfig(log_dir=str(disk)), o.fileno()) as run:
             talk = "for i in range(50000): print(i)"
             await run.run(talk, talk)
