@@ -30,9 +30,11 @@ class Observed(Guardian):
         super().__init__(NOWHERE, self.said.append)
         self.started, self.ended, self.drained = (asyncio.Event() for _ in range(3))
         self.full = False
+        self.pids: list[int | None] = []
 
     def start(self) -> None:
         super().start()
+        self.pids.append(self.pid)
         self.started.set()
 
     def _start_again(self, what: str) -> None:
@@ -46,6 +48,7 @@ class Observed(Guardian):
         if loop.remove_writer(self._socket):
             loop.add_writer(self._socket, self._send)
             self.full = True
+            self.drained.clear()
         elif self.full:
             self.drained.set()
 
@@ -58,10 +61,16 @@ class Observed(Guardian):
 
     async def replaced(self) -> None:
         """Kill its process, and wait for the next one."""
-        old = self.pid
         self.killed()
         await happens(self.started)
-        assert self.pid not in (old, None)
+        assert None not in self.pids
+        assert len({*self.pids}) == len(self.pids), "another process each time"
+
+    async def says(self, count: int) -> None:
+        """Wait until it has lost a process or failed to start one so many times."""
+        while len(self.said) < count:
+            self.ended.clear()
+            await happens(self.ended)
 
     def end_of_file(self) -> None:
         """What its process sees when the agent has ended."""
@@ -177,10 +186,9 @@ async def test_one_that_ends_at_once_is_tried_again(
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", shutil.which("false"))
-        await guardian.replaced()
-        guardian.ended.clear()
+        await guardian.replaced()  # by one that may be dead by now
         guardian.guard(0, [])
-        await happens(guardian.ended)
+        await guardian.says(2)
     assert guardian.said[1].endswith("has ended (exit code 1); another one is started in 1 s")
     guardian.started.clear()
     await happens(guardian.started)
