@@ -53,10 +53,14 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnded:
-    """A worker exited; `failure` is None for exit code 0."""
+    """A worker exited; `failure` is None for exit code 0.
+
+    `by_peer`: it says itself that it failed because a peer was gone.
+    """
 
     generation: int
     failure: Failure | None
+    by_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

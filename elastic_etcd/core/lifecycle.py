@@ -31,6 +31,10 @@ from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me, decide, 
 from elastic_etcd.core.values import Failure, Phase, Report
 from elastic_etcd.core.view import EVERYTHING, Coverage, View
 
+# Seconds for which a failure is kept back that a peer seems to have caused: the cause may be known
+# later than what follows from it, because a dying process closes its connections before it is gone.
+HOLD = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -42,6 +46,7 @@ class State:
     alive: int = 0  # workers that have not exited yet
     failure: Failure | None = None  # of the generation that ran last, to be reported
     victim: bool = False  # that failure came after the next generation had begun
+    held: float | None = None  # until when that failure is kept back
     finished: bool = False  # all workers of it exited 0
     lost: bool = False  # the lease is gone: rejoin when no worker is left
     marked: bool = False  # the others know that this node is leaving
@@ -58,9 +63,9 @@ class State:
 
 def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State, list[Action]]:
     """What the agent is after `event` at `now`, and what it does."""
-    state = _absorb(state, event, now)
+    state = _released(_absorb(state, event, now), now)
     actions: list[Action] = []
-    if isinstance(event, WorkerEnded) and event.failure and state.failure is event.failure:
+    if state.failure and state.held is None:
         state = _stop(state, actions, Grace.FAILURE)
     return _react(state, now, limits, actions), actions
 
@@ -81,13 +86,13 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Joined(run, spec, lease, created):
             me = replace(me, run=run, spec=spec, lease=lease, created=created)
             state = replace(state, view=None, lost=False, over=False, writing=None, tried=())
-            return replace(state, me=me, failure=None, victim=False, finished=False)
+            return replace(_unended(state), me=me)
         case LeaseLost():  # also while joining again: then once more
             return replace(_lost(state), over=False)
         case Wrote(ok):
             return _answered(state, ok)
-        case WorkerEnded(generation, failure):
-            return _ended(state, generation, failure)
+        case WorkerEnded():
+            return _ended(state, event, now)
         case Emptied(generation) if generation == me.running:
             return replace(state, me=replace(me, running=0, stopping=False))
         case Signalled():
@@ -139,18 +144,37 @@ def _answered(state: State, ok: bool) -> State:
     return state
 
 
-def _ended(state: State, generation: int, failure: Failure | None) -> State:
+def _ended(state: State, event: WorkerEnded, now: float) -> State:
     """Of a generation that is being stopped, no worker's end is a failure of its own."""
-    if generation != state.me.running:
+    if event.generation != state.me.running:
         return state
     state = replace(state, alive=state.alive - 1)
     if state.me.stopping:
         return state
-    if failure:
-        now = state.view.round if state.view else None
-        victim = now is None or now.generation != generation
-        return replace(state, failure=failure, victim=victim)
-    return replace(state, finished=state.alive == 0)
+    if not event.failure:
+        return replace(state, finished=state.alive == 0 and not state.failure)
+    if state.failure and event.by_peer:  # one that is held already speaks for both
+        return state
+    held = now + HOLD if event.by_peer else None
+    return replace(state, failure=event.failure, victim=not _present(state), held=held)
+
+
+def _released(state: State, now: float) -> State:
+    """A failure is kept back until its time is over or another cause has ended the generation."""
+    if state.held is None or (now < state.held and _present(state)):
+        return state
+    return replace(state, held=None, victim=not _present(state))
+
+
+def _present(state: State) -> bool:
+    """Whether the generation that ran here last is still the job's."""
+    now = state.view.round if state.view else None
+    return now is not None and now.generation == state.me.ran
+
+
+def _unended(state: State) -> State:
+    """Nothing is known of any worker's end."""
+    return replace(state, failure=None, victim=False, held=None, finished=False)
 
 
 def _stop(state: State, actions: list[Action], grace: Grace) -> State:
@@ -183,8 +207,9 @@ def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> S
 
 
 def _owes_report(state: State) -> bool:
-    """A failure is reported at once, success when no process of the workers is left."""
-    ended = state.failure or (state.finished and not state.me.running)
+    """A failure is reported unless it is held, success when no process of the workers is left."""
+    failed = state.failure and state.held is None
+    ended = failed or (state.finished and not state.me.running)
     return bool(ended) and state.me.reported != state.me.ran
 
 
@@ -200,7 +225,8 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
         planned = view.round and view.round.planned
         state = _stop(state, actions, Grace.CHANGE if planned else Grace.FAILURE)
         return _decide(state, view, now, limits, actions)
-    due = None if decision.until is None else now + decision.until
+    waits = None if decision.until is None else now + decision.until
+    due = min((at for at in (waits, state.held) if at is not None), default=None)
     if due != state.armed:
         actions.append(Arm(due))
         state = replace(state, armed=due)
@@ -214,7 +240,7 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
         actions.append(Start(decision.round))
         generation = decision.round.generation
         me = replace(state.me, running=generation, ran=generation)
-        state = replace(state, me=me, alive=state.nproc, failure=None, victim=False, finished=False)
+        state = replace(_unended(state), me=me, alive=state.nproc)
         return _decide(state, view, now, limits, actions)  # a coordinator has more to do
     if decision.act is Act.WAIT:
         return state

@@ -3,20 +3,7 @@
 import torch
 import torch.distributed as dist
 
-# What gloo and NCCL raise has no type of its own before torch 2.4, and gloo's has none today.
-_TEXTS = (
-    "gloo/",  # the source file that gloo puts before its message
-    "gloo::",
-    "Gloo connectFullMesh failed",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
-    "NCCL error",
-    "NCCL communicator was aborted",
-    "ncclSystemError",
-    "ncclRemoteError",
-    "ncclInternalError",
-)
+from elastic_etcd.core.peers import names_lost_peer
 
 
 def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
@@ -30,7 +17,7 @@ def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
         # QueueEmptyError and time-outs of a store come from its users' keys, too.
         if isinstance(cause, dist.DistError):
             return True
-        if type(cause) in _RUNTIME and (broken or any(text in str(cause) for text in _TEXTS)):
+        if type(cause) in _RUNTIME and (broken or names_lost_peer(str(cause))):
             return True
         cause = cause.__cause__
     return False

@@ -45,6 +45,15 @@ def test_worker_fails_until_the_budget_is_used_up(job: Job, etcd: EtcdServer) ->
     assert len({e.generation for e in job.events("step")}) == 3
 
 
+def test_a_worker_that_takes_its_time_to_exit_is_the_culprit(job: Job, etcd: EtcdServer) -> None:
+    faults = ("--fault", "linger-raise@rank=1,step=2")
+    agents = [job.start(n, *faults, max_restarts=0) for n in ("n1", "n2")]
+    for agent in agents:
+        job.exits(agent, 1, seconds=30)
+        assert "RuntimeError: declared fault of rank 1" in agent.output[-1500:], agent.output
+    assert keys(etcd, job.name)["outcome"]["failure"]["rank"] == 1
+
+
 def test_no_restart_allowed(job: Job) -> None:
     agents = [job.start(n, "--fault", "exit:7@rank=0,step=2", max_restarts=0) for n in ("n1", "n2")]
     for agent in agents:

@@ -6,11 +6,14 @@ that training goes on after a restart.
 """
 
 import argparse
+import atexit
+import contextlib
 import gc
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -28,9 +31,10 @@ class Fault:
     """What goes wrong, in which process, and after how many of its own steps.
 
     Written as `do@name=value,...`, for example `exit:7@rank=1,generation=1,step=3`; what is not
-    named matches everything. `do` is one of raise, exit:CODE, kill, talk (a megabyte), or at
-    step 0 only ignore-term, linger (a child in the worker's process group holds its pipes),
-    daemon (a child in a session of its own does).
+    named matches everything. `do` is one of raise, linger-raise (its connections close a while
+    before it exits), exit:CODE, kill, talk (a megabyte), or at step 0 only ignore-term, linger (a
+    child in the worker's process group holds its pipes), daemon (a child in a session of its own
+    does).
     """
 
     do: str
@@ -56,7 +60,9 @@ class Fault:
 
     def happen(self) -> None:
         match self.do.partition(":"):
-            case "raise", _, _:
+            case "raise" | "linger-raise", _, _:
+                if self.do == "linger-raise":
+                    atexit.register(hang_up)
                 raise RuntimeError(f"declared fault of rank {RANK} in generation {GENERATION}")
             case "exit", _, code:
                 os._exit(int(code))
@@ -71,6 +77,15 @@ class Fault:
                 subprocess.Popen(["sleep", "600"], start_new_session=own_session)
             case _:
                 raise ValueError(f"no such fault: {self.do}")
+
+
+def hang_up() -> None:
+    """End every connection of this process, a while before itself."""
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd.name))) as connection:
+            connection.getpeername()  # gloo does not bear the end of a listener
+            connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(1)
 
 
 class Log:

@@ -65,6 +65,8 @@ CASES = [
     Case(2, limits(1, 2), Faults(leave=1, crash=1), (*LOST, *LEAVING, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(leave=1, fail=1), LEAVING),
     Case(2, limits(1, 2), Faults(leave=2), LEAVING),
+    Case(2, limits(1, 2, restarts=0), Faults(fail=1, peer=1)),
+    Case(2, limits(1, 2), Faults(peer=2, crash=1), LOST),
     Case(2, limits(1, 2), Faults(done=2, crash=1), LOST),
     Case(2, limits(1, 1), Faults(crash=1, back=1), LOST),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),

@@ -144,7 +144,8 @@ class Search:
         return found
 
     def _overcounted(self, store: int, left: int) -> bool:
-        happened = self.budgets.all[0].fail - self.budgets.all[left].fail
+        at_first, now = self.budgets.all[0], self.budgets.all[left]
+        happened = at_first.fail + at_first.peer - now.fail - now.peer
         return self.goals.counted(store) > happened
 
     def _stuck(self) -> tuple[str, int]:

@@ -64,6 +64,7 @@ class Faults(NamedTuple):
     crash: int = 0  # a node dies with its workers
     back: int = 0  # a dead node comes back
     fail: int = 0  # a worker exits non-zero
+    peer: int = 0  # a worker exits non-zero and says that a peer was gone
     done: int = 0  # a node's workers finish
     expire: int = 0  # the lease of a live agent ends (cut off, revoked)
     leave: int = 0  # SIGTERM to an agent

@@ -192,6 +192,10 @@ def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(writes, "_freeze", mutant)
 
 
+def what_a_peer_seems_to_have_caused_is_kept_back_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "_released", lambda state, _: state)
+
+
 TWO, ONE = limits(1, 2), limits(1, 1)
 MUTANTS = [  # which invariant it breaks, and the fault without which nobody would notice
     ("I1", same_generation_again, TWO, Faults(fail=1), ""),
@@ -204,6 +208,7 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I5", an_old_view_is_believed, TWO, Faults(crash=1, stop=1), "stop"),
     ("I6", a_lost_coordinator_is_not_replaced, TWO, Faults(crash=1), "crash"),
     ("I6", who_was_told_of_no_ack_does_not_start, TWO, Faults(lost=1), "lost"),
+    ("I6", what_a_peer_seems_to_have_caused_is_kept_back_for_ever, TWO, Faults(peer=1), "peer"),
     ("I6", an_answer_is_to_what_is_seen, TWO, Faults(slow=1), "slow"),
     ("I7", one_done_is_all_done, TWO, Faults(done=1), "done"),
     ("I7", whoever_leaves_stops_the_job, TWO, Faults(leave=1), "leave"),

@@ -143,10 +143,13 @@ class System:
         )
         yield Move(f"dies{relation(store, node)}", here, dead, "crash")
         if node.workers and state.alive and not state.me.stopping:
+            failure = Failure(node.name, 0, 0, 1, 1, 100.0)
             if may.fail:
-                failure = Failure(node.name, 0, 0, 1, 1, 100.0)
                 failed = WorkerEnded(node.workers, failure)
                 yield self._event("worker fails", store, node, failed, fault="fail")
+            if may.peer:
+                failed = WorkerEnded(node.workers, failure, by_peer=True)
+                yield self._event("worker loses its peer", store, node, failed, fault="peer")
             if may.done:
                 finished = WorkerEnded(node.workers, None)
                 yield self._event("worker is done", store, node, finished, fault="done")

@@ -121,7 +121,8 @@ class Story(Stage):
         values = dict(pair.split("=") for pair in given)
         code, uptime = int(values.get("code", "1")), float(values.get("uptime", "100"))
         failure = Failure(agent.name, 0, 0, 1, code, uptime) if how == "fails" else None
-        yield from self.event(agent, WorkerEnded(agent.workers, failure))
+        of_peer = values.get("of") == "peer"
+        yield from self.event(agent, WorkerEnded(agent.workers, failure, of_peer))
 
     def agent_leaves(self, agent: Agent) -> Iterator[str]:
         yield from self.event(agent, Signalled())
