@@ -16,7 +16,6 @@ from elastic_etcd.agent.warm import WarmPool
 from elastic_etcd.agent.worker import Started, WorkerSpec, execute
 from elastic_etcd.agent.workers import Notice, WorkerExit, WorkerGroup
 from elastic_etcd.core.events import Emptied, Event, WorkerEnded
-from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.values import Failure, Master, Round
 from elastic_etcd.errors import UsageError
 
@@ -215,8 +214,7 @@ class Host:
                 at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             )
         log.debug("worker %d exited %d after %.1f s", ended.rank, ended.code, ended.uptime)
-        by_peer = ends_with_lost_peer(ended.message)
-        self._post(WorkerEnded(ended.generation, failure, by_peer))
+        self._post(WorkerEnded(ended.generation, failure, ended.by_peer))
 
     def _emptied(self, generation: int) -> None:
         self._empty = True

@@ -19,6 +19,7 @@ from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.leftovers import Leftovers
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.worker import Started, Starter, Worker, WorkerSpec, execute
+from elastic_etcd.core.peers import ends_with_lost_peer
 
 _STUCK = 10
 
@@ -31,7 +32,7 @@ class WorkerExit:
 
     `code` is the exit status, or minus the signal; 127 and 126 also stand for a program that was
     not found or could not be run. `uptime` is in seconds. `message` is the cause in the worker's
-    own words: see failures.failure_message.
+    own words: see failures.failure_message. `by_peer`: they are of a peer that was gone.
     """
 
     generation: int
@@ -41,6 +42,7 @@ class WorkerExit:
     code: int
     uptime: float
     message: str
+    by_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,12 +249,13 @@ class WorkerGroup:
             return
         del self._running[worker.pid]
         tail = worker.output.err.tail()
-        self._report(worker, code, failure_message(code, worker.spec.error_file, tail))
+        message = failure_message(code, worker.spec.error_file, tail)
+        self._report(worker, code, message, by_peer=ends_with_lost_peer(message))
 
-    def _report(self, worker: Worker, code: int, message: str) -> None:
+    def _report(self, worker: Worker, code: int, message: str, *, by_peer: bool = False) -> None:
         spec = worker.spec
         place = (self.generation, spec.rank, spec.local_rank)
-        self._exited(WorkerExit(*place, worker.pid, code, worker.uptime, message))
+        self._exited(WorkerExit(*place, worker.pid, code, worker.uptime, message, by_peer))
 
     def _settle_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._settle)
