@@ -73,7 +73,9 @@ class Parser(argparse.ArgumentParser):
         from difflib import get_close_matches  # noqa: PLC0415 - only for this message
 
         known = [name for action in self._actions for name in action.option_strings]
-        nearest = get_close_matches(flag.replace("_", "-"), known, n=1)
+        flag = flag.replace("_", "-")
+        longer = [name for name in known if name.startswith(flag[:-1]) and len(flag) > len("--ab")]
+        nearest = longer or get_close_matches(flag, known, n=1)
         return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 

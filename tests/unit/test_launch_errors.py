@@ -80,6 +80,7 @@ def directory(tmp_path: Path) -> Path:
         ("--log-dir train.py/logs train.py", "--log-dir train.py/logs: cannot be written to: Not"),
         ("--log-dir /proc/logs train.py", "--log-dir /proc/logs: cannot be written to: "),
         ("--leese-ttl 5 train.py", "unrecognized arguments: --leese-ttl (did you mean --lease-"),
+        ("--nprocs 5 train.py", "--nprocs (did you mean --nproc-per-node?)"),
         ("--nproc_per_nod=2 --max_restart 2 --xyzzy train.py", "--xyzzy"),
         ("--node 1 train.py", "ambiguous option: --node could match"),
     ],
