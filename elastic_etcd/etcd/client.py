@@ -279,16 +279,21 @@ class Client:
         return fault
 
     async def _pages(self, ranges: tuple[Get, ...], deadline: float, *, values: bool) -> Listing:
-        """The first page of every range in one Txn, the others at its revision."""
+        """The first page of every range in one request, the others at its revision."""
         wire.check_size(len(ranges))
         what = ", ".join(get.key for get in ranges)
-        pages = [wire.range_request(get, limit=PAGE, values=values) for get in ranges]
-        request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in pages])
-        first, _ = await self.call(channel.TXN, request, what, deadline)
-        revision = first.header.revision
+        asked = [wire.range_request(get, limit=PAGE, values=values) for get in ranges]
+        if len(asked) == 1:  # not as a Txn: see "panics" in docs/failures.md
+            only, _ = await self.call(channel.RANGE, asked[0], what, deadline)
+            header, pages = only.header, [only]
+        else:
+            request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in asked])
+            several, _ = await self.call(channel.TXN, request, what, deadline)
+            header, pages = several.header, [answer.range for answer in several.responses]
+        revision = header.revision
         kvs: list[pb.KeyValue] = []
-        for get, answer in zip(ranges, first.responses, strict=True):
-            page = answer.range
+        for get, first in zip(ranges, pages, strict=True):
+            page = first
             kvs.extend(page.kvs)
             while page.more:
                 rest = wire.range_request(get, limit=PAGE, values=values)
@@ -296,7 +301,7 @@ class Client:
                 page, _ = await self.call(channel.RANGE, rest, what, deadline)
                 kvs.extend(page.kvs)
         found = {kv.key: kv for kv in map(wire.key_value, kvs)}
-        return Listing(Snapshot(revision, found), first.header.cluster_id, first.header.raft_term)
+        return Listing(Snapshot(revision, found), header.cluster_id, header.raft_term)
 
     def _unreachable(self, error: Unanswered, seconds: float) -> EtcdUnreachable:
         return faults.unreachable(self._config.endpoints, error.reason, seconds)
