@@ -239,7 +239,11 @@ class EtcdCluster:
         return [member for member in self.members if member not in members]
 
     def heal(self) -> None:
-        """All members run and agree."""
+        """All members run and agree; one that ends meanwhile is started again."""
+        while not self._healthy():
+            pass
+
+    def _healthy(self) -> bool:
         with contextlib.ExitStack() as stack:
             for member in self.members:
                 if member.process is None or member.process.poll() is not None:
@@ -247,9 +251,14 @@ class EtcdCluster:
                 else:
                     member.thaw()
         endpoints = ",".join(member.endpoint for member in self.members)
-        self.members[0].ctl(
-            f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s"
-        )
+        health = (f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s")
+        try:
+            self.members[0].ctl(*health)
+        except subprocess.CalledProcessError:
+            if all(m.process and m.process.poll() is None for m in self.members):
+                raise
+            return False
+        return True
 
     def kill(self) -> None:
         for member in self.members:
