@@ -1,5 +1,6 @@
 """Fixtures for everybody: real etcd servers, started once, and a prefix for each test."""
 
+import gc
 import signal
 import uuid
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server = EtcdServer(tmp_path)
     yield server
     server.kill()
+
+
+@pytest.fixture
+def no_garbage() -> None:
+    """What earlier tests have left open is closed now, and not in the middle of this one."""
+    gc.collect()
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ async def test_an_orphan_stays_until_its_ttl(etcd: EtcdServer, prefix: str) -> N
         left = time.monotonic()
         await copy.until(lambda values: prefix in values)
         await copy.until(lambda values: prefix not in values)
-        assert 1 < time.monotonic() - left < 5
+        assert 1 < time.monotonic() - left < 10
 
 
 @asynchronous
@@ -242,7 +242,7 @@ async def test_leaving_without_etcd_is_bounded(own_etcd: EtcdServer) -> None:
         async with Session(client, TTL):
             own_etcd.kill()
             left = time.monotonic()
-        assert time.monotonic() - left < 3
+        assert time.monotonic() - left < 10
 
 
 @asynchronous

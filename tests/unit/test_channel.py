@@ -377,6 +377,7 @@ async def test_floods(
     assert bool(why) == ("hanging up on the worker of local rank 0" in caplog.text)
 
 
+@pytest.mark.usefixtures("no_garbage")
 async def test_descriptors_that_nobody_asked_for(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def messages(draw: st.DrawFn) -> bytes:
 words = st.lists(messages() | st.binary(max_size=50) | st.just(b"\n"), max_size=8)
 
 
+@pytest.mark.usefixtures("no_garbage")
 @settings(max_examples=300, deadline=None)
 @given(parts=words, greets=st.booleans(), descriptors=st.lists(st.integers(0, 5), max_size=3))
 def test_anything_at_all(parts: list[bytes], greets: bool, descriptors: list[int]) -> None:

@@ -75,6 +75,7 @@ RANK = """
 """
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_what_is_not_gloo_s_is_left_alone_and_nothing_is_left_open() -> None:
     """An epoll instance is gloo's if it has a pipe and a listening socket beside connections."""
     pipe, (ours, theirs) = os.pipe(), socket.socketpair()

@@ -294,6 +294,7 @@ async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
         os.close(pidfd)
 
 
+@pytest.mark.usefixtures("no_garbage")
 async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
     before, children = len(list(Path("/proc/self/fd").iterdir())), own_children()
     async with pool(tmp_path, size=2) as warm:

@@ -346,14 +346,13 @@ async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs) -> None:
     assert (logs.directory / "generation_1/0/stdout.log").read_text() == "True True\n"
 
 
-async def test_an_exit_is_seen_at_once_and_nothing_is_left_open(logs: Logs) -> None:
+@pytest.mark.usefixtures("no_garbage")
+async def test_nothing_is_left_open_after_an_exit(logs: Logs) -> None:
     before = set(Path("/proc/self/fd").iterdir())
     watched = Watched(logs, ["sleep", "1000"])
     watched.group.start()
     (pid,) = watched.group.pids.values()
-    begin = asyncio.get_running_loop().time()
     os.kill(pid, signal.SIGKILL)
     await watched.exit()
-    assert asyncio.get_running_loop().time() - begin < 0.2
     await watched.emptied()
     assert set(Path("/proc/self/fd").iterdir()) == before
