@@ -103,7 +103,7 @@ def test_agent_killed_alone_takes_its_workers_along(job: Job) -> None:
     victims = n2.others()
     assert victims
     n2.kill()
-    job.wait("the workers of a dead agent die", lambda: not n2.others(), seconds=2)
+    job.wait("the workers of a dead agent die", lambda: not n2.others(), seconds=10)
     job.trains(1, after=g, seconds=TTL + 15)
     job.finish(n1)
 

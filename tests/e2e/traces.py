@@ -64,7 +64,7 @@ class Traces:
         has no outcome: what is bound to no lease stays for the run to go on.
         """
         for job in jobs:
-            _gone("processes", job.leftovers, seconds=5)
+            _gone("processes", job.leftovers, seconds=15)
             _gone("keys", lambda job=job: self._keys(job), seconds=TTL + 5)  # type: ignore[misc]
         _gone("leases", lambda: sorted(leases(self._etcd) - self._leases), seconds=TTL + 5)
 
