@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
 
         known = [name for action in self._actions for name in action.option_strings]
         flag = flag.replace("_", "-")
-        longer = [name for name in known if name.startswith(flag[:-1]) and len(flag) > len("--ab")]
+        stem = flag[:-1]  # --nprocs is further from --nproc-per-node than from --nnodes
+        longer = [name for name in known if name.startswith(stem)] if len(stem) > len("--a") else []
         nearest = longer or get_close_matches(flag, known, n=1)
         return f" (did you mean {nearest[0]}?)" if nearest else ""
 

@@ -65,7 +65,7 @@ def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State,
     """What the agent is after `event` at `now`, and what it does."""
     state = _released(_absorb(state, event, now), now)
     actions: list[Action] = []
-    if state.failure and state.held is None:
+    if _failed(state):
         state = _stop(state, actions, Grace.FAILURE)
     return _react(state, now, limits, actions), actions
 
@@ -161,9 +161,15 @@ def _ended(state: State, event: WorkerEnded, now: float) -> State:
 
 def _released(state: State, now: float) -> State:
     """A failure is kept back until its time is over or another cause has ended the generation."""
-    if state.held is None or (now < state.held and _present(state)):
+    present = _present(state)
+    if state.held is None or (now < state.held and present):
         return state
-    return replace(state, held=None, victim=not _present(state))
+    return replace(state, held=None, victim=not present)
+
+
+def _failed(state: State) -> bool:
+    """Whether there is a failure that is not kept back."""
+    return state.failure is not None and state.held is None
 
 
 def _present(state: State) -> bool:
@@ -208,9 +214,8 @@ def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> S
 
 def _owes_report(state: State) -> bool:
     """A failure is reported unless it is held, success when no process of the workers is left."""
-    failed = state.failure and state.held is None
-    ended = failed or (state.finished and not state.me.running)
-    return bool(ended) and state.me.reported != state.me.ran
+    ended = _failed(state) or (state.finished and not state.me.running)
+    return ended and state.me.reported != state.me.ran
 
 
 def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:

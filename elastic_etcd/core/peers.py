@@ -14,7 +14,7 @@ _TEXTS = (
     "ncclRemoteError",
     "ncclInternalError",
 )
-_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_ERRORS = tuple(f"torch.distributed.Dist{kind}Error" for kind in ("Backend", "Network", "Store"))
 
 
 def names_lost_peer(text: str) -> bool:
@@ -25,4 +25,4 @@ def names_lost_peer(text: str) -> bool:
 def ends_with_lost_peer(stack: str) -> bool:
     """The same of a whole traceback; the lines of its frames are indented and say nothing."""
     said = "\n".join(line for line in stack.splitlines() if not line.startswith(" "))
-    return names_lost_peer(said) or any(f"torch.distributed.{name}" in said for name in _ERRORS)
+    return names_lost_peer(said) or any(error in said for error in _ERRORS)
