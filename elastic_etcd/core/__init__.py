@@ -1,1 +1,1 @@
-"""The rules: pure functions on immutable values, standard library only, no clock, no I/O."""
+"""The rules: pure functions on immutable values; no clock, no I/O, no library but msgspec."""

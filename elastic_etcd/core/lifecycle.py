@@ -1,72 +1,282 @@
-"""One agent's life as a pure function: `step(state, event) -> (state, actions)`.
+"""One agent's life as a pure function: `step(state, event, now, limits) -> (state, actions)`.
 
-Events are what happens to an agent (a view, a worker's end, a lost lease, a signal, a timer);
-actions are what it then does. A recorded list of events replays in a test, and the model
-checker drives this very function. What the job needs is decided in rules.py.
+An event is what happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. An
+action is what the agent then does. Both are plain values with a JSON form. The flight recorder
+(agent/recorder.py) writes them down, and tests/support/replay.py steps through them once more. The
+model checker drives this very function. What the job needs is decided in rules.py.
 """
 
-from dataclasses import dataclass, replace
+import json
+from enum import Enum
+from typing import Any, TypeAlias
 
-from elastic_etcd.core.events import (
-    Action,
-    Arm,
-    Broken,
-    Emptied,
-    Event,
-    Exit,
-    Grace,
-    Joined,
-    LeaseLost,
-    Rejoin,
-    Say,
-    Signalled,
-    Start,
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_etcd.core.rules import (
+    Ack,
+    Claim,
+    Close,
+    Decision,
+    Elapsed,
+    Finalise,
+    Freeze,
+    Leave,
+    Limits,
+    Local,
+    Open,
+    Run,
     Stop,
-    Viewed,
-    WorkerEnded,
-    Write,
-    Wrote,
+    Wait,
+    decide,
+    vanished,
 )
-from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me, decide, vanished
-from elastic_etcd.core.values import Failure, Phase, Report
-from elastic_etcd.core.view import EVERYTHING, Coverage, View
-
-# Seconds for which a failure is kept back that a peer seems to have caused: the cause may be known
-# later than what follows from it, because a dying process closes its connections before it is gone.
-HOLD = 2.0
+from elastic_etcd.core.schema import Failure, Phase, Round
+from elastic_etcd.core.view import Coverage, Everything, Narrow, View
+from elastic_etcd.times import HOLD
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class Grace(Enum):
+    """Why workers are stopped; how long they get before SIGKILL depends on it."""
+
+    FAILURE = "failure"
+    CHANGE = "change"
+    LEAVE = "leave"
+
+
+# --- why an agent ends --------------------------------------------------------------------
+
+
+class Left(Struct, frozen=True, tag=True):
+    """A signal told it to go."""
+
+
+class Over(Struct, frozen=True, tag=True):
+    """The job is over for this node."""
+
+    reason: str
+
+
+class Error(Struct, frozen=True, tag=True):
+    """Going on is impossible; the user is told why."""
+
+    reason: str
+
+
+Ending: TypeAlias = Left | Over | Error
+
+
+# --- events -------------------------------------------------------------------------------
+
+
+class ViewChanged(Struct, frozen=True, tag=True):
+    """There is a newer view of the job."""
+
+    view: View
+
+
+class Joined(Struct, frozen=True, tag=True):
+    """The member key is written. Local says what the fields are."""
+
+    run: str
+    spec: int
+    lease: int
+    created: int
+
+
+class LeaseLost(Struct, frozen=True, tag=True):
+    """The server says that the lease is gone."""
+
+    reason: str
+
+
+class WriteDone(Struct, frozen=True, tag=True):
+    """The pending write was answered; `ok` is whether its fence held."""
+
+    ok: bool
+
+
+class WorkerEnded(Struct, frozen=True, tag=True):
+    """A worker exited; `failure` is None for exit code 0.
+
+    `by_peer`: it says itself that it failed because a peer was gone.
+    """
+
+    generation: int
+    failure: Failure | None
+    by_peer: bool = False
+
+
+class WorkersGone(Struct, frozen=True, tag=True):
+    """No process of that generation's workers is left on this node."""
+
+    generation: int
+
+
+class Signalled(Struct, frozen=True, tag=True):
+    """The agent got SIGTERM or SIGINT."""
+
+
+class Tick(Struct, frozen=True, tag=True):
+    """The timer is due."""
+
+
+class Fatal(Struct, frozen=True, tag=True):
+    """The agent can't go on."""
+
+    why: Over | Error
+
+
+Event: TypeAlias = (
+    ViewChanged
+    | Joined
+    | LeaseLost
+    | WriteDone
+    | WorkerEnded
+    | WorkersGone
+    | Signalled
+    | Tick
+    | Fatal
+)
+
+
+# --- what is written ----------------------------------------------------------------------
+
+
+class ReportEnd(Struct, frozen=True, tag=True):
+    """Say how this node's workers ended: `failure` is None when all of them exited 0."""
+
+    failure: Failure | None
+    victim: bool = False
+
+
+class MarkLeaving(Struct, frozen=True, tag=True):
+    """Say that this node is leaving."""
+
+
+Writable: TypeAlias = Claim | Open | Freeze | Ack | Finalise | Close | ReportEnd | MarkLeaving
+
+
+# --- actions ------------------------------------------------------------------------------
+
+
+class Write(Struct, frozen=True, tag=True):
+    """Put it into etcd, as the member with `lease`; answered by WriteDone."""
+
+    what: Writable
+    lease: int
+    generation: int = 0
+
+
+class StartWorkers(Struct, frozen=True, tag=True):
+    """Start the workers of this final round."""
+
+    round: Round
+
+
+class StopWorkers(Struct, frozen=True, tag=True):
+    """Stop the workers; answered by WorkersGone."""
+
+    grace: Grace
+
+
+class Rejoin(Struct, frozen=True, tag=True):
+    """Join again, as another incarnation; answered by Joined."""
+
+
+class Exit(Struct, frozen=True, tag=True):
+    """End the agent; no worker is alive."""
+
+    why: Ending
+
+
+class SetTimer(Struct, frozen=True, tag=True):
+    """Send Tick at `at` on the local monotonic clock; replaces the timer before it."""
+
+    at: float | None
+
+
+class Log(Struct, frozen=True, tag=True):
+    """Log a decision whose reason changed."""
+
+    decision: Decision
+
+
+Action: TypeAlias = Write | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
+
+
+# --- state --------------------------------------------------------------------------------
+
+
+class Life(Enum):
+    """How far an agent's life has come.
+
+    JOINING ──Joined──> MEMBER ──lease lost──> LOST ──no worker is left──> JOINING
+    any of these ──Signalled, Fatal, Leave──> LEAVING ──no worker is left──> ENDED
+    """
+
+    JOINING = "joining"
+    MEMBER = "member"
+    LOST = "lost"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+class Held(Struct, frozen=True, tag=True):
+    """A worker failed, it seems because of a peer. The failure is held until `until`."""
+
+    failure: Failure
+    until: float
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """A worker failed; of a `victim` the next generation had begun by then."""
+
+    failure: Failure
+    victim: bool
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """All workers exited 0."""
+
+
+class Lasted(Struct, frozen=True):
+    """A generation that was seen final, and for how many seconds."""
+
+    generation: int = 0
+    seconds: float = 0.0
+
+
+Basis: TypeAlias = tuple[str | int, ...]
+
+
+class State(Struct, frozen=True):
     """All that an agent remembers. Times are on the local monotonic clock, in seconds."""
 
-    me: Me
+    local: Local
     nproc: int
+    life: Life = Life.JOINING
+    ending: Ending | None = None  # why, when LEAVING or ENDED
     view: View | None = None
     alive: int = 0  # workers that have not exited yet
-    failure: Failure | None = None  # of the generation that ran last, to be reported
-    victim: bool = False  # that failure came after the next generation had begun
-    held: float | None = None  # until when that failure is kept back
-    finished: bool = False  # all workers of it exited 0
-    lost: bool = False  # the lease is gone: rejoin when no worker is left
+    result: Held | Failed | Finished | None = None  # of the generation that ran last
     marked: bool = False  # the others know that this node is leaving
-    ending: Exit | None = None  # exit when no worker is left
-    over: bool = False  # Exit or Rejoin was asked for
-    writing: Write | None = None
-    tried: tuple[object, ...] = ()  # fingerprint of the last write and what it was based on
+    pending: Write | None = None
+    tried: Basis = ()  # what was written last, and on what it was based
     phase_since: float = 0.0
     join_since: float = 0.0
-    ran: tuple[int, float] = (0, 0.0)  # a generation seen final, and for how long
-    armed: float | None = None
-    said: str = ""
+    lasted: Lasted = Lasted()
+    timer: float | None = None  # when it is due
+    logged: str = ""  # the reason
 
 
 def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State, list[Action]]:
     """What the agent is after `event` at `now`, and what it does."""
-    state = _released(_absorb(state, event, now), now)
+    state = _release_failure(_absorb(state, event, now), now)
     actions: list[Action] = []
-    if _failed(state):
-        state = _stop(state, actions, Grace.FAILURE)
+    if isinstance(state.result, Failed):
+        state = _stop_workers(state, actions, Grace.FAILURE)
     return _react(state, now, limits, actions), actions
 
 
@@ -74,196 +284,262 @@ def coverage(state: State) -> Coverage:
     """What this agent mirrors: everything if it is the coordinator, as far as it knows."""
     now = state.view.round if state.view else None
     if now is None:
-        return None
-    return EVERYTHING if now.coordinator == state.me.lease else now.coordinator
+        return Narrow()
+    return Everything() if now.coordinator == state.local.lease else Narrow(now.coordinator)
+
+
+# --- what an event changes ----------------------------------------------------------------
 
 
 def _absorb(state: State, event: Event, now: float) -> State:
-    me = state.me
+    local = state.local
     match event:
-        case Viewed(view):
-            return _lost(state) if vanished(view, me) else _seen(state, view, now)
-        case Joined(run, spec, lease, created):
-            me = replace(me, run=run, spec=spec, lease=lease, created=created)
-            state = replace(state, view=None, lost=False, over=False, writing=None, tried=())
-            return replace(_unended(state), me=me)
-        case LeaseLost():  # also while joining again: then once more
-            return replace(_lost(state), over=False)
-        case Wrote(ok):
-            return _answered(state, ok)
+        case ViewChanged(view):
+            return _lose_lease(state) if vanished(view, local) else _take_view(state, view, now)
+        case Joined():
+            return _become_member(state, event)
+        case LeaseLost():
+            lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
+            return replace(lost, life=Life.LEAVING) if state.ending else lost
+        case WriteDone(ok):
+            return _hear_answer(state, ok)
         case WorkerEnded():
-            return _ended(state, event, now)
-        case Emptied(generation) if generation == me.running:
-            return replace(state, me=replace(me, running=0, stopping=False))
+            return _end_worker(state, event, now)
+        case WorkersGone(generation) if generation == local.running:
+            return replace(state, local=replace(local, running=0, stopping=False))
         case Signalled():
-            return replace(state, me=replace(me, leaving=True), over=False)
-        case Broken(why):
-            return replace(state, ending=state.ending or Exit(why), over=False)
+            state = replace(state, local=replace(local, leaving=True))
+            return _end_life(state, Left()) if state.ending else state
+        case Fatal(why):
+            return _end_life(state, why)
     return state
 
 
-def _seen(state: State, view: View, now: float) -> State:
+def _become_member(state: State, event: Joined) -> State:
+    """Another member than before: nothing that was seen, written or heard counts."""
+    local = replace(
+        state.local,
+        run=event.run,
+        spec=event.spec,
+        lease=event.lease,
+        created=event.created,
+    )
+    life = Life.LEAVING if state.ending else Life.MEMBER
+    return replace(state, local=local, life=life, view=None, result=None, pending=None, tried=())
+
+
+def _take_view(state: State, view: View, now: float) -> State:
     """Take in a view; note when its phase and its newest member were first seen."""
     old = state.view
     was = (old.round.generation, old.round.phase) if old and old.round else None
     is_ = (view.round.generation, view.round.phase) if view.round else None
     known = {m.lease for m in old.members} if old else set()
     arrived = any(m.lease not in known for m in view.members)
-    ran = state.ran
+    lasted = state.lasted
     if was and was[1] is Phase.FINAL and was != is_:
-        ran = (was[0], now - state.phase_since)
+        lasted = Lasted(was[0], now - state.phase_since)
     return replace(
         state,
         view=view,
-        ran=ran,
+        lasted=lasted,
         phase_since=state.phase_since if was == is_ else now,
         join_since=now if arrived else state.join_since,
     )
 
 
-def _lost(state: State) -> State:
+def _lose_lease(state: State) -> State:
     """No member any more: nothing that was acked or seen counts."""
-    me = replace(state.me, lease=0, created=0, acked=0)
-    return replace(state, me=me, view=None, lost=True, marked=False)
+    local = replace(state.local, lease=0, created=0, acked=0)
+    life = Life.LOST if state.life is Life.MEMBER else state.life
+    return replace(state, local=local, life=life, view=None, marked=False)
 
 
-def _answered(state: State, ok: bool) -> State:
+def _hear_answer(state: State, ok: bool) -> State:
     """A refused write is not tried again before the view has changed."""
-    write, me = state.writing, state.me
-    state = replace(state, writing=None)
-    if write is None or write.lease != me.lease:
+    write, local = state.pending, state.local
+    state = replace(state, pending=None)
+    if write is None or write.lease != local.lease:
         return state
-    if isinstance(write.what, Report):
-        if not ok and write.what.failure and not write.what.victim:
-            return replace(state, victim=True)  # the next generation was faster; tell it as such
-        return replace(state, me=replace(me, reported=write.generation))
-    if write.what is None:
-        return replace(state, marked=True)
-    if ok and write.what.act is Act.ACK:
-        return replace(state, me=replace(me, acked=write.generation))
+    match write.what:
+        case ReportEnd(Failure(), False) if not ok and isinstance(state.result, Failed):
+            # The next generation was faster; tell it as its victim.
+            return replace(state, result=replace(state.result, victim=True))
+        case ReportEnd():
+            return replace(state, local=replace(local, reported=write.generation))
+        case MarkLeaving():
+            return replace(state, marked=True)
+        case Ack() if ok:
+            return replace(state, local=replace(local, acked=write.generation))
     return state
 
 
-def _ended(state: State, event: WorkerEnded, now: float) -> State:
+def _end_worker(state: State, event: WorkerEnded, now: float) -> State:
     """Of a generation that is being stopped, no worker's end is a failure of its own."""
-    if event.generation != state.me.running:
+    if event.generation != state.local.running:
         return state
     state = replace(state, alive=state.alive - 1)
-    if state.me.stopping:
+    if state.local.stopping:
         return state
     if not event.failure:
-        return replace(state, finished=state.alive == 0 and not state.failure)
-    if state.failure and event.by_peer:  # one that is held already speaks for both
-        return state
-    held = now + HOLD if event.by_peer else None
-    return replace(state, failure=event.failure, victim=not _present(state), held=held)
+        finished = not state.alive and state.result is None
+        return replace(state, result=Finished()) if finished else state
+    if event.by_peer:  # one that is held already speaks for both
+        return replace(state, result=state.result or Held(event.failure, now + HOLD))
+    return replace(state, result=Failed(event.failure, not _present(state)))
 
 
-def _released(state: State, now: float) -> State:
+def _release_failure(state: State, now: float) -> State:
     """A failure is kept back until its time is over or another cause has ended the generation."""
-    present = _present(state)
-    if state.held is None or (now < state.held and present):
-        return state
-    return replace(state, held=None, victim=not present)
-
-
-def _failed(state: State) -> bool:
-    """Whether there is a failure that is not kept back."""
-    return state.failure is not None and state.held is None
+    match state.result:
+        case Held(failure, until) if now >= until or not _present(state):
+            return replace(state, result=Failed(failure, not _present(state)))
+    return state
 
 
 def _present(state: State) -> bool:
     """Whether the generation that ran here last is still the job's."""
     now = state.view.round if state.view else None
-    return now is not None and now.generation == state.me.ran
+    return now is not None and now.generation == state.local.ran
 
 
-def _unended(state: State) -> State:
-    """Nothing is known of any worker's end."""
-    return replace(state, failure=None, victim=False, held=None, finished=False)
+# --- what follows -------------------------------------------------------------------------
 
 
-def _stop(state: State, actions: list[Action], grace: Grace) -> State:
-    if state.me.running and not state.me.stopping:
-        actions.append(Stop(grace))
-        return replace(state, me=replace(state.me, stopping=True))
+def _stop_workers(state: State, actions: list[Action], grace: Grace) -> State:
+    if state.local.running and not state.local.stopping:
+        actions.append(StopWorkers(grace))
+        return replace(state, local=replace(state.local, stopping=True))
     return state
+
+
+def _end_life(state: State, why: Ending) -> State:
+    """Exit when no worker is left; the first cause is told."""
+    return replace(state, life=Life.LEAVING, ending=state.ending or why)
 
 
 def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> State:
     """What follows from all that is known, in the order of urgency."""
-    if state.me.leaving and not state.ending:
-        state = _stop(replace(state, ending=Exit(None)), actions, Grace.LEAVE)
-    if state.ending or state.lost:
-        state = _stop(state, actions, Grace.FAILURE)
-        if not state.me.running and not state.over:
-            actions.append(state.ending or Rejoin())
-            return replace(state, over=True)
-    if state.over or not state.me.lease:
+    if state.local.leaving and not state.ending:
+        state = _stop_workers(_end_life(state, Left()), actions, Grace.LEAVE)
+    if state.life in (Life.LOST, Life.LEAVING):
+        state = _stop_workers(state, actions, Grace.FAILURE)
+        if not state.local.running:
+            return _exit_or_rejoin(state, actions)
+    if state.life in (Life.JOINING, Life.ENDED) or not state.local.lease:
         return state
-    if state.me.leaving:
-        return state if state.marked else _write(state, actions, None, 0, ("leaving",))
-    if _owes_report(state):
-        report = Report(state.me.lease, 0, state.failure, state.victim)
-        basis = ("report", state.me.ran, state.victim)
-        state = _write(state, actions, report, state.me.ran, basis)
-    if state.view is None or state.ending:
+    if state.local.leaving:
+        return state if state.marked else _write(state, actions, MarkLeaving(), 0, ("leaving",))
+    state = _report_end(state, actions)
+    if state.view is None or state.life is Life.LEAVING:
         return state
     return _decide(state, state.view, now, limits, actions)
 
 
-def _owes_report(state: State) -> bool:
+def _exit_or_rejoin(state: State, actions: list[Action]) -> State:
+    """No worker is left: exit, or join again."""
+    if state.ending:
+        actions.append(Exit(state.ending))
+        return replace(state, life=Life.ENDED)
+    actions.append(Rejoin())
+    return replace(state, life=Life.JOINING)
+
+
+def _report_end(state: State, actions: list[Action]) -> State:
     """A failure is reported unless it is held, success when no process of the workers is left."""
-    ended = _failed(state) or (state.finished and not state.me.running)
-    return ended and state.me.reported != state.me.ran
+    generation = state.local.ran
+    if state.local.reported == generation:
+        return state
+    match state.result:
+        case Failed(failure, victim):
+            report = ReportEnd(failure, victim)
+        case Finished() if not state.local.running:
+            report = ReportEnd(None)
+        case _:
+            return state
+    basis = ("report", generation, int(report.victim))
+    return _write(state, actions, report, generation, basis)
 
 
 def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:
-    generation, seconds = state.ran
-    ran = seconds if generation == view.ledger.final else 0.0
-    elapsed = Elapsed(now - state.phase_since, now - state.join_since, ran)
-    decision = decide(view, state.me, limits, elapsed)
-    if decision.reason != state.said:
-        actions.append(Say(decision))
-        state = replace(state, said=decision.reason)
-    if decision.act is Act.STOP:
-        planned = view.round and view.round.planned
-        state = _stop(state, actions, Grace.CHANGE if planned else Grace.FAILURE)
+    lasted = state.lasted.seconds if state.lasted.generation == view.ledger.final else 0.0
+    elapsed = Elapsed(now - state.phase_since, now - state.join_since, lasted)
+    decision = decide(view, state.local, limits, elapsed)
+    if decision.reason != state.logged:
+        actions.append(Log(decision))
+        state = replace(state, logged=decision.reason)
+    if isinstance(decision, Stop):
+        grace = Grace.CHANGE if decision.planned else Grace.FAILURE
+        state = _stop_workers(state, actions, grace)
         return _decide(state, view, now, limits, actions)
-    waits = None if decision.until is None else now + decision.until
-    due = min((at for at in (waits, state.held) if at is not None), default=None)
-    if due != state.armed:
-        actions.append(Arm(due))
-        state = replace(state, armed=due)
-    if decision.act is Act.LEAVE:
-        state = _stop(replace(state, ending=Exit(decision.reason)), actions, Grace.CHANGE)
-        return _react(state, now, limits, actions)
-    if decision.act is Act.RUN:
-        assert decision.round
-        assert state.me.lease
-        assert not state.me.running, "I3: older workers are alive"
-        actions.append(Start(decision.round))
-        generation = decision.round.generation
-        me = replace(state.me, running=generation, ran=generation)
-        state = replace(_unended(state), me=me, alive=state.nproc)
-        return _decide(state, view, now, limits, actions)  # a coordinator has more to do
-    if decision.act is Act.WAIT:
-        return state
+    state = _set_timer(state, decision, now, actions)
+    match decision:
+        case Wait():
+            return state
+        case Leave(reason):
+            state = _stop_workers(_end_life(state, Over(reason)), actions, Grace.CHANGE)
+            return _react(state, now, limits, actions)
+        case Run(_, begins):
+            state = _start_workers(state, begins, actions)
+            return _decide(state, view, now, limits, actions)  # a coordinator has more to do
     generation = view.round.generation if view.round else 0
-    basis = (decision.act, view.round_mod, view.ledger_mod, state.me.acked)
+    kind = type(decision).__name__
+    basis = (kind, view.round_mod, view.ledger_mod, state.local.acked)
     return _write(state, actions, decision, generation, basis)
 
 
+def _set_timer(state: State, decision: Decision, now: float, actions: list[Action]) -> State:
+    """Due when the decision may change or a failure has been held for long enough."""
+    due = [state.result.until] if isinstance(state.result, Held) else []
+    if isinstance(decision, Wait) and decision.until is not None:
+        due.append(now + decision.until)
+    at = min(due, default=None)
+    if at == state.timer:
+        return state
+    actions.append(SetTimer(at))
+    return replace(state, timer=at)
+
+
+def _start_workers(state: State, begins: Round, actions: list[Action]) -> State:
+    assert not state.local.running, "I3: older workers are alive"
+    actions.append(StartWorkers(begins))
+    generation = begins.generation
+    local = replace(state.local, running=generation, ran=generation)
+    return replace(state, local=local, result=None, alive=state.nproc)
+
+
 def _write(
-    state: State,
-    actions: list[Action],
-    what: Decision | Report | None,
-    generation: int,
-    basis: tuple[object, ...],
+    state: State, actions: list[Action], what: Writable, generation: int, basis: Basis
 ) -> State:
     """One write at a time, and each only once on the same basis."""
-    if state.writing or state.tried == basis:
+    if state.pending or state.tried == basis:
         return state
-    write = Write(what, state.me.lease, generation)
+    write = Write(what, state.local.lease, generation)
     actions.append(write)
-    return replace(state, writing=write, tried=basis)
+    return replace(state, pending=write, tried=basis)
+
+
+# --- records ------------------------------------------------------------------------------
+
+
+def to_json(value: Struct) -> bytes:
+    """One line of JSON, from which `from_json` makes an equal value.
+
+    Half a character in what a worker said becomes a question mark.
+    """
+    try:
+        return msgspec.json.encode(value, enc_hook=int)  # a Lease
+    except UnicodeEncodeError:
+        fields = msgspec.to_builtins(value, enc_hook=int)
+        return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
+
+
+def from_json(kind: Any, line: bytes) -> Any:
+    """The value in `line`, which is of `kind`. Raises ValueError."""
+    try:
+        return msgspec.json.decode(line, type=kind, dec_hook=_recorded_lease)
+    except msgspec.MsgspecError as error:  # in its older versions no ValueError
+        raise ValueError(str(error)) from None
+
+
+def _recorded_lease(kind: type, lease: Any) -> Any:
+    return kind(lease)

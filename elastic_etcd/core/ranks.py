@@ -1,8 +1,8 @@
-"""Who takes part in a world, and at which place.
+"""Who takes part in a world, and with which group rank.
 
-Survivors keep their place, a newcomer takes a free place, else places close up, so that a
-change moves as few ranks as can be and rank 0 stays where it is (pytorch#67615, #99684).
-Place 0 is a survivor's as long as there is one: DDP begins with what rank 0 has.
+Survivors keep their group rank, a newcomer takes a free one, else ranks close up, so that a
+change moves as few of them as can be and rank 0 stays where it is (pytorch#67615, #99684).
+Group rank 0 is a survivor's as long as there is one: DDP begins with what rank 0 has.
 Newcomers come in the order of topology label and natural node name: node2 before node10
 (pytorch#191190).
 """
@@ -10,7 +10,7 @@ Newcomers come in the order of topology label and natural node name: node2 befor
 import re
 from collections.abc import Iterable, Sequence
 
-from elastic_etcd.core.values import Member
+from elastic_etcd.core.schema import Member
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -22,34 +22,35 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def order(members: Iterable[Member]) -> list[Member]:
-    """Newcomers in the order in which they take places."""
+    """Newcomers in the order in which they take free group ranks."""
     return sorted(members, key=lambda m: (natural(m.topology), natural(m.node), m.lease))
 
 
 def choose(
-    ready: Sequence[Member], places: Sequence[int], coordinator: int, most: int
+    ready: Sequence[Member], group_ranks: Sequence[int], coordinator: int, most: int
 ) -> list[Member]:
-    """At most `most` of `ready`: survivors of `places` first, then the coordinator, then others.
+    """At most `most` of `ready`: survivors first, then the coordinator, then others.
 
-    The coordinator always takes part, so that its end is never a spare's end: a spare's
-    death must not cost the others a restart.
+    `group_ranks` are the leases of the last world in rank order. The coordinator always takes
+    part, so that its end is never a spare's end: a spare's death must not cost the others a
+    restart.
     """
-    seat = {lease: place for place, lease in enumerate(places)}
-    survivors = [m for m in ready if m.lease in seat]
-    survivors.sort(key=lambda m: seat[m.lease])
-    others = [m for m in order(ready) if m.lease not in seat]
+    rank_of = {lease: rank for rank, lease in enumerate(group_ranks)}
+    survivors = [m for m in ready if m.lease in rank_of]
+    survivors.sort(key=lambda m: rank_of[m.lease])
+    others = [m for m in order(ready) if m.lease not in rank_of]
     others.sort(key=lambda m: m.lease != coordinator)
     return (survivors + others)[:most]
 
 
-def assign(chosen: Sequence[Member], places: Sequence[int]) -> tuple[Member, ...]:
+def assign(chosen: Sequence[Member], group_ranks: Sequence[int]) -> tuple[Member, ...]:
     """`chosen` in rank order, given the leases of the last world in rank order."""
     by_lease = {m.lease: m for m in chosen}
-    seats = [by_lease.get(lease) for lease in places]
-    first = next((i for i, seat in enumerate(seats) if seat is not None), 0)
+    world = [by_lease.get(lease) for lease in group_ranks]
+    first = next((rank for rank, member in enumerate(world) if member), 0)
     if first:
-        seats[0], seats[first] = seats[first], None
-    survivors = frozenset(places)
+        world[0], world[first] = world[first], None
+    survivors = frozenset(group_ranks)
     newcomers = iter(order(m for m in chosen if m.lease not in survivors))
-    filled = [seat if seat is not None else next(newcomers, None) for seat in seats]
-    return (*(seat for seat in filled if seat is not None), *newcomers)
+    filled = [member or next(newcomers, None) for member in world]
+    return (*(member for member in filled if member), *newcomers)

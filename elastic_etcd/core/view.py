@@ -1,42 +1,60 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the generation, the outcome, the coordinator's member key and the agent's own.
+round, the ledger, the outcome, the coordinator's member key and the agent's own.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from elastic_etcd.core.fields import decimal, lease
-from elastic_etcd.core.keys import Keys, decode
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elastic_etcd.core.schema import (
+    Ack,
+    Keys,
+    Ledger,
+    Member,
+    Outcome,
+    Phase,
+    Report,
+    Round,
+    Spec,
+    Value,
+    decimal,
+    decode,
+    unhexed,
+)
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
-from elastic_etcd.core.values import Ack, Ledger, Member, Outcome, Phase, Report, Round, Spec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
+V = TypeVar("V", bound=Value)
 _BY_LEASE = attrgetter("lease")
-
-# What a view covers beside the round, the generation, the outcome and the own member key:
-# nothing (None), the member key of one coordinator (its lease), or all of the job.
-Coverage: TypeAlias = int | None
-EVERYTHING = -1
+_SHOWN = 256  # characters of a key, and of what is wrong with it
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class Narrow(Struct, frozen=True, tag=True):
+    """The round, the ledger, the outcome, the own member key and that of one coordinator."""
+
+    coordinator: int | None = None  # its lease, as far as it is known
+
+
+class Everything(Struct, frozen=True, tag=True):
+    """All of the job's keys."""
+
+
+Coverage: TypeAlias = Narrow | Everything
+
+
+class View(Struct, frozen=True):
     """The job as one agent sees it. The `_mod` fields fence writes: 0 means no such key."""
 
     revision: int
     coverage: Coverage
     round: Round | None = None
     round_mod: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger = Ledger()
     ledger_mod: int = 0
     coordinator: Member | None = None
     members: tuple[Member, ...] = ()
@@ -54,139 +72,141 @@ class View:
 
 def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     """The keys that the member with `lease` mirrors: a constant number, unless everything."""
-    if coverage == EVERYTHING:
-        return (Get(keys.root + "/", prefix=True),)
     own = Get(keys.member(lease))
-    watched = (Get(keys.round), Get(keys.generation), Get(keys.outcome), own)
-    return watched if coverage in (None, lease) else (*watched, Get(keys.member(coverage)))
+    watched = (Get(keys.round), Get(keys.ledger), Get(keys.outcome), own)
+    match coverage:
+        case Everything():
+            return (Get(keys.root + "/", prefix=True),)
+        case Narrow(int(coordinator)) if coordinator != lease:
+            return (*watched, Get(keys.member(coordinator)))
+        case Narrow():
+            return watched
 
 
 def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
     """The view that `snapshot` of those keys shows; members of other runs are left out."""
     bad: list[str] = []
     kvs = snapshot.kvs
-    round_kv, ledger_kv = kvs.get(keys.round), kvs.get(keys.generation)
-    outcome_kv = kvs.get(keys.outcome)
-    outcome = _read(outcome_kv, _outcome, bad)
-    now = _read(round_kv, _round, bad)
-    spec = _read(kvs.get(keys.spec), _spec, bad)
-    start = keys.members
-    members = [_read(kv, _member, bad) for key, kv in kvs.items() if key.startswith(start)]
+    now = _value(Round, kvs.get(keys.round), bad)
+    outcome = _value(Outcome, kvs.get(keys.outcome), bad)
+    spec = _value(Spec, kvs.get(keys.spec), bad)
+    leader = kvs.get(keys.member(now.coordinator)) if now else None
     view = View(
         revision=snapshot.revision,
         coverage=coverage,
         round=now,
-        round_mod=0 if round_kv is None else round_kv.mod,
-        ledger=_read(ledger_kv, _ledger, bad) or Ledger(),
-        ledger_mod=0 if ledger_kv is None else ledger_kv.mod,
-        coordinator=_read(kvs.get(keys.member(now.coordinator)), _member, bad) if now else None,
-        members=tuple(
-            sorted(
-                (m for m in members if m and (spec is None or m.run == spec.run)),
-                key=_BY_LEASE,
-            )
-        ),
+        round_mod=_mod(kvs.get(keys.round)),
+        ledger=_value(Ledger, kvs.get(keys.ledger), bad) or Ledger(),
+        ledger_mod=_mod(kvs.get(keys.ledger)),
+        coordinator=_of_node(Member, leader, bad),
+        members=_members(kvs, keys, spec, bad),
         spec=spec,
         outcome=outcome,
-        outcome_mod=outcome_kv.mod if outcome_kv and not outcome else 0,
+        outcome_mod=0 if outcome else _mod(kvs.get(keys.outcome)),
     )
-    if coverage == EVERYTHING:
+    if coverage == Everything():
         view = _with_parts(view, kvs, keys, bad)
     return replace(view, malformed=tuple(bad))
 
 
-def _with_parts(view: View, kvs: Any, keys: Keys, bad: list[str]) -> View:
-    acks, reports, history = [], [], []
-    final = view.round.generation if view.round and view.round.phase is Phase.FINAL else None
-    final = view.ledger.final if final is None else final
-    phase = view.round.phase if view.round else None
-    acked, reported, unread = set(), set(), set()
-    members, ready = keys.members, keys.acks(view.round.generation) if view.round else "-"
-    for key, kv in kvs.items():
-        if key.startswith(members):
-            continue
-        if key.startswith(ready):
-            if a := _read(kv, _ack, bad):
-                acks.append(a)
-                continue
-            if phase is Phase.JOINABLE:  # later nobody waits for it
-                unread.add(key.rpartition("/")[2])
-        kind, *rest = key[len(keys.root) + 1 :].split("/", 3)
-        generation = decimal(rest[0]) if rest else None
-        if generation is None:
-            continue
-        if kind == "acks" and len(rest) == 2:
-            acked.add(generation)
-        elif kind == "reports" and len(rest) == 2:
-            reported.add(generation)
-            if generation == final and (r := _read(kv, _report, bad)):
-                reports.append(r)
-            elif generation == final and phase is Phase.FINAL:
-                unread.add(rest[1])
-        elif kind == "history" and len(rest) == 1:
-            history.append((generation, kv.value))
+def _members(
+    kvs: Mapping[str, KeyValue], keys: Keys, spec: Spec | None, bad: list[str]
+) -> tuple[Member, ...]:
+    start = keys.members
+    found = (_of_node(Member, kv, bad) for key, kv in kvs.items() if key.startswith(start))
+    own = [m for m in found if m and (spec is None or m.run == spec.run)]
+    return tuple(sorted(own, key=_BY_LEASE))
+
+
+def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]) -> View:
+    """The view with acks, reports and history, which only the coordinator needs."""
+    now, found = view.round, _by_generation(kvs, keys)
+    final = now.generation if now and now.phase is Phase.FINAL else view.ledger.final
+    ready = found["acks"].get(now.generation, []) if now else []
+    acks, no_acks = _read_all(Ack, ready, bad)
+    reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
+    awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
     return replace(
         view,
         acks=tuple(sorted(acks, key=_BY_LEASE)),
         reports=tuple(sorted(reports, key=lambda r: (r.revision, r.lease))),
-        history=tuple(sorted(history)),
-        acked=tuple(sorted(acked | {view.round.generation for a in acks[:1] if view.round})),
-        reported=tuple(sorted(reported)),
-        unread=tuple(sorted(unread)),
+        history=tuple(sorted((g, kv.value) for g, (kv,) in found["history"].items())),
+        acked=tuple(sorted(found["acks"])),
+        reported=tuple(sorted(found["reports"])),
+        unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
 
 
-# Whatever a value of another's making can raise: a missing field, an infinite number.
-_SHOWN = 256  # characters of a key, and of what is wrong with it
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+def _by_generation(kvs: Mapping[str, KeyValue], keys: Keys) -> dict[str, dict[int, list[KeyValue]]]:
+    """The keys that belong to a generation, by the folder that they are in."""
+    depth = {"acks": 3, "reports": 3, "history": 2}
+    found: dict[str, dict[int, list[KeyValue]]] = {folder: {} for folder in depth}
+    members, start = keys.members, len(keys.root) + 1
+    for key, kv in kvs.items():
+        if key.startswith(members):
+            continue
+        parts = key[start:].split("/", 3)
+        generation = decimal(parts[1]) if depth.get(parts[0]) == len(parts) else None
+        if generation is not None:
+            found[parts[0]].setdefault(generation, []).append(kv)
+    return found
 
 
-def _read(kv: KeyValue | None, decoder: Callable[[KeyValue], T], bad: list[str]) -> T | None:
+def _read_all(kind: type[V], kvs: list[KeyValue], bad: list[str]) -> tuple[list[V], list[str]]:
+    """The values of these keys, and the leases of those that can't be read."""
+    values, unread = [], []
+    for kv in kvs:
+        if value := _of_node(kind, kv, bad):
+            values.append(value)
+        else:
+            unread.append(kv.key.rpartition("/")[2])
+    return values, unread
+
+
+# --- values -------------------------------------------------------------------------------
+
+
+def _mod(kv: KeyValue | None) -> int:
+    return kv.mod if kv else 0
+
+
+def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
+    """The value of a key that there is once; None, and a line in `bad`, if it can't be read."""
     if kv is None:
         return None
     try:
-        return decoder(kv)
-    except _MALFORMED as error:
-        bad.append(f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}")
+        value: V = _decode_value(kind, kv)
+    except ValueError as error:
+        bad.append(_malformed(kv, error))
         return None
+    return value
 
 
-def _lease(kv: KeyValue) -> int:
-    return lease(kv.key.rpartition("/")[2])
+def _of_node(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
+    """The same of a key whose name ends with a lease."""
+    if kv is None:
+        return None
+    try:
+        value: V = _decode_of_node(kind, kv)
+    except ValueError as error:
+        bad.append(_malformed(kv, error))
+        return None
+    return value
+
+
+def _malformed(kv: KeyValue, error: ValueError) -> str:
+    return f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}"
 
 
 # Values change far less often than views are made: each is decoded once. A round of a thousand
 # nodes takes 300 KB, so that few are kept.
-@lru_cache(maxsize=8192)
-def _member(kv: KeyValue) -> Member:
-    return Member.decode(_lease(kv), decode(kv.value))
+@lru_cache(maxsize=32)
+def _decode_value(kind: type[V], kv: KeyValue) -> V:
+    return decode(kind, kv.value)
 
 
-@lru_cache(maxsize=8192)
-def _ack(kv: KeyValue) -> Ack:
-    return Ack.decode(_lease(kv), decode(kv.value))
-
-
-@lru_cache(maxsize=1024)
-def _report(kv: KeyValue) -> Report:
-    return Report.decode(_lease(kv), kv.mod, decode(kv.value))
-
-
-@lru_cache(maxsize=16)
-def _round(kv: KeyValue) -> Round:
-    return Round.decode(decode(kv.value))
-
-
-@lru_cache(maxsize=16)
-def _ledger(kv: KeyValue) -> Ledger:
-    return Ledger.decode(decode(kv.value))
-
-
-@lru_cache(maxsize=16)
-def _spec(kv: KeyValue) -> Spec:
-    return Spec.decode(decode(kv.value))
-
-
-@lru_cache(maxsize=16)
-def _outcome(kv: KeyValue) -> Outcome:
-    return Outcome.decode(decode(kv.value))
+@lru_cache(maxsize=16384)
+def _decode_of_node(kind: type[V], kv: KeyValue) -> V:
+    lease = unhexed(kv.key.rpartition("/")[2])
+    from_key = {"lease": lease, "revision": kv.mod}
+    return decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})

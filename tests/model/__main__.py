@@ -8,12 +8,13 @@ from tests.model.cases import CASES, LARGE
 
 def main() -> int:
     failed = 0
-    print("| agents | `--nnodes` | restarts | faults | states | CPU seconds |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| agents | `--nnodes` | restarts | faults | states | transitions | CPU seconds |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for case in LARGE if sys.argv[1:] == ["large"] else CASES:
         result, asked = case.run(), case.limits
         nodes = f"{asked.min_nodes}:{asked.max_nodes}"
-        told = f"{case.faults} | {result.states:,} | {result.seconds:.1f}"
+        counts = f"{result.states:,} | {result.transitions:,}"
+        told = f"{case.faults} | {counts} | {result.seconds:.1f}"
         print(f"| {case.agents} | {nodes} | {asked.max_restarts} | {told} |", flush=True)
         missed = set(case.reaches) - result.reached
         if result.violation or missed:

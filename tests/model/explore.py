@@ -8,9 +8,9 @@ from itertools import product
 from typing import TypeAlias
 
 from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Spec, encode
 from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.values import Spec
-from tests.model.brain import RUN
+from tests.model.agent import RUN
 from tests.model.goals import Goals
 from tests.model.node import CALM, FREE, Faults, Node, Numbers
 from tests.model.store import KEYS, Store
@@ -27,13 +27,14 @@ class Result:
     """
 
     states: int
+    transitions: int
     seconds: float
     violation: str
     trace: tuple[str, ...]
     reached: frozenset[str]
 
     def __str__(self) -> str:
-        told = f"{self.states} states in {self.seconds:.1f} s"
+        told = f"{self.states} states, {self.transitions} transitions in {self.seconds:.1f} s"
         return "\n  ".join((told, self.violation, *self.trace)) if self.violation else told
 
 
@@ -73,7 +74,7 @@ class Search:
         self.budgets = Budgets(faults)
         self.nodes: Numbers[Node] = Numbers()
         self.moves: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
-        spec = Put(KEYS.spec, Spec(RUN, 1, 1).encode())
+        spec = Put(KEYS.spec, encode(Spec(RUN, 1, 1)))
         store = self.system.stores.of(Store().apply(Txn((), (spec,)))[0])
         first = tuple(self.nodes.of(self.system.fresh(Node(i))) for i in range(count))
         self.worlds: list[World] = [(store, *first)]
@@ -81,6 +82,7 @@ class Search:
         self.queue = [(0, 0)]  # a world and the number of what is left of the faults
         self.came: list[tuple[int, int, str]] = [(-1, 0, "")]  # to each of these
         self.reached: set[str] = set()
+        self.transitions = 0
 
     def run(self) -> Result:
         """Stop at the first violation, else look for worlds without a way on."""
@@ -94,7 +96,8 @@ class Search:
             gc.enable()
         seconds = time.process_time() - began
         trace = self._trace(at) if violation else ()
-        return Result(len(self.worlds), seconds, violation, trace, frozenset(self.reached))
+        reached = frozenset(self.reached)
+        return Result(len(self.worlds), self.transitions, seconds, violation, trace, reached)
 
     def _forward(self) -> tuple[str, int]:
         known = {self.worlds[0]: 0}
@@ -115,6 +118,7 @@ class Search:
                     left = budget if fault < 0 else without[budget][fault]
                     if left < 0:
                         continue
+                    self.transitions += 1
                     self.reached.add(label)
                     to = (store, *world[1:i], node, *world[i + 1 :])
                     after = known.get(to)

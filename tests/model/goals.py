@@ -2,9 +2,9 @@
 
 from functools import cache
 
-from elastic_etcd.core.keys import decode
-from elastic_etcd.core.values import Ledger, Outcome, Phase
-from tests.model.invariants import round_of
+from elastic_etcd.core.lifecycle import Finished
+from elastic_etcd.core.schema import Ledger, Outcome, Phase, decode
+from tests.model.invariants import is_done, round_of
 from tests.model.node import Node
 from tests.model.store import KEYS
 from tests.model.world import System
@@ -14,7 +14,7 @@ class Goals:
     """Questions about worlds of `system`."""
 
     def __init__(self, system: System) -> None:
-        self.limits, self.stores, self.brain = system.limits, system.stores, system.brain
+        self.limits, self.stores, self.agent = system.limits, system.stores, system.agent
         self.final = cache(self._final)
         self.counted = cache(self._counted)
 
@@ -27,8 +27,10 @@ class Goals:
         return awaited <= up
 
     def _finished(self, node: Node, generation: int) -> bool:
-        state = self.brain.states[node.state] if node.state else None
-        return state is not None and state.finished and state.me.ran == generation
+        state = self.agent.states[node.state] if node.state else None
+        if state is None or state.local.ran != generation:
+            return False
+        return isinstance(state.result, Finished)
 
     def _final(self, number: int) -> tuple[int, frozenset[int]]:
         """Whose workers the final world of this store awaits: (0, {}) after the end, (0, {0})
@@ -40,21 +42,20 @@ class Goals:
         if now is None or now.phase is not Phase.FINAL:
             return 0, frozenset({0})
         leases = {p.lease for p in now.participants}
-        reports = {g: store.value(KEYS.report(now.generation, g)) for g in leases}
-        done = {g for g, report in reports.items() if report and decode(report)["done"]}
+        done = {lease for lease in leases if is_done(store, now.generation, lease)}
         return now.generation, frozenset(leases - done)
 
     def able(self, nodes: tuple[Node, ...]) -> bool:
         """Whether min agents are alive, so that liveness asks for a final world."""
-        up = [n for n in nodes if n.state and not self.brain.states[n.state].me.leaving]
+        up = [n for n in nodes if n.state and not self.agent.states[n.state].local.leaving]
         return len(up) >= self.limits.min_nodes
 
     def _counted(self, number: int) -> int:
         """How many failures the job has counted, at least; giving up takes one more."""
         store = self.stores[number]
         value = store.value(KEYS.outcome)
-        if value and Outcome.decode(decode(value)).failure:
+        if value and decode(Outcome, value).failure:
             return self.limits.max_restarts + 1
-        now, value = round_of(store), store.value(KEYS.generation)
-        ledger = Ledger.decode(decode(value)) if value else Ledger()
+        now, value = round_of(store), store.value(KEYS.ledger)
+        ledger = decode(Ledger, value) if value else Ledger()
         return max(ledger.restarts, now.restarts if now else 0)

@@ -2,12 +2,10 @@
 
 from functools import cache
 
-from elastic_etcd.core.events import Write
-from elastic_etcd.core.keys import decode
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Decision, Limits, Me
+from elastic_etcd.core.lifecycle import State, Write
+from elastic_etcd.core.rules import Close, Limits, Local
+from elastic_etcd.core.schema import Ledger, Outcome, Phase, Report, Round, decode, encode
 from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.values import Ledger, Outcome, Phase, Round
 from tests.model.store import KEYS, Store
 
 
@@ -18,30 +16,38 @@ class Violation(AssertionError):
 @cache
 def round_of(store: Store) -> Round | None:
     value = store.value(KEYS.round)
-    return Round.decode(decode(value)) if value else None
+    return decode(Round, value) if value else None
+
+
+def is_done(store: Store, generation: int, lease: int) -> bool:
+    """Whether that member has reported that its workers of the generation exited 0."""
+    report = store.value(KEYS.report(generation, lease))
+    return report is not None and decode(Report, report, lease=lease, revision=0).done
 
 
 def check_learned(name: str, state: State) -> None:
     """I2: an agent that knows its lease or generation to be gone is stopping its workers."""
-    if not state.me.running or state.me.stopping or not state.alive:
+    if not state.local.running or state.local.stopping or not state.alive:
         return
     now = state.view.round if state.view else None
-    if not state.me.lease or now is None or now.generation != state.me.running:
-        raise Violation(f"I2: {name} goes on with generation {state.me.running}")
+    if not state.local.lease or now is None or now.generation != state.local.running:
+        raise Violation(f"I2: {name} goes on with generation {state.local.running}")
 
 
-def check_start(name: str, me: Me, acked: int, workers: int, begins: Round, store: Store) -> None:
+def check_start(
+    name: str, local: Local, acked: int, workers: int, begins: Round, store: Store
+) -> None:
     """I2, I3, I8: when workers of the round `begins` are started."""
     if workers:
         raise Violation(f"I3: {name} starts {begins.generation} beside {workers}")
-    if acked != begins.generation or begins.place(me.lease) is None:
+    if acked != begins.generation or begins.group_rank(local.lease) is None:
         raise Violation(f"I2: {name} starts {begins.generation} without its ack")
     if begins.phase is not Phase.FINAL or begins.master is None:
         raise Violation(f"I8: {name} starts on a round that is not final")
     generation, world = store.final
     if begins.generation > generation:
         raise Violation(f"I8: {name} starts on a world that never was")
-    if begins.generation == generation and begins.encode() != world:
+    if begins.generation == generation and encode(begins) != world:
         raise Violation(f"I8: {name} starts on a world of its own")
 
 
@@ -50,8 +56,8 @@ def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits
     if any(isinstance(op, Put) and op.key == KEYS.round for op in txn.then):
         _check_fence(name, lease, txn)
     was, now = round_of(before), round_of(after)
-    value = after.value(KEYS.generation)
-    top = Ledger.decode(decode(value)).generation if value else before.top
+    value = after.value(KEYS.ledger)
+    top = decode(Ledger, value).generation if value else before.top
     if top < before.top:
         raise Violation(f"I1: generation {before.top} is followed by {top}")
     after = after._replace(top=top)
@@ -65,7 +71,7 @@ def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits
         if now.generation <= before.final[0]:
             raise Violation(f"I1: generation {now.generation} has two final worlds")
         _check_world(now, limits)
-        after = after._replace(final=(now.generation, now.encode()))
+        after = after._replace(final=(now.generation, encode(now)))
     if now.phase is Phase.CLOSED:
         _check_close(before, after, limits)
     return after
@@ -81,11 +87,11 @@ def check_alone(name: str, lease: int, before: Store) -> None:
 
 def check_budget(state: State, write: Write, limits: Limits) -> None:
     """I7: nobody gives up over failures that a long time of training has made good."""
-    what, (generation, seconds) = write.what, state.ran
-    if not isinstance(what, Decision) or what.outcome is None or what.outcome.failure is None:
+    if not isinstance(write.what, Close) or write.what.outcome.failure is None:
         return
     assert state.view
-    if generation == state.view.ledger.final and seconds >= limits.restart_window:
+    forgiven = state.lasted.seconds >= limits.restart_window
+    if state.lasted.generation == state.view.ledger.final and forgiven:
         raise Violation("I7: the job is closed though its failures are forgiven")
 
 
@@ -109,11 +115,12 @@ def _check_world(final: Round, limits: Limits) -> None:
 
 def _check_close(before: Store, after: Store, limits: Limits) -> None:
     """I7: a job is closed by all being done or by its budget, never by one node's end."""
-    value, ledger_value = after.value(KEYS.outcome), before.value(KEYS.generation)
+    value, ledger_value = after.value(KEYS.outcome), before.value(KEYS.ledger)
     assert value and ledger_value
-    outcome, ledger = Outcome.decode(decode(value)), Ledger.decode(decode(ledger_value))
-    reports = [before.value(KEYS.report(ledger.final, lease)) for lease in ledger.places]
-    done = ledger.places and all(r and decode(r)["done"] for r in reports)
+    outcome, ledger = decode(Outcome, value), decode(Ledger, ledger_value)
+    done = ledger.group_ranks and all(
+        is_done(before, ledger.final, lease) for lease in ledger.group_ranks
+    )
     if outcome.state == "succeeded" and not done:
         raise Violation("I7: the job is closed though not every participant is done")
     if outcome.state == "failed" and ledger.restarts < limits.max_restarts:

@@ -1,7 +1,6 @@
 """What transitions are called: for people who read a trace, and to say what a search reached."""
 
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Decision
+from elastic_etcd.core.lifecycle import MarkLeaving, ReportEnd, State
 from tests.model.invariants import round_of
 from tests.model.node import Node, owner
 from tests.model.store import KEYS, Store
@@ -9,10 +8,10 @@ from tests.model.store import KEYS, Store
 
 def described(state: State) -> str:
     """The write on its way: "claim", "report"."""
-    write = state.writing
-    if write is None or write.what is None:
+    what = state.pending.what if state.pending else MarkLeaving()
+    if isinstance(what, MarkLeaving):
         return "mark of leaving"
-    return write.what.act.value if isinstance(write.what, Decision) else "report"
+    return "report" if isinstance(what, ReportEnd) else type(what).__name__.lower()
 
 
 def done(ok: bool) -> str:

@@ -7,7 +7,7 @@ lead to the same keys are one state.
 
 from typing import NamedTuple
 
-from elastic_etcd.core.keys import Keys
+from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 
 KEYS = Keys("/m/j")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_etcd.core.values import Phase
+from elastic_etcd.core.schema import Phase
 from tests.model.cases import CASES, Case, limits
 from tests.model.explore import Search
 from tests.model.invariants import round_of

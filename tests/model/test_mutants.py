@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elastic_etcd.core import lifecycle, rules, view, writes
-from elastic_etcd.core.events import Action, Event, LeaseLost
-from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Act, Decision, Elapsed, Limits, Me
+from elastic_etcd.core.lifecycle import Action, Event, LeaseLost, Life, State
+from elastic_etcd.core.rules import Claim, Decision, Elapsed, Freeze, Limits, Local, Run, Wait
+from elastic_etcd.core.schema import Ack, Keys, Member, Phase, Round, encode
 from elastic_etcd.core.txn import Compare, Delete, KeyValue, Put, Txn
-from elastic_etcd.core.values import Ack, Member, Phase, Round
 from elastic_etcd.core.view import View
 from tests.model.cases import limits
 from tests.model.explore import Search
@@ -27,28 +26,31 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def same_generation_again(patch: pytest.MonkeyPatch) -> None:
     claim = rules._claim
 
-    def mutant(view: View, me: Me, reason: str, **planned: bool) -> Decision:
-        decision = claim(view, me, reason, **planned)
-        assert decision.round
+    def mutant(view: View, local: Local, reason: str, **planned: bool) -> Claim:
+        decision = claim(view, local, reason, **planned)
         again = max(1, decision.round.generation - 1)
-        return replace(decision, round=replace(decision.round, generation=again))
+        return structs.replace(decision, round=structs.replace(decision.round, generation=again))
 
     patch.setattr(rules, "_claim", mutant)
 
 
 def acks_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    joinable = rules._joinable
+    joinable = rules._lead_joinable
 
-    def mutant(view: View, now: Round, me: Me, asked: Limits, elapsed: Elapsed) -> Decision:
+    def mutant(view: View, now: Round, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
         acks = tuple(Ack(m.lease) for m in view.members)
-        return joinable(replace(view, acks=acks), now, me, asked, elapsed)
+        return joinable(structs.replace(view, acks=acks), now, local, asked, elapsed)
 
-    patch.setattr(rules, "_joinable", mutant)
+    patch.setattr(rules, "_lead_joinable", mutant)
 
 
 def old_workers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
-    patch.setattr(rules, "_own_part", lambda now, me: own_part(now, replace(me, running=0)))
+
+    def mutant(now: Round, local: Local) -> Decision | None:
+        return own_part(now, structs.replace(local, running=0))
+
+    patch.setattr(rules, "_own_part", mutant)
 
 
 def everybody_takes_part(patch: pytest.MonkeyPatch) -> None:
@@ -59,51 +61,57 @@ def everybody_takes_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def rounds_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
-    def mutant(keys: Keys, view: View, me: Me) -> tuple[Compare, ...]:
+    def mutant(keys: Keys, view: View, local: Local) -> tuple[Compare, ...]:
         del view
-        return (Compare(keys.member(me.lease), "create", me.created),)
+        return (Compare(keys.member(local.lease), "create", local.created),)
 
-    patch.setattr(writes, "_fence", mutant)
+    patch.setattr(writes, "_round_fence", mutant)
 
 
 def a_lost_coordinator_is_not_replaced(patch: pytest.MonkeyPatch) -> None:
     claim = rules._claim
 
-    def mutant(view: View, me: Me, reason: str, **planned: bool) -> Decision:
+    def mutant(view: View, local: Local, reason: str, **planned: bool) -> Decision:
         if reason.endswith("is lost"):
-            return Decision(Act.WAIT, reason)
-        return claim(view, me, reason, **planned)
+            return Wait(reason)
+        return claim(view, local, reason, **planned)
 
     patch.setattr(rules, "_claim", mutant)
 
 
 def one_done_is_all_done(patch: pytest.MonkeyPatch) -> None:
     done = rules._done
-    patch.setattr(rules, "_done", lambda v: set(v.ledger.places) if done(v) else set())
+    patch.setattr(rules, "_done", lambda v: set(v.ledger.group_ranks) if done(v) else set())
 
 
 def workers_start_when_frozen(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
 
-    def mutant(now: Round, me: Me) -> Decision | None:
-        if now.phase is Phase.FROZEN and now.place(me.lease) and not me.running:
-            return Decision(Act.RUN, "early", round=now)
-        return own_part(now, me)
+    def mutant(now: Round, local: Local) -> Decision | None:
+        if now.phase is Phase.FROZEN and now.group_rank(local.lease) and not local.running:
+            return Run("early", now)
+        return own_part(now, local)
 
     patch.setattr(rules, "_own_part", mutant)
 
 
-def places_are_the_node_s(patch: pytest.MonkeyPatch) -> None:
+def group_ranks_are_the_node_s(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Round, lease: int) -> int | None:
         nodes = [owner(p.lease) for p in self.participants]
         return nodes.index(owner(lease)) if owner(lease) in nodes else None
 
-    patch.setattr(Round, "place", mutant)
+    patch.setattr(Round, "group_rank", mutant)
 
 
 def a_lost_lease_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
-    lost = lifecycle._lost
-    patch.setattr(lifecycle, "_lost", lambda state: replace(lost(state), lost=False))
+    absorb = lifecycle._absorb
+
+    def mutant(state: State, event: Event, now: float) -> State:
+        after = absorb(state, event, now)
+        heeded = state.life is Life.MEMBER and after.life is Life.LOST
+        return structs.replace(after, life=Life.MEMBER) if heeded else after
+
+    patch.setattr(lifecycle, "_absorb", mutant)
 
 
 def whoever_leaves_stops_the_job(patch: pytest.MonkeyPatch) -> None:
@@ -113,9 +121,9 @@ def whoever_leaves_stops_the_job(patch: pytest.MonkeyPatch) -> None:
 def who_was_told_of_no_ack_does_not_start(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
 
-    def mutant(now: Round, me: Me) -> Decision | None:
-        mine = own_part(now, me)
-        unsure = mine and mine.act is Act.RUN and me.acked != now.generation
+    def mutant(now: Round, local: Local) -> Decision | None:
+        mine = own_part(now, local)
+        unsure = isinstance(mine, Run) and local.acked != now.generation
         return None if unsure else mine
 
     patch.setattr(rules, "_own_part", mutant)
@@ -123,7 +131,7 @@ def who_was_told_of_no_ack_does_not_start(patch: pytest.MonkeyPatch) -> None:
 
 def reports_are_only_cleared_by_a_final(patch: pytest.MonkeyPatch) -> None:
     """Instead of having a generation. Alas, a late copy writes one again."""
-    parts, finalise = view._with_parts, writes._finalise
+    parts, finalise = view._with_parts, writes._write_finalise
 
     def renamed(kv: KeyValue, keys: Keys, final: int) -> KeyValue:
         ours = kv.key.startswith(keys.reports())
@@ -141,19 +149,20 @@ def reports_are_only_cleared_by_a_final(patch: pytest.MonkeyPatch) -> None:
         return replace(txn, then=(*txn.then, Delete(keys.reports(), prefix=True)))
 
     patch.setattr(view, "_with_parts", read)
-    patch.setattr(writes, "_finalise", clear)
+    patch.setattr(writes, "_write_finalise", clear)
 
 
 def an_answer_is_to_what_is_seen(patch: pytest.MonkeyPatch) -> None:
-    answered = lifecycle._answered
+    hear = lifecycle._hear_answer
 
     def mutant(state: State, ok: bool) -> State:
-        write, seen = state.writing, state.view and state.view.round
+        write, seen = state.pending, state.view and state.view.round
         if write and seen:
-            state = replace(state, writing=replace(write, generation=seen.generation))
-        return answered(state, ok)
+            later = structs.replace(write, generation=seen.generation)
+            state = structs.replace(state, pending=later)
+        return hear(state, ok)
 
-    patch.setattr(lifecycle, "_answered", mutant)
+    patch.setattr(lifecycle, "_hear_answer", mutant)
 
 
 def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
@@ -161,39 +170,38 @@ def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(state: State, now: float, asked: Limits, actions: list[Action]) -> State:
         state = react(state, now, asked, actions)
-        if state.lost and state.view and not state.over:
+        if state.life is Life.LOST and state.view:
             return lifecycle._decide(state, state.view, now, asked, actions)
         return state
 
-    patch.setattr(lifecycle, "vanished", lambda seen, me: me.lease and vanished(seen, me))
+    patch.setattr(lifecycle, "vanished", lambda seen, local: local.lease and vanished(seen, local))
     patch.setattr(lifecycle, "_react", mutant)
 
 
 def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
-    budget = rules._budget
+    freeze = rules._freeze
 
     def mutant(
         seen: View, now: Round, ready: list[Member], asked: Limits, elapsed: Elapsed
     ) -> Decision:
-        return budget(seen, now, ready, asked, replace(elapsed, ran=0.0))
+        return freeze(seen, now, ready, asked, structs.replace(elapsed, ran=0.0))
 
-    patch.setattr(rules, "_budget", mutant)
+    patch.setattr(rules, "_freeze", mutant)
 
 
 def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
-    freeze = writes._freeze
+    freeze = writes._write_freeze
 
-    def mutant(keys: Keys, seen: View, me: Me, decision: Decision) -> Txn:
-        txn = freeze(keys, seen, me, decision)
-        assert decision.round
-        ledger = replace(seen.ledger, restarts=decision.round.restarts)
-        return replace(txn, then=(*txn.then, Put(keys.generation, ledger.encode())))
+    def mutant(keys: Keys, seen: View, local: Local, decision: Freeze) -> Txn:
+        txn = freeze(keys, seen, local, decision)
+        ledger = structs.replace(seen.ledger, restarts=decision.round.restarts)
+        return replace(txn, then=(*txn.then, Put(keys.ledger, encode(ledger))))
 
-    patch.setattr(writes, "_freeze", mutant)
+    patch.setattr(writes, "_write_freeze", mutant)
 
 
 def what_a_peer_seems_to_have_caused_is_kept_back_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lifecycle, "_released", lambda state, _: state)
+    patch.setattr(lifecycle, "_release_failure", lambda state, _: state)
 
 
 TWO, ONE = limits(1, 2), limits(1, 1)
@@ -201,7 +209,7 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I1", same_generation_again, TWO, Faults(fail=1), ""),
     ("I2", acks_are_not_awaited, TWO, Faults(fail=1), ""),
     ("I2", a_lost_lease_is_not_heeded, TWO, Faults(expire=1), "expire"),
-    ("I2", places_are_the_node_s, TWO, Faults(crash=1, back=1), "back"),
+    ("I2", group_ranks_are_the_node_s, TWO, Faults(crash=1, back=1), "back"),
     ("I3", old_workers_are_forgotten, TWO, Faults(fail=1), ""),
     ("I4", everybody_takes_part, ONE, Faults(), ""),
     ("I5", rounds_are_not_fenced, TWO, Faults(), ""),
@@ -252,7 +260,8 @@ def test_a_lease_lost_while_joining_again_leads_to_another(
 
     def mutant(state: State, event: Event, now: float) -> State:
         after = absorb(state, event, now)
-        return replace(after, over=state.over) if isinstance(event, LeaseLost) else after
+        again = isinstance(event, LeaseLost) and state.life is Life.JOINING
+        return structs.replace(after, life=Life.JOINING) if again else after
 
     assert not Search(ONE, 1, Faults(expire=2)).run().violation
     monkeypatch.setattr(lifecycle, "_absorb", mutant)

@@ -7,26 +7,27 @@ transitions remembered, so that exploring all interleavings is mostly look-ups.
 from collections.abc import Iterator
 
 from elastic_etcd.core import writes
-from elastic_etcd.core.events import (
+from elastic_etcd.core.lifecycle import (
     Action,
-    Emptied,
     Event,
     Exit,
     Joined,
     LeaseLost,
+    Life,
     Rejoin,
     Signalled,
-    Start,
-    Ticked,
+    StartWorkers,
+    State,
+    Tick,
     WorkerEnded,
-    Wrote,
+    WorkersGone,
+    WriteDone,
 )
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Limits, Me
+from elastic_etcd.core.rules import Limits, Local
+from elastic_etcd.core.schema import Failure, Member, Phase, encode
 from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.values import Failure, Member, Phase
-from elastic_etcd.core.view import EVERYTHING, covered, view_of
-from tests.model.brain import RUN, Brain, lasted
+from elastic_etcd.core.view import Everything, covered, view_of
+from tests.model.agent import RUN, Agent, lasted
 from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
 from tests.model.labels import described, done, instead, relation
 from tests.model.node import CALM, FREE, INCARNATIONS, Faults, Move, Node, Numbers, owner
@@ -42,12 +43,12 @@ class System:
         self.limits = limits
         self.faults = faults
         self._may = {CALM, FREE, *(n for n, often in faults._asdict().items() if often)}
-        self.brain = Brain(limits)
+        self.agent = Agent(limits)
         self.stores: Numbers[Store] = Numbers()
 
     def fresh(self, node: Node) -> Node:
         """That machine with an agent that has just started."""
-        return node._replace(state=self.brain.states.of(State(Me(RUN), nproc=1)), joining=True)
+        return node._replace(state=self.agent.states.of(State(Local(RUN), nproc=1)), joining=True)
 
     def moves(self, store: int, node: Node) -> Iterator[Move]:
         """All transitions of `node`, those of faults that may never happen aside."""
@@ -75,7 +76,7 @@ class System:
         elif node.joining:
             yield from self._joining(store, node)
         else:
-            state = self.brain.states[node.state]
+            state = self.agent.states[node.state]
             yield from self._views(store, node, state)
             yield from self._writes(store, node, state)
             yield from self._agent(store, node, state)
@@ -90,16 +91,16 @@ class System:
                 gone = node._replace(lease=0, told=False)
                 yield self._ends(store, node.lease, gone, "stopped, its lease ends", FREE)
             return
-        if not state.me.lease or state.over:
+        if not state.local.lease or state.life is Life.ENDED:
             return
-        view = self.brain.view(store, node.state)
-        if self.brain.views[view] == state.view:
+        view = self.agent.view(store, node.state)
+        if self.agent.views[view] == state.view:
             return
         yield self._event("sees", store, node, view)
         if self.faults.stop:
             label = f"is stopped{relation(store, node)}"
             yield Move(label, self.stores.of(store), node._replace(unread=view), "stop")
-        if self.faults.long and lasted(state, self.brain.views[view]):
+        if self.faults.long and lasted(state, self.agent.views[view]):
             window = self.limits.restart_window
             yield self._event("sees, after a long time", store, node, view, window, "long")
 
@@ -107,7 +108,7 @@ class System:
         """A Txn is applied and answered, or one of the two happens twice, late or not at all."""
         if node.answer is not None:
             heard = node._replace(answer=None)
-            yield self._event("hears the answer", store, heard, Wrote(node.answer))
+            yield self._event("hears the answer", store, heard, WriteDone(node.answer))
         if not node.txn:
             return
         what = described(state)
@@ -117,7 +118,7 @@ class System:
         if node.unread:
             yield Move(label, self.stores.of(after), sent._replace(answer=ok))
             return
-        yield self._event(label, after, sent, Wrote(ok))
+        yield self._event(label, after, sent, WriteDone(ok))
         if self.faults.slow:
             late = sent._replace(answer=ok)
             yield Move(f"{what}: {done(ok)}, its answer late", self.stores.of(after), late, "slow")
@@ -128,13 +129,13 @@ class System:
             yield Move(f"{what}: sent twice", self.stores.of(store), copied, "late")
 
     def _agent(self, store: Store, node: Node, state: State) -> Iterator[Move]:
-        if state.armed is not None and state.armed < FOREVER:
-            yield self._event("has waited", store, node, Ticked(), now=state.armed)
+        if state.timer is not None and state.timer < FOREVER:
+            yield self._event("has waited", store, node, Tick(), now=state.timer)
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
-        if node.workers and (state.me.stopping or not state.alive):
+        if node.workers and (state.local.stopping or not state.alive):
             empty = node._replace(workers=0)
-            yield self._event("is empty", store, empty, Emptied(node.workers))
+            yield self._event("is empty", store, empty, WorkersGone(node.workers))
 
     def _faults(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         here, may = self.stores.of(store), self.faults
@@ -142,7 +143,7 @@ class System:
             node.number, node.incarnation, lease=node.lease, stale=node.stale, late=node.late
         )
         yield Move(f"dies{relation(store, node)}", here, dead, "crash")
-        if node.workers and state.alive and not state.me.stopping:
+        if node.workers and state.alive and not state.local.stopping:
             failure = Failure(node.name, 0, 0, 1, 1, 100.0)
             if may.fail:
                 failed = WorkerEnded(node.workers, failure)
@@ -156,7 +157,7 @@ class System:
         if may.expire and node.lease:
             gone = node._replace(lease=0, told=False)
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
-        if may.leave and not state.me.leaving:
+        if may.leave and not state.local.leaving:
             yield self._event("gets SIGTERM", store, node, Signalled(), fault="leave")
 
     def _ends(self, store: Store, lease: int, node: Node, label: str, fault: str = CALM) -> Move:
@@ -169,7 +170,7 @@ class System:
         return Move(label, self.stores.of(after), node, fault)
 
     def _commit(self, store: Store, node: Node, number: int) -> tuple[Store, Node, bool]:
-        txn = self.brain.txns[number]
+        txn = self.agent.txns[number]
         after, ok = store.apply(txn)
         if not ok:
             return store, node, False
@@ -203,7 +204,7 @@ class System:
     def _enter(self, store: Store, node: Node) -> tuple[Store, Node]:
         lease = node.number * INCARNATIONS + node.incarnation + 1
         assert node.incarnation < INCARNATIONS - 1
-        member = Put(KEYS.member(lease), Member(lease, node.name, 1, run=RUN).encode(), lease)
+        member = Put(KEYS.member(lease), encode(Member(lease, node.name, 1, run=RUN)), lease)
         store, _ = store.apply(Txn((), (member,)))
         again = Node(node.number, node.incarnation + 1, node.state, lease, joining=True)
         return store, again._replace(stale=node.stale, late=node.late)
@@ -217,8 +218,8 @@ class System:
         now: float = 0.0,
         fault: str = CALM,
     ) -> Move:
-        number, txn, actions = self.brain.step(node.state, event, now)
-        state = self.brain.states[number]
+        number, txn, actions = self.agent.step(node.state, event, now)
+        state = self.agent.states[number]
         node = node._replace(state=number, txn=txn or node.txn)
         for action in actions:
             store, node = self._do(store, node, state, action)
@@ -228,8 +229,8 @@ class System:
 
     def _do(self, store: Store, node: Node, state: State, action: Action) -> tuple[Store, Node]:
         match action:
-            case Start(begins):
-                check_start(node.name, state.me, node.acked, node.workers, begins, store)
+            case StartWorkers(begins):
+                check_start(node.name, state.local, node.acked, node.workers, begins, store)
                 return store, node._replace(workers=begins.generation)
             case Rejoin():  # the mirror is closed, and a write is given up
                 return store, node._replace(joining=True, unread=0, answer=None)
@@ -240,12 +241,12 @@ class System:
 
     def _exit(self, store: Store, node: Node, state: State) -> tuple[Store, Node]:
         """The last one to leave stops the job; a lease is revoked on the way out."""
-        if state.me.leaving and state.me.lease:
-            store, _ = store.apply(writes.leave(KEYS, state.me))
-            view = view_of(store.read(covered(KEYS, EVERYTHING, 0)), KEYS, EVERYTHING)
-            after, ok = store.apply(writes.stop(KEYS, view, state.me, ""))
+        if state.local.leaving and state.local.lease:
+            store, _ = store.apply(writes.leave(KEYS, state.local))
+            view = view_of(store.read(covered(KEYS, Everything(), 0)), KEYS, Everything())
+            after, ok = store.apply(writes.stop(KEYS, view, state.local, ""))
             if ok:
-                check_alone(node.name, state.me.lease, store)
+                check_alone(node.name, state.local.lease, store)
                 store = after
         if node.lease:
             store = self.stores[self._ends(store, node.lease, node, "").store]

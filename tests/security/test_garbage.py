@@ -10,9 +10,9 @@ import pytest
 
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
-from tests.e2e.harness import Job
-from tests.e2e.traces import PREFIX
-from tests.etcd.server import EtcdServer
+from tests.support.etcd import EtcdServer
+from tests.support.job import Job
+from tests.support.residue import PREFIX
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -28,13 +28,13 @@ GARBAGE = {
     "half a character": '{"v": 1, "reason": "\\ud800", "node": "\\udfff"}',
     "no text": "\udcff\udcfe\0",
     "a key twice": '{"v": 1, "v": 2}',
-    "wrong types": '{"v": 1, "participants": {"a": []}, "places": 7, "master": "x", "run": null}',
+    "wrong types": '{"v": 1, "participants": {"a": []}, "group_ranks": 7, "master": "", "run": 0}',
     "another version": '{"v": 99}',
     "a command": '{"v": 1, "__reduce__": ["os.system", "exit"], "py/object": "builtins.exec"}',
 }
 # What is written there disturbs nobody: it is not read, or only later.
-TIMES = {"members": 3, "round": 4, "spec": 2, "generation": 2, "outcome": 2}
-QUIET = ("acks", "history", "generation", "outcome", "strange")
+TIMES = {"members": 3, "round": 4, "spec": 2, "ledger": 2, "outcome": 2}
+QUIET = ("acks", "history", "ledger", "outcome", "strange")
 
 
 @dataclass
@@ -65,7 +65,7 @@ async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdSer
     writer = Writer(etcd, job, forever())
     root = f"{PREFIX}/{job.name}"
     kinds = {name.partition("/")[0] for name in names(etcd, job)}
-    assert kinds == {"spec", "members", "generation", "round", "acks", "history"}
+    assert kinds == {"spec", "members", "ledger", "round", "acks", "history"}
     for kind in sorted(kinds | {"outcome", "reports", "strange"}):
         for _ in range(TIMES.get(kind, 1)):
             name = of_kind(etcd, job, kind, generation)
@@ -107,7 +107,7 @@ def names(etcd: EtcdServer, job: Job) -> list[str]:
 
 def status(etcd: EtcdServer, job: Job, *flags: str) -> None:
     """It shows what can be shown."""
-    argv = [sys.executable, "-m", "elastic_etcd.cli.main", "status", job.name, *flags]
+    argv = [sys.executable, "-m", "elastic_etcd", "status", job.name, *flags]
     done = subprocess.run(
         [*argv, f"--etcd={etcd.endpoint}"], capture_output=True, text=True, check=False
     )

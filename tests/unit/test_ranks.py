@@ -1,14 +1,15 @@
-"""Who takes part, and at which place."""
+"""Who takes part, and with which group rank."""
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from elastic_etcd.core.ranks import assign, choose, natural, order
-from elastic_etcd.core.values import Member
+from elastic_etcd.core.schema import Labels, Member
 
 
 def member(lease: int, node: str = "", topology: str = "") -> Member:
-    return Member(lease, node or f"n{lease}", nproc=1, topology=topology)
+    return Member(lease, node or f"n{lease}", nproc=1, labels=Labels(topology or UNSET))
 
 
 def leases(members: object) -> list[int]:
@@ -53,40 +54,44 @@ def test_of_the_same_name_the_older_lease_comes_first() -> None:
     assert leases(order([member(9, "n"), member(4, "n")])) == [4, 9]
 
 
-def test_survivors_keep_their_place() -> None:
+def test_survivors_keep_their_group_rank() -> None:
     a, c, d = member(1), member(3), member(4)
-    assert leases(assign([d, c, a], places=[1, 2, 3])) == [1, 4, 3]
+    assert leases(assign([d, c, a], group_ranks=[1, 2, 3])) == [1, 4, 3]
 
 
-def test_a_newcomer_takes_the_first_free_place() -> None:
-    assert leases(assign([member(1), member(4), member(5)], places=[1, 2, 3])) == [1, 4, 5]
+def test_a_newcomer_takes_the_first_free_group_rank() -> None:
+    assert leases(assign([member(1), member(4), member(5)], group_ranks=[1, 2, 3])) == [1, 4, 5]
 
 
-def test_place_0_is_a_survivor_s() -> None:
-    assert leases(assign([member(3), member(4)], places=[1, 2, 3])) == [3, 4]
-    assert leases(assign([member(2), member(3), member(4)], places=[1, 2, 3])) == [2, 4, 3]
-    assert leases(assign([member(7), member(8)], places=[1, 2, 3])) == [7, 8]
+def test_group_rank_0_is_a_survivor_s() -> None:
+    assert leases(assign([member(3), member(4)], group_ranks=[1, 2, 3])) == [3, 4]
+    assert leases(assign([member(2), member(3), member(4)], group_ranks=[1, 2, 3])) == [2, 4, 3]
+    assert leases(assign([member(7), member(8)], group_ranks=[1, 2, 3])) == [7, 8]
 
 
-def test_places_close_up() -> None:
-    assert leases(assign([member(3), member(1)], places=[1, 2, 3])) == [1, 3]
+def test_ranks_close_up() -> None:
+    assert leases(assign([member(3), member(1)], group_ranks=[1, 2, 3])) == [1, 3]
 
 
-def test_more_newcomers_than_free_places_come_behind() -> None:
+def test_more_newcomers_than_free_ranks_come_behind() -> None:
     chosen = [member(1), member(3), member(6, "node10"), member(5, "node9"), member(4, "node11")]
-    assert leases(assign(chosen, places=[1, 2, 3])) == [1, 5, 3, 6, 4]
+    assert leases(assign(chosen, group_ranks=[1, 2, 3])) == [1, 5, 3, 6, 4]
 
 
 def test_a_node_that_comes_back_is_a_newcomer() -> None:
-    assert leases(assign([member(1), member(7, "n2"), member(3)], places=[1, 2, 3])) == [1, 7, 3]
-    assert leases(assign([member(2), member(7, "n1")], places=[1, 2])) == [2, 7]
+    assert leases(assign([member(1), member(7, "n2"), member(3)], group_ranks=[1, 2, 3])) == [
+        1,
+        7,
+        3,
+    ]
+    assert leases(assign([member(2), member(7, "n1")], group_ranks=[1, 2])) == [2, 7]
 
 
 def test_choose_takes_survivors_first_and_then_the_coordinator() -> None:
     ready = [member(1, "node1"), member(2, "node2"), member(5, "node5"), member(6, "node6")]
-    assert leases(choose(ready, places=[6, 5], coordinator=2, most=3)) == [6, 5, 2]
-    assert leases(choose(ready, places=[], coordinator=6, most=2)) == [6, 1]
-    assert leases(choose(ready, places=[9], coordinator=9, most=2)) == [1, 2]
+    assert leases(choose(ready, group_ranks=[6, 5], coordinator=2, most=3)) == [6, 5, 2]
+    assert leases(choose(ready, group_ranks=[], coordinator=6, most=2)) == [6, 1]
+    assert leases(choose(ready, group_ranks=[9], coordinator=9, most=2)) == [1, 2]
 
 
 @given(members, st.data())
@@ -95,24 +100,24 @@ def test_a_world_is_a_permutation_in_which_survivors_stay_in_order(
 ) -> None:
     gone = data.draw(st.lists(st.integers(1 << 62, 1 << 63), max_size=4, unique=True))
     old = data.draw(st.lists(st.sampled_from(leases(ready)), unique=True))
-    places = data.draw(st.permutations([*gone, *old]))
+    ranks = data.draw(st.permutations([*gone, *old]))
     most = data.draw(st.integers(1, 10))
     coordinator = data.draw(st.sampled_from(leases(ready)))
 
-    chosen = choose(ready, places, coordinator, most)
-    world = assign(chosen, places)
+    chosen = choose(ready, ranks, coordinator, most)
+    world = assign(chosen, ranks)
 
     assert sorted(leases(world)) == sorted(leases(chosen))
     assert len(world) == min(most, len(ready))
-    survivors = [m.lease for m in world if m.lease in places]
-    assert survivors == [lease for lease in places if lease in survivors]
-    if len(world) >= len(places):  # nobody has to close up
+    survivors = [m.lease for m in world if m.lease in ranks]
+    assert survivors == [lease for lease in ranks if lease in survivors]
+    if len(world) >= len(ranks):  # nobody has to close up
         for lease in survivors[1:]:
-            assert leases(world).index(lease) == places.index(lease)
+            assert leases(world).index(lease) == ranks.index(lease)
     if survivors:
         assert world[0].lease == survivors[0]
     if len(old) < most:
         assert set(old) <= set(survivors)
         assert coordinator in leases(world)
     # Who comes later in `ready` changes nothing: all agents would choose the same.
-    assert assign(choose(list(reversed(ready)), places, coordinator, most), places) == world
+    assert assign(choose(list(reversed(ready)), ranks, coordinator, most), ranks) == world

@@ -1,6 +1,6 @@
-"""The stories of tests/scenarios: what agents see and do, in plain text.
+"""The scenarios in this folder: what agents see and do, in plain text.
 
-`REWRITE=1 python -m pytest tests/unit/test_scenarios.py` writes what happens now into the files;
+`REWRITE=1 python -m pytest tests/scenarios` writes what happens now into the files;
 read the difference before it is committed.
 """
 
@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.story import Story
+from tests.scenarios.commands import Commands
 
-FOLDER = Path(__file__).parents[1] / "scenarios"
-FILES = sorted(FOLDER.glob("*.txt"))
-STORIES = [pytest.param(f, id=f.stem) for f in FILES]
+FILES = sorted(Path(__file__).parent.glob("*.txt"))
 
 
-def told(text: str) -> Iterator[str]:
+def played(text: str) -> Iterator[str]:
     """The text with what happens after each "----", up to the next empty line."""
-    story = Story()
+    commands = Commands()
     happened: list[str] = []
     expected = False
     for line in text.splitlines():
@@ -31,18 +29,18 @@ def told(text: str) -> Iterator[str]:
             yield from happened or ["(nothing)"]
             happened = []
         elif line and not line.startswith("#"):
-            happened += story.tell(line)
+            happened += commands.do(line)
     assert not happened, f"nothing is expected of the last commands: {happened}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_story(file: Path) -> None:
+def test_scenario(file: Path) -> None:
     text = file.read_text()
-    new = "\n".join(told(text)) + "\n"
+    new = "\n".join(played(text)) + "\n"
     if os.environ.get("REWRITE"):
         file.write_text(new)
     assert new == text
 
 
-def test_there_are_stories() -> None:
+def test_there_are_scenarios() -> None:
     assert len(FILES) > 20

@@ -1,30 +1,25 @@
-"""The commands of a story: see README.md. Each is done at once and tells what happened."""
+"""The commands of a scenario: see README.md. Each is done at once and tells what happened."""
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 
-from elastic_etcd.core.events import (
-    LeaseLost,
-    Signalled,
-    Ticked,
-    WorkerEnded,
-)
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Me
+from msgspec.structs import replace
+
+from elastic_etcd.core.lifecycle import LeaseLost, Signalled, State, Tick, WorkerEnded
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Failure, Ledger, Round
 from elastic_etcd.core.txn import Delete, Put, Txn
-from elastic_etcd.core.values import Failure, Ledger, Round
-from tests.scenarios.stage import KEYS, Agent, Stage
+from tests.scenarios.simulator import KEYS, Agent, Simulator
 
 
-class Story(Stage):
-    """The world that the commands of a story change; each gives what happened, line by line."""
+class Commands(Simulator):
+    """The simulated job that the commands change; each gives what happened, line by line."""
 
-    def tell(self, line: str) -> Iterator[str]:
+    def do(self, line: str) -> Iterator[str]:
         """Do one command; after "quietly", what happens is not told."""
         first, *rest = shlex.split(line)
         if first == "quietly":
-            list(self.tell(line.removeprefix("quietly ")))
+            list(self.do(line.removeprefix("quietly ")))
         elif first in ("limits", "node", "form", "start", "wait", "etcd", "show"):
             yield from getattr(self, f"_{first}")(*rest)
         elif (first, *rest[:1]) == ("go", "on"):
@@ -66,24 +61,24 @@ class Story(Stage):
 
     def _start(self, name: str) -> Iterator[str]:
         agent = self.agents.setdefault(name, Agent(name))
-        agent.state = State(Me(run=""), agent.nproc)
+        agent.state = State(Local(run=""), agent.nproc)
         yield from self.join(agent)
 
     def _wait(self, seconds: str) -> Iterator[str]:
         """Time passes; timers that are due on the way ring."""
         end = self.clock + float(seconds)
         while due := sorted(
-            (a.state.armed, a.name)
+            (a.state.timer, a.name)
             for a in self.agents.values()
-            if a.state and a.state.armed is not None and a.state.armed <= end
+            if a.state and a.state.timer is not None and a.state.timer <= end
         ):
             at, name = due[0]
             self.clock = at
             agent = self.agents[name]
             assert agent.state is not None
             # A timer rings once; the state keeps when it was armed for.
-            agent.state = replace(agent.state, armed=None)
-            yield from self.event(agent, Ticked())
+            agent.state = replace(agent.state, timer=None)
+            yield from self.event(agent, Tick())
         self.clock = end
 
     def _etcd(self, what: str, key: str, value: str = "") -> Iterator[str]:
@@ -156,6 +151,6 @@ def _round(now: Round | None) -> str:
 
 
 def _ledger(ledger: Ledger) -> str:
-    places = " ".join(f"{lease:x}" for lease in ledger.places)
-    last = f"generation {ledger.generation}, last world {ledger.final} [{places}]"
-    return f"{last}, {ledger.restarts} restarts, {ledger.quick} quick"
+    ranks = " ".join(f"{lease:x}" for lease in ledger.group_ranks)
+    last = f"generation {ledger.generation}, last world {ledger.final} [{ranks}]"
+    return f"{last}, {ledger.restarts} restarts, {ledger.rapid_failures} rapid failures"

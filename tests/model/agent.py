@@ -3,20 +3,28 @@
 import json
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec import structs
 
 from elastic_etcd.core import lifecycle, writes
-from elastic_etcd.core.events import Action, Event, Viewed, Write
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Act, Decision, Limits
+from elastic_etcd.core.lifecycle import Action, Event, Lasted, State, ViewChanged, Write
+from elastic_etcd.core.rules import Ack, Limits, Verdict
+from elastic_etcd.core.schema import Ledger, Master, Member, Phase, Round
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
-from elastic_etcd.core.values import Member, Phase
-from elastic_etcd.core.view import View, covered, view_of
+from elastic_etcd.core.view import Coverage, View, covered, view_of
 from tests.model.invariants import check_budget
 from tests.model.node import Numbers, owner
 from tests.model.store import KEYS, Store
 
 RUN = "r"
+BLANK: dict[str, Any] = {
+    "reason": "",
+    "round": Round(0, Phase.SETUP, 0, "", RUN),
+    "generation": 0,
+    "ledger": Ledger(),
+    "outcome": Verdict.SUCCEEDED.outcome(RUN, 0, "", None),
+}
 
 
 class Step(NamedTuple):
@@ -27,7 +35,7 @@ class Step(NamedTuple):
     actions: tuple[Action, ...]
 
 
-class Brain:
+class Agent:
     """What any agent thinks under `limits`; values by their numbers, see node.py."""
 
     def __init__(self, limits: Limits) -> None:
@@ -36,15 +44,15 @@ class Brain:
         self.views: Numbers[View] = Numbers()
         self.txns: Numbers[Txn] = Numbers()
         self._steps: dict[tuple[int, Event | int, float], Step] = {}
-        self._seen: dict[tuple[Store, int, int], int] = {}
+        self._seen: dict[tuple[Store, Coverage, int], int] = {}
 
     def view(self, store: Store, number: int) -> int:
         """What the agent in state `number` sees of `store`."""
         state = self.states[number]
         coverage = lifecycle.coverage(state)
-        key = (store, -2 if coverage is None else coverage, state.me.lease)
+        key = (store, coverage, state.local.lease)
         if key not in self._seen:
-            gets = covered(KEYS, coverage, state.me.lease)
+            gets = covered(KEYS, coverage, state.local.lease)
             self._seen[key] = self.views.of(view_of(store.read(gets), KEYS, coverage))
         return self._seen[key]
 
@@ -57,16 +65,14 @@ class Brain:
         return known
 
     def _step(self, before: State, event: Event | int, now: float) -> Step:
-        happened = Viewed(self.views[event]) if isinstance(event, int) else event
+        happened = ViewChanged(self.views[event]) if isinstance(event, int) else event
         state, actions = lifecycle.step(before, happened, now, self.limits)
         write = next((a for a in actions if isinstance(a, Write)), None)
         txn = 0
         if write:
             check_budget(state, write, self.limits)
             txn = self.txns.of(_txn(state, write))
-            if isinstance(write.what, Decision):  # what it writes is in the Txn now
-                bare = replace(write, what=Decision(write.what.act, ""))
-                state = replace(state, writing=bare)
+            state = structs.replace(state, pending=_bare_write(write))
         others = tuple(a for a in actions if not isinstance(a, Write))
         return Step(self.states.of(self._bare(before, state, now)), txn, others)
 
@@ -75,13 +81,13 @@ class Brain:
 
         But for a world that lasted for the restart window, until the next one is final.
         """
-        generation, seconds = state.ran
-        final = state.view.ledger.final if state.view else generation
-        if seconds < self.limits.restart_window or generation < final:
-            state = replace(state, ran=(0, 0.0))
-        if state.armed is not None and state.armed != before.armed:
-            state = replace(state, armed=state.armed - now)
-        return replace(state, said="", phase_since=0.0, join_since=0.0)
+        lasted = state.lasted
+        final = state.view.ledger.final if state.view else lasted.generation
+        if lasted.seconds < self.limits.restart_window or lasted.generation < final:
+            state = structs.replace(state, lasted=Lasted())
+        if state.timer is not None and state.timer != before.timer:
+            state = structs.replace(state, timer=state.timer - now)
+        return structs.replace(state, logged="", phase_since=0.0, join_since=0.0)
 
 
 def lasted(state: State, view: View) -> bool:
@@ -92,11 +98,17 @@ def lasted(state: State, view: View) -> bool:
     return now is None or (was.generation, was.phase) != (now.generation, now.phase)
 
 
+def _bare_write(write: Write) -> Write:
+    """What it writes is in the Txn now."""
+    blank = {name: BLANK[name] for name in write.what.__struct_fields__ if name in BLANK}
+    return structs.replace(write, what=structs.replace(write.what, **blank))
+
+
 def _txn(state: State, write: Write) -> Txn:
-    lease, now = state.me.lease, state.view.round if state.view else None
+    lease, now = state.local.lease, state.view.round if state.view else None
     name = f"n{owner(lease)}"
-    master = (name, now.generation) if now else None
-    if isinstance(write.what, Decision) and write.what.act is Act.ACK:
+    master = Master(name, now.generation) if now else None
+    if isinstance(write.what, Ack):
         assert master, "an ack is for a round"
     txn = writes.build(KEYS, state, write, Member(lease, name, 1, run=RUN), master, "")
     return replace(txn, then=tuple(_plain(op) for op in txn.then))
@@ -106,6 +118,6 @@ def _txn(state: State, write: Write) -> Txn:
 def _plain(op: Put | Delete | Get) -> Put | Delete | Get:
     """Reasons are for people: states that differ in them only are one."""
     if isinstance(op, Put) and op.key == KEYS.round:
-        fields = {**json.loads(op.value), "reason": ""}
+        fields = {**json.loads(op.value), "reason": "for a reason"}
         return replace(op, value=json.dumps(fields, sort_keys=True))
     return op

@@ -7,32 +7,40 @@ write by core.writes, as agent/agent.py and agent/membership.py do it.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from elastic_etcd.core import joining, lifecycle, writes
-from elastic_etcd.core.events import (
+from msgspec import UNSET, structs
+
+from elastic_etcd.core import lifecycle, writes
+from elastic_etcd.core.lifecycle import (
     Action,
-    Arm,
-    Broken,
-    Emptied,
+    Ending,
     Event,
     Exit,
+    Fatal,
     Joined,
+    Left,
+    Life,
+    Log,
+    MarkLeaving,
+    Over,
     Rejoin,
-    Say,
-    Start,
-    Stop,
-    Viewed,
+    ReportEnd,
+    SetTimer,
+    StartWorkers,
+    State,
+    StopWorkers,
+    ViewChanged,
+    WorkersGone,
+    Writable,
     Write,
-    Wrote,
+    WriteDone,
 )
-from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Act, Decision, Limits
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Keys, Labels, Master, Member, Spec
 from elastic_etcd.core.txn import KeyValue, Txn
-from elastic_etcd.core.values import Member, Report, Spec
-from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
-from tests.scenarios.keyspace import KeySpace
+from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
+from tests.support.keyspace import KeySpace
 
-KEYS = Keys("/elastic_etcd/story")
+KEYS = Keys("/elastic_etcd/scenario")
 ENDLESS = 200  # moves without coming to rest
 
 
@@ -48,7 +56,7 @@ class Agent:
     incarnation: int = 0
     state: State | None = None  # None: not there
     member: Member | None = None
-    coverage: Coverage = None
+    coverage: Coverage = field(default_factory=Narrow)
     copy: dict[str, KeyValue] = field(default_factory=dict)
     txn: Txn | None = None
     joining: bool = False
@@ -59,7 +67,7 @@ class Agent:
         return int(f"{self.name}{self.incarnation}", 16)
 
 
-class Stage:
+class Simulator:
     """The agents, the key space and the clock; what happens is told line by line."""
 
     def __init__(self) -> None:
@@ -82,7 +90,7 @@ class Stage:
         else:
             agent.coverage, agent.copy = coverage, dict(snapshot.kvs)
         view = view_of(replace(snapshot, kvs=dict(agent.copy)), KEYS, coverage)
-        yield from self.event(agent, Viewed(view))
+        yield from self.event(agent, ViewChanged(view))
 
     def agent_writes(self, agent: Agent, how: str = "") -> Iterator[str]:
         """Its write reaches etcd; "unheard": the answer to it does not come back as a yes."""
@@ -90,11 +98,11 @@ class Stage:
         ok = self.etcd.txn(agent.txn)
         agent.txn = None
         yield f"{agent.name}: {'written' if ok else 'refused'}"
-        yield from self.event(agent, Wrote(ok and how != "unheard"))
+        yield from self.event(agent, WriteDone(ok and how != "unheard"))
 
     def agent_empties(self, agent: Agent) -> Iterator[str]:
         generation, agent.workers = agent.workers, 0
-        yield from self.event(agent, Emptied(generation))
+        yield from self.event(agent, WorkersGone(generation))
 
     def go_on(self, names: list[str], phase: str = "") -> Iterator[str]:
         """They see, write, and their stopped workers end, until the round has come to `phase`,
@@ -121,11 +129,11 @@ class Stage:
             return
         if agent.joining:
             yield from ("", *self.join(agent))
-        elif state.me.running and state.me.stopping:
+        elif state.local.running and state.local.stopping:
             yield from ("", *self.agent_empties(agent))
         elif agent.txn:
             yield from ("", *self.agent_writes(agent))
-        elif state.me.lease and not state.over:
+        elif state.local.lease and state.life is not Life.ENDED:
             coverage = lifecycle.coverage(state)
             new = dict(self.etcd.read(*covered(KEYS, coverage, agent.lease)).kvs)
             if (coverage, new) != (agent.coverage, agent.copy) or state.view is None:
@@ -133,21 +141,24 @@ class Stage:
 
     def join(self, agent: Agent) -> Iterator[str]:
         assert agent.state is not None
-        again = bool(agent.state.me.run)
-        agent.joining, agent.coverage, agent.copy = False, None, {}
+        again = bool(agent.state.local.run)
+        agent.joining, agent.coverage, agent.copy = False, Narrow(), {}
         agent.incarnation += 1
         agent.member = Member(
-            agent.lease, agent.label or agent.name, agent.nproc, topology=agent.topology
+            agent.lease,
+            agent.label or agent.name,
+            agent.nproc,
+            labels=Labels(agent.topology or UNSET),
         )
-        run = agent.state.me.run or agent.run
+        run = agent.state.local.run or agent.run
         spec = Spec(run, self.limits.min_nodes, self.limits.max_nodes)
-        seen = self.etcd.read(*joining.look(KEYS))
-        last = agent.state.me.ran
-        txn = joining.join(KEYS, seen, agent.member, spec, again=again, last=last)
+        seen = self.etcd.read(*writes.look(KEYS))
+        last = agent.state.local.ran
+        txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
         if isinstance(txn, str):
             yield f"{agent.name}: cannot join: {txn}"
             if again:
-                yield from self.event(agent, Broken(txn))
+                yield from self.event(agent, Fatal(Over(txn)))
             agent.state = None
             return
         assert self.etcd.txn(txn)
@@ -155,7 +166,7 @@ class Stage:
         spec_kv, key = self.etcd.kvs[KEYS.spec], self.etcd.kvs[KEYS.member(agent.lease)]
         known = self.everything().spec
         assert known is not None
-        agent.member = replace(agent.member, run=known.run)
+        agent.member = structs.replace(agent.member, run=known.run)
         yield f"{agent.name}: joined as {agent.lease:x}"
         yield from self.event(agent, Joined(known.run, spec_kv.create, agent.lease, key.create))
 
@@ -167,50 +178,51 @@ class Stage:
 
     def _do(self, agent: Agent, state: State, action: Action) -> Iterator[str]:
         match action:
-            case Say(decision):
+            case Log(decision):
                 yield f'"{decision.reason}"'
             case Write(what):
                 yield f"writes {_what(what)}"
                 agent.txn = self._txn(agent, state, action)
-            case Start(now):
+            case StartWorkers(now):
                 assert not agent.workers, "I3: it still has workers"
-                place = now.place(state.me.lease)
+                place = now.group_rank(state.local.lease)
                 agent.workers = now.generation
                 yield f"starts generation {now.generation} as {place} of {len(now.participants)}"
-            case Stop(grace):
+            case StopWorkers(grace):
                 yield f"stops its workers ({grace.value})"
             case Rejoin():
                 agent.joining = True
                 yield "joins again"
             case Exit(why):
                 yield from self._exit(agent, state, why)
-            case Arm(at):
+            case SetTimer(at):
                 if at is not None:
                     yield f"waits until {at:g} s"
 
     def _txn(self, agent: Agent, state: State, write: Write) -> Txn:
         now = state.view.round if state.view else None
-        master = (agent.name, 29500) if now else None
+        master = Master(agent.name, 29500) if now else None
         assert agent.member is not None
         return writes.build(KEYS, state, write, agent.member, master, "")
 
-    def _exit(self, agent: Agent, state: State, why: object) -> Iterator[str]:
+    def _exit(self, agent: Agent, state: State, why: Ending) -> Iterator[str]:
         assert not agent.workers
-        yield "exits" if why is None else f"exits: {why}"
-        if why is None and state.me.lease:
-            self.etcd.txn(writes.leave(KEYS, state.me))
-            if self.etcd.txn(writes.stop(KEYS, self.everything(), state.me, "")):
+        yield "exits" if isinstance(why, Left) else f"exits: {why.reason}"
+        if isinstance(why, Left) and state.local.lease:
+            self.etcd.txn(writes.leave(KEYS, state.local))
+            if self.etcd.txn(writes.stop(KEYS, self.everything(), state.local, "")):
                 yield "was the last one"
         self.etcd.revoke(agent.lease)
         agent.state = agent.txn = None
 
     def everything(self) -> View:
-        return view_of(self.etcd.read(*covered(KEYS, EVERYTHING, 0)), KEYS, EVERYTHING)
+        return view_of(self.etcd.read(*covered(KEYS, Everything(), 0)), KEYS, Everything())
 
 
-def _what(what: Decision | Report | None) -> str:
-    if what is None:
-        return "that it is leaving"
-    if isinstance(what, Report):
-        return f"report: {what.failure or 'done'}"
-    return "ack" if what.act is Act.ACK else what.act.value
+def _what(what: Writable) -> str:
+    match what:
+        case MarkLeaving():
+            return "that it is leaving"
+        case ReportEnd(failure):
+            return f"report: {failure or 'done'}"
+    return type(what).__name__.lower()

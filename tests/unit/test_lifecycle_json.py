@@ -1,0 +1,161 @@
+"""Whatever happens to an agent, what it does and what it is can be recorded and read again."""
+
+from typing import Any, get_args
+
+import pytest
+from msgspec import structs
+
+from elastic_etcd.core import lifecycle, rules
+from elastic_etcd.core.lifecycle import (
+    Action,
+    Error,
+    Event,
+    Exit,
+    Failed,
+    Fatal,
+    Finished,
+    Grace,
+    Held,
+    Joined,
+    Lasted,
+    LeaseLost,
+    Left,
+    Life,
+    Log,
+    MarkLeaving,
+    Over,
+    Rejoin,
+    ReportEnd,
+    SetTimer,
+    Signalled,
+    StartWorkers,
+    State,
+    StopWorkers,
+    Tick,
+    ViewChanged,
+    WorkerEnded,
+    WorkersGone,
+    Writable,
+    Write,
+    WriteDone,
+    from_json,
+    step,
+    to_json,
+)
+from elastic_etcd.core.rules import Decision, Limits, Local, Verdict
+from elastic_etcd.core.schema import Phase
+from elastic_etcd.core.view import Everything, Narrow, View, view_of
+from tests.support.spoilt import FAILURE, JOBS, KEYS, LEDGER, MASTER, ROUND, A, snapshot
+
+VIEWS = [view_of(snapshot(job), KEYS, Everything()) for job in JOBS]
+DECISIONS: list[Decision] = [
+    rules.Claim("why", ROUND, LEDGER),
+    rules.Open("why", ROUND),
+    rules.Freeze("why", ROUND),
+    rules.Ack("why", 4),
+    rules.Finalise("why", ROUND, LEDGER),
+    rules.Run("why", ROUND),
+    rules.Stop("why", planned=True),
+    rules.Wait("why"),
+    rules.Wait("why", 2.5),
+    rules.Close("why", ROUND, Verdict.FAILED.outcome("r", 4, "why", FAILURE)),
+    rules.Leave("why"),
+]
+EVENTS: list[Event] = [
+    *(ViewChanged(view) for view in VIEWS),
+    ViewChanged(View(9, Narrow(A))),
+    Joined("r", 2, A, 3),
+    LeaseLost("expired"),
+    WriteDone(ok=True),
+    WorkerEnded(4, None),
+    WorkerEnded(4, FAILURE, by_peer=True),
+    WorkersGone(4),
+    Signalled(),
+    Tick(),
+    Fatal(Over("the job ended")),
+    Fatal(Error("etcd denies it")),
+]
+WRITES: list[Writable] = [
+    *(d for d in DECISIONS if isinstance(d, get_args(Writable))),
+    ReportEnd(FAILURE, victim=True),
+    ReportEnd(None),
+    MarkLeaving(),
+]
+ACTIONS: list[Action] = [
+    *(Write(what, A, 4) for what in WRITES),
+    StartWorkers(ROUND),
+    *(StopWorkers(grace) for grace in Grace),
+    Rejoin(),
+    *(Exit(why) for why in (Left(), Over("done"), Error("denied"))),
+    SetTimer(12.5),
+    SetTimer(None),
+    *(Log(decision) for decision in DECISIONS),
+]
+STATES = [
+    State(Local(""), 1),
+    *(State(Local("r", A), 2, life, view=VIEWS[0]) for life in Life),
+    State(Local("r", A), 2, Life.LEAVING, Over("done")),
+    *(
+        State(Local("r"), 1, result=end)
+        for end in (Held(FAILURE, 3.5), Failed(FAILURE, victim=True))
+    ),
+    State(Local("r"), 1, result=Finished(), lasted=Lasted(4, 12.5), timer=9.0, logged="why"),
+    *(State(Local("r"), 1, pending=Write(what, A), tried=("Claim", 3, 4, 0)) for what in WRITES),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(Event, EVENTS), (Action, ACTIONS), (State, STATES), (Limits, [Limits(1, 2)])],
+    ids=["events", "actions", "states", "limits"],
+)
+def test_what_is_recorded_is_read_again(kind: Any, values: list[Any]) -> None:
+    for value in values:
+        line = to_json(value)
+        assert b"\n" not in line
+        read = from_json(kind, line)
+        assert read == value
+        assert hash(read) == hash(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(Event, EVENTS), (Action, ACTIONS), (Decision, DECISIONS), (Writable, WRITES)],
+    ids=["events", "actions", "decisions", "writes"],
+)
+def test_none_is_left_out(kind: Any, values: list[Any]) -> None:
+    assert {type(value) for value in values} == set(get_args(kind))
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"{}", b'{"type": "Never"}', b'{"type": "LeaseLost"}'])
+def test_what_is_no_record(line: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - told in msgspec's words
+        from_json(Event, line)
+
+
+def test_what_a_worker_said_is_recorded_whatever_it_is() -> None:
+    odd = WorkerEnded(4, structs.replace(FAILURE, message="no file \udcff\n"))
+    read = from_json(Event, to_json(odd))
+    assert read.failure.message == "no file ?\n"
+
+
+def test_a_record_replays() -> None:
+    """The same events lead through the same actions to the same state."""
+    first = State(Local("r", A, 2, 2), 1, Life.MEMBER)
+    limits, events = Limits(1, 2, settle=0), EVENTS[:12]
+    lines, state = [], first
+    for at, event in enumerate(events):
+        state, actions = step(state, event, at, limits)
+        lines.append((to_json(event), [to_json(action) for action in actions], to_json(state)))
+    again = from_json(State, to_json(first))
+    for at, (happened, acted, became) in enumerate(lines):
+        again, actions = step(again, from_json(Event, happened), at, limits)
+        assert [to_json(action) for action in actions] == acted
+        assert to_json(again) == became
+    assert again == state
+
+
+def test_phases_and_masters_are_in_the_record() -> None:
+    round_ = from_json(Action, to_json(StartWorkers(ROUND))).round
+    assert (round_.phase, round_.master) == (Phase.FINAL, MASTER)
+    assert lifecycle.coverage(State(Local("r", A), 1, view=VIEWS[0])) == Everything()
