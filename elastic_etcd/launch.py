@@ -8,14 +8,14 @@ import shutil
 import sys
 import tempfile
 from argparse import ArgumentTypeError
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
-from elastic_etcd.cli import flags, values
-from elastic_etcd.cli.terminal import shown
+from elastic_etcd.cli import options
+from elastic_etcd.cli.options import shown
+from elastic_etcd.core.rules import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ _RDZV_CONF = {
 }
 
 
-def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
     _open_standard_streams()
     try:
-        args = _read(sys.argv[1:] if argv is None else argv, os.environ, prog)
+        args = _arguments(sys.argv[1:] if argv is None else argv, os.environ, prog)
         config = _config(args, os.environ)
         _set_up_logging(config)
         for remark in _remarks(args):
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, prog: str = flags.COMMAND) -> int:
 
 
 def _open_standard_streams() -> None:
-    """A closed 0, 1 or 2 would be taken by the next file opened, and worker output go there."""
+    """Open /dev/null as 0, 1 or 2 if that is closed: else the next file opened would get it."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -64,15 +64,15 @@ def _open_standard_streams() -> None:
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:
-    """The agent's orders from a command line and an environment.
+    """The agent's configuration from a command line and an environment.
 
     Raises UsageError for what cannot work, before anything has started.
     """
-    return _config(_read(argv, env, flags.COMMAND), env)
+    return _config(_arguments(argv, env, options.COMMAND), env)
 
 
-def _read(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
-    parser = flags.build_parser(env, prog)
+def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
+    parser = options.build_parser(env, prog)
     args = parser.parse_args(argv)
     conf = {_RDZV_CONF[k]: v for k, v in args.rdzv_conf.items() if k in _RDZV_CONF}
     if conf:  # as defaults, so that a flag given by itself is the stronger one
@@ -84,23 +84,42 @@ def _read(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
 
 
 def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
-    least, most = _nodes(args)
+    limits = _limits(args)
     etcd = None if args.standalone else _etcd(args, env)
-    given: dict[str, Any] = vars(args) | {
-        "etcd": etcd,
-        "job": _job(args, most, etcd),
-        "argv": _worker_command(args, env),
-        "warm": args.start_method != "exec" and (args.run_path or not args.no_python),
-        "preload": tuple(args.preload),
-        "node": args.node_name,
-        "min_nodes": least,
-        "max_nodes": most,
-        "shutdown_timeout": _shutdown_timeout(args, env),
-        "signals": args.signals_to_handle,
-        "log": LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
-        "nproc": count_devices(args.nproc_per_node, env),  # last, as it may take seconds
-    }
-    return AgentConfig(**{field.name: given[field.name] for field in fields(AgentConfig)})
+    return AgentConfig(
+        etcd=etcd,
+        job=_job(args, limits.max_nodes, etcd),
+        argv=_worker_command(args, env),
+        node=args.node_name,
+        limits=limits,
+        prefix=args.prefix,
+        advertise=args.advertise,
+        role=args.role,
+        topology_label=args.topology_label,
+        lease_ttl=args.lease_ttl,
+        etcd_timeout=args.etcd_timeout,
+        shutdown_timeout=_shutdown_timeout(args, env),
+        virtual_local_rank=args.virtual_local_rank,
+        prefork=args.start_method != "exec" and (args.run_path or not args.no_python),
+        preload=tuple(args.preload),
+        signals=args.signals_to_handle,
+        log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
+        log_level=args.log_level,
+        nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
+    )
+
+
+def _limits(args: Namespace) -> Limits:
+    least, most = _nodes(args)
+    return Limits(
+        min_nodes=least,
+        max_nodes=most,
+        max_restarts=args.max_restarts,
+        restart_window=args.restart_window,
+        min_uptime=args.min_uptime,
+        settle=args.settle,
+        join_timeout=args.join_timeout,
+    )
 
 
 def _nodes(args: Namespace) -> tuple[int, int]:
@@ -113,7 +132,7 @@ def _nodes(args: Namespace) -> tuple[int, int]:
 
 
 def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
-    etcd = flags.etcd_of(args, env)
+    etcd = options.etcd_of(args, env)
     if etcd is None and args.nnodes[1] > 1 and args.master_addr is not None:
         raise UsageError(
             f"--master-addr {args.master_addr}: nodes meet through etcd here, not at a master.\n"
@@ -182,21 +201,21 @@ def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
     if args.shutdown_timeout is not None or not env.get(variable):
         return args.shutdown_timeout  # type: ignore[no-any-return] # a Namespace is untyped
     try:
-        return values.seconds(env[variable])
+        return options.seconds(env[variable])
     except ArgumentTypeError as error:
         raise UsageError(f"{variable}: {error}") from error
 
 
 def _log_level(env: Mapping[str, str]) -> str:
     try:
-        return values.log_level(env.get("LOGLEVEL", "INFO"))
+        return options.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
     except ArgumentTypeError:
-        return "INFO"  # other programs read LOGLEVEL too, and other words
+        return AgentConfig.log_level  # other programs read LOGLEVEL too, and other words
 
 
 def _remarks(args: Namespace) -> Iterator[str]:
     """One line for each thing given that has no meaning here, and why."""
-    for dest, reason in flags.WITHOUT_MEANING.items():
+    for dest, reason in options.WITHOUT_MEANING.items():
         if getattr(args, dest) not in (None, "null"):
             yield f"--{dest.replace('_', '-')} has no meaning here: {reason}"
     for key in args.rdzv_conf.keys() - _RDZV_CONF.keys():

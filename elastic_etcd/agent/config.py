@@ -8,7 +8,11 @@ from enum import IntFlag
 from string import Template
 from typing import TYPE_CHECKING
 
+from elastic_etcd.core.schema import PREFIX
+from elastic_etcd.times import LEASE_TTL
+
 if TYPE_CHECKING:
+    from elastic_etcd.core.rules import Limits
     from elastic_etcd.etcd.config import EtcdConfig
 
 
@@ -50,10 +54,12 @@ class LogConfig:
 class AgentConfig:
     """Everything an agent is told. Times are seconds.
 
-    `etcd` None means an embedded etcd for this run; `argv` is a worker's whole command, still
-    with torchrun's `${local_rank}` in it (see `substitute`); `etcd_timeout` None waits for ever
-    for an etcd that went away; `shutdown_timeout` None leaves the grace to the reason of the stop;
-    `warm`: workers are forked from a process that has torch and the `preload` modules loaded.
+    `etcd`: None means an embedded etcd for this run.
+    `argv`: a worker's whole command, still with torchrun's `${local_rank}` in it, see `substitute`.
+    `limits`: what the rules decide by.
+    `etcd_timeout`: None waits for ever for an etcd that went away.
+    `shutdown_timeout`: None leaves the grace to the reason of the stop.
+    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
     """
 
     etcd: EtcdConfig | None
@@ -61,22 +67,16 @@ class AgentConfig:
     argv: tuple[str, ...]
     node: str
     nproc: int
-    min_nodes: int
-    max_nodes: int
-    prefix: str = "/elastic_etcd"
+    limits: Limits
+    prefix: str = PREFIX
     advertise: str | None = None
     role: str = "default"
     topology_label: str = ""
-    max_restarts: int = 3
-    restart_window: float = 3600
-    min_uptime: float = 10
-    lease_ttl: int = 5
-    settle: float = 3
-    join_timeout: float = 600
+    lease_ttl: int = LEASE_TTL
     etcd_timeout: float | None = None
     shutdown_timeout: float | None = None
     virtual_local_rank: bool = False
-    warm: bool = True
+    prefork: bool = True
     preload: tuple[str, ...] = ()
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
@@ -89,6 +89,6 @@ class AgentConfig:
 
 
 def substitute(argv: tuple[str, ...], local_rank: int) -> list[str]:
-    """A worker's command with `${local_rank}` filled in, where torchrun does: in the arguments."""
+    """A worker's command with `${local_rank}` filled in: in its arguments, as torchrun does."""
     program, *arguments = argv
     return [program, *(Template(a).safe_substitute(local_rank=local_rank) for a in arguments)]

@@ -1,1 +1,1 @@
-"""Command-line tools around a job."""
+"""The command line: the launcher's flags, and `elastic-etcd status`."""

@@ -8,18 +8,17 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import flags, values
-from elastic_etcd.cli.terminal import shown
-from elastic_etcd.core import history
-from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.view import EVERYTHING, View, covered, view_of
+from elastic_etcd.cli import options
+from elastic_etcd.cli.options import shown
+from elastic_etcd.core.schema import History, Keys, decode, plain
+from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.values import Member
+    from elastic_etcd.core.schema import Member
     from elastic_etcd.etcd.config import EtcdConfig
 
 _HISTORY = 8  # generations shown; --json has all
@@ -27,23 +26,23 @@ _HISTORY = 8  # generations shown; --json has all
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives 0, or 1 when etcd knows no such job."""
-    parser = flags.Parser(
+    parser = options.Parser(
         prog="elastic-etcd status",
         description="Shows a job's nodes, ranks, restarts, recent history and outcome.",
         epilog="exit codes: 0 shown, 1 no such job, 2 wrong usage, 5 etcd unreachable or denied",
     )
-    parser.add_argument("job", metavar="JOB", type=values.job_id, help="the job's id")
+    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = flags.Group(parser, "etcd", os.environ)
-    flags.connection(group)
-    group.flag("--timeout", type=values.seconds, default=5, metavar="SECONDS", help="(default: 5)")
+    group = options.Group(parser, "etcd", os.environ)
+    options.connection(group)
+    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     try:
         args = parser.parse_args(argv)
-        config = flags.etcd_of(args, os.environ)
+        config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
         keys = Keys(f"{args.prefix}/{args.job}")
-        view = asyncio.run(_read(config, keys, args.timeout))
+        view = asyncio.run(_look(config, keys, args.timeout))
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -58,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _read(config: EtcdConfig, keys: Keys, timeout: float) -> View:
+async def _look(config: EtcdConfig, keys: Keys, timeout: float) -> View:
     async with Client(config) as client:
-        snapshot = await client.range(*covered(keys, EVERYTHING), timeout=timeout)
-    return view_of(snapshot, keys, EVERYTHING)
+        snapshot = await client.range(*covered(keys, Everything()), timeout=timeout)
+    return view_of(snapshot, keys, Everything())
 
 
 def describe(job: str, view: View) -> dict[str, Any]:
@@ -79,10 +78,10 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "min_nodes": view.spec.min_nodes if view.spec else None,
         "max_nodes": view.spec.max_nodes if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
-        "master": f"{now.master[0]}:{now.master[1]}" if now and now.master else None,
+        "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
         "nodes": [*_participants(view), *_others(view)],
         "history": [_entry(generation, text) for generation, text in view.history],
-        "outcome": view.outcome.fields() if view.outcome else None,
+        "outcome": plain(view.outcome) if view.outcome else None,
         "malformed": list(view.malformed),
     }
 
@@ -95,12 +94,12 @@ def _last_restarts(view: View) -> int:
 def _participants(view: View) -> Iterator[dict[str, Any]]:
     members = {member.lease: member for member in view.members}
     first = 0
-    for place, p in enumerate(view.round.participants if view.round else ()):
+    for group_rank, p in enumerate(view.round.participants if view.round else ()):
         member = members.get(p.lease)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
         ranks = list(range(first, first + p.nproc))
         first += p.nproc
-        yield _node(p.node, member, state, p.nproc) | {"group_rank": place, "ranks": ranks}
+        yield _node(p.node, member, state, p.nproc) | {"group_rank": group_rank, "ranks": ranks}
 
 
 def _others(view: View) -> Iterator[dict[str, Any]]:
@@ -126,7 +125,7 @@ def _node(name: str, member: Member | None, state: str, nproc: int) -> dict[str,
 
 def _entry(generation: int, text: str) -> dict[str, Any]:
     try:
-        return history.read(text)
+        return plain(decode(History, text))
     except ValueError as error:
         return {"generation": generation, "ended": f"unreadable: {error}"}
 
@@ -142,8 +141,8 @@ def _show(state: dict[str, Any]) -> None:
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
-            place = "-" if node["group_rank"] is None else str(node["group_rank"])
-            cells = (node["state"], place, _span(node["ranks"]), str(node["nproc"]))
+            group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
+            cells = (node["state"], group_rank, _span(node["ranks"]), str(node["nproc"]))
             row = (node["node"], *cells, node["address"] or "-")
             table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
         console.print(table)

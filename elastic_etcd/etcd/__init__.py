@@ -1,1 +1,1 @@
-"""etcd v3 for one job: client, lease session, mirror, embedded server."""
+"""The etcd client: requests, a lease session, a mirror, an embedded server."""

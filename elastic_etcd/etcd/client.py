@@ -1,4 +1,4 @@
-"""The etcd client: a handful of RPCs that outlive frozen members, elections and restarts.
+"""The etcd client: requests that outlive frozen members, elections and restarts of etcd.
 
 One channel to one endpoint at a time. An attempt that fails, or gets no answer in 1-2 s,
 moves everything to the next endpoint (one channel with many addresses stays with a frozen
@@ -6,27 +6,45 @@ member for ever: etcd#8980). The two streams, keepalive and watch, are in sessio
 mirror.py.
 """
 
+import asyncio
 import math
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Never, Self
 
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
-from elastic_etcd.errors import EtcdRefused, EtcdUnreachable, ForkedClient, UsageError
-from elastic_etcd.etcd import channel, faults, wire
-from elastic_etcd.etcd.auth import ANONYMOUS, Login, Token
-from elastic_etcd.etcd.channel import Answer, Connection, Request, Rpc, Stream
+from elastic_etcd.errors import EtcdUnreachable, ForkedClient, UsageError
+from elastic_etcd.etcd import faults, wire
+from elastic_etcd.etcd._grpc import (
+    AUTHENTICATE,
+    LEASE_GRANT,
+    LEASE_REVOKE,
+    RANGE,
+    TXN,
+    Answer,
+    Request,
+    Rpc,
+    credentials_of,
+)
 from elastic_etcd.etcd.config import EtcdConfig
-from elastic_etcd.etcd.faults import Compacted, RpcFailed, TokenRefused, Unanswered, Untrusted
+from elastic_etcd.etcd.connection import Connection, Metadata, Stream
+from elastic_etcd.etcd.faults import (
+    Compacted,
+    LeaseNotFound,
+    RpcFailed,
+    TokenRefused,
+    Unanswered,
+    Untrusted,
+)
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import growing, jitter, now, retrying
+from elastic_etcd.etcd.retry import Attempts, jitter, now
+from elastic_etcd.times import ATTEMPT_TIMEOUT, LOGIN_TIMEOUT
 
 PAGE = 1000
-ATTEMPT_TIMEOUT = (1.0, 2.0)
-LOGIN_TIMEOUT = 5.0  # a login costs etcd 60 ms, and many agents may come at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,81 @@ class Listing:
     term: int
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What etcd gave for the password, and when; empty if this etcd asks for none."""
+
+    value: str
+    issued: float
+
+    @property
+    def metadata(self) -> Metadata:
+        """To send with each request."""
+        return (("token", self.value),) if self.value else ()
+
+
+ANONYMOUS = Token("", 0.0)
+
+
+class Login:
+    """Keeps one token. A login costs etcd 60 ms of CPU, so it is done once at a time."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.user = config.user
+        self._password = config.password or ""
+        self._token: Token | None = None
+        self._lock = asyncio.Lock()
+
+    async def token(
+        self, authenticate: Callable[[pb.AuthenticateRequest], Awaitable[str]]
+    ) -> Token:
+        """The token, from `authenticate` when there is none; its errors are raised."""
+        if self.user is None:
+            return ANONYMOUS
+        if self._token is None:
+            async with self._lock:
+                if self._token is None:  # nobody else got one while we waited for the lock
+                    issued = now()
+                    request = pb.AuthenticateRequest(name=self.user, password=self._password)
+                    self._token = Token(await authenticate(request), issued)
+        return self._token
+
+    def forget(self, token: Token) -> None:
+        """Forget a `token` that etcd refused: whoever comes next logs in again."""
+        if self._token is token:
+            self._token = None
+
+
+@dataclass(slots=True)
+class Call(Generic[Request, Answer]):
+    """A request that is repeated until it is answered, or its deadline is over.
+
+    `what` it is about is for messages. `applied`: an attempt that failed may have been applied.
+    """
+
+    rpc: Rpc[Request, Answer]
+    request: Request
+    what: str
+    attempts: Attempts
+    began: float = field(default_factory=now)
+    applied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What an error of one attempt is judged by.
+
+    A token that was issued after the attempt `began` is fresh. `hurried`: the attempt got less
+    time than an endpoint needs, because the caller had no more.
+    """
+
+    what: str
+    connection: Connection
+    token: Token
+    began: float
+    hurried: bool = False
+
+
 class Client:
     """`async with Client(config) as client`, in the event loop that will use it.
 
@@ -69,7 +162,7 @@ class Client:
 
     def __init__(self, config: EtcdConfig) -> None:
         self._config = config
-        self._credentials = channel.credentials(config)
+        self._credentials = credentials_of(config)
         self._login = Login(config)
         self._pid = os.getpid()
         self._at = jitter.randrange(len(config.endpoints))  # agents spread over the members
@@ -98,7 +191,7 @@ class Client:
     async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
         """Do `txn`; see TxnResult about a Txn that may have been done twice."""
         request = wire.txn_request(txn)
-        answer, applied = await self.call(channel.TXN, request, _keys(txn), _deadline(timeout))
+        answer, applied = await self.call(TXN, request, _first_key(txn), _deadline(timeout))
         writes = any(isinstance(operation, Put | Delete) for operation in txn.then)
         return TxnResult(
             answer.succeeded, answer.header.revision, writes and applied, wire.gets(answer)
@@ -122,18 +215,15 @@ class Client:
     async def grant(self, ttl: int, timeout: float | None = None) -> Lease:
         """A new lease of at least `ttl` seconds. One that got lost on the way back expires."""
         request = pb.LeaseGrantRequest(ttl=ttl)
-        answer, _ = await self.call(channel.LEASE_GRANT, request, "a lease", _deadline(timeout))
+        answer, _ = await self.call(LEASE_GRANT, request, "a lease", _deadline(timeout))
         return Lease(answer.id, answer.ttl)
 
     async def revoke(self, lease: int, timeout: float | None = None) -> None:
         """End the lease and delete its keys; fine if it is gone already."""
         request = pb.LeaseRevokeRequest(id=lease)
         what = f"lease {lease:x}"
-        try:
-            await self.call(channel.LEASE_REVOKE, request, what, _deadline(timeout))
-        except EtcdRefused as error:
-            if faults.LEASE_NOT_FOUND not in str(error):
-                raise
+        with suppress(LeaseNotFound):
+            await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
 
     def local_address(self) -> str:
         """This machine's IP address on the way to etcd."""
@@ -154,27 +244,21 @@ class Client:
     async def call(
         self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float
     ) -> tuple[Answer, bool]:
-        """The answer, and whether an earlier attempt may have been applied as well."""
+        """The answer, and whether an earlier attempt may have been applied as well.
+
+        `what` is the key or lease that the request is about, for messages.
+        """
         self._check_process()
-        began = now()
-        applied = False
+        call = Call(rpc, request, what, Attempts(deadline))
         try:
-            async for attempt in retrying(deadline):
-                with attempt:
-                    try:
-                        patience = growing(jitter.uniform(*ATTEMPT_TIMEOUT), attempt.retry_state)
-                        limits = began, deadline, patience
-                        return await self._attempt(rpc, request, what, limits), applied
-                    except Unanswered as error:
-                        applied = applied or error.applied
-                        raise
+            return await call.attempts.run(partial(self._attempt, call)), call.applied
         except Unanswered as error:
-            raise self._unreachable(error, now() - began) from error
-        raise AssertionError("tenacity ends with a result or an error")
+            seconds = now() - call.began
+            raise faults.unreachable(self._config.endpoints, error.reason, seconds) from error
 
     @asynccontextmanager
     async def stream(
-        self, rpc: Rpc[Request, Answer], what: str, metadata: channel.Metadata = ()
+        self, rpc: Rpc[Request, Answer], what: str, metadata: Metadata = ()
     ) -> AsyncIterator[Stream[Request, Answer]]:
         """A stream on the current connection.
 
@@ -190,7 +274,7 @@ class Client:
         try:
             yield stream
         except (RpcFailed, Unanswered) as error:
-            raise self._judged(error, connection, what, token, stream.began) from error
+            self._fail(error, Attempt(what, connection, token, stream.began))
         finally:
             stream.close()
 
@@ -200,12 +284,12 @@ class Client:
             # Certificates are renewed under a long training; one that is being replaced at this
             # very moment will be read at the next connection.
             with suppress(UsageError):
-                self._credentials = channel.credentials(self._config)
+                self._credentials = credentials_of(self._config)
             self._connection = Connection(self.endpoint, self._credentials)
         return self._connection
 
     def give_up(self, connection: Connection) -> None:
-        """`connection` does not answer: everything on it moves to the next endpoint."""
+        """Leave `connection`, which is silent: all that is on it moves to the next endpoint."""
         if connection.retired:
             return
         if connection is self._connection:
@@ -214,97 +298,84 @@ class Client:
         self._retired = {old for old in self._retired if not old.closed} | {connection}
         connection.retire()
 
-    async def _attempt(
-        self,
-        rpc: Rpc[Request, Answer],
-        request: Request,
-        what: str,
-        limits: tuple[float, float, float],
-    ) -> Answer:
-        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused.
-
-        `limits`: when the call began, its deadline, and how long this attempt may take.
-        """
-        began, deadline, patience = limits
-        token = await self._token(deadline)
-        connection = self.connection()
-        limit = min(patience, max(deadline - now(), 0.001))
+    async def _attempt(self, call: Call[Request, Answer]) -> Answer:
+        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
+        patience = call.attempts.growing(jitter.uniform(*ATTEMPT_TIMEOUT))
         try:
-            answer = await connection.unary(rpc, request, limit, token.metadata)
+            return await self._ask(call, patience)
+        except Unanswered as error:
+            call.applied = call.applied or error.applied
+            raise
+
+    async def _ask(self, call: Call[Request, Answer], patience: float) -> Answer:
+        token = await self._token(call.attempts.deadline)
+        connection = self.connection()
+        limit = min(patience, _left(call.attempts.deadline))
+        attempt = Attempt(call.what, connection, token, call.began, hurried=limit < patience)
+        try:
+            answer = await connection.unary(call.rpc, call.request, limit, token.metadata)
         except (RpcFailed, Unanswered) as error:
-            hurry = limit < patience  # the caller's: not the endpoint's fault
-            raise self._judged(error, connection, what, token, began, hurry=hurry) from error
+            self._fail(error, attempt)
         self._answered = True
         return answer
 
     async def _token(self, deadline: float) -> Token:
         """The token for a request at the current endpoint."""
+        return await self._login.token(partial(self._authenticate, deadline))
 
-        async def authenticate(request: pb.AuthenticateRequest) -> str:
-            connection = self.connection()
-            limit = min(LOGIN_TIMEOUT, max(deadline - now(), 0.001))
-            try:
-                answer = await connection.unary(channel.AUTHENTICATE, request, limit, ())
-            except (RpcFailed, Unanswered) as error:
-                if isinstance(error, RpcFailed) and error.details == faults.AUTH_NOT_ENABLED:
-                    return ""  # as etcdctl: a user who is not asked for is no error
-                raise self._judged(error, connection, "a login", ANONYMOUS, now()) from error
-            return answer.token
+    async def _authenticate(self, deadline: float, request: pb.AuthenticateRequest) -> str:
+        connection = self.connection()
+        limit = min(LOGIN_TIMEOUT, _left(deadline))
+        try:
+            answer = await connection.unary(AUTHENTICATE, request, limit, ())
+        except (RpcFailed, Unanswered) as error:
+            if isinstance(error, RpcFailed) and error.details == faults.AUTH_NOT_ENABLED:
+                return ""  # as etcdctl: a user who is not asked for is no error
+            self._fail(error, Attempt("a login", connection, ANONYMOUS, now()))
+        return answer.token
 
-        return await self._login.token(authenticate)
-
-    def _judged(
-        self,
-        error: RpcFailed | Unanswered,
-        connection: Connection,
-        what: str,
-        token: Token,
-        began: float,
-        *,
-        hurry: bool = False,
-    ) -> Exception:
-        """What to raise for `error`, once its consequences have been drawn."""
-        endpoint, user = connection.endpoint, self._login.user
-        fault = faults.translate(error, endpoint, what, user)
+    def _fail(self, error: RpcFailed | Unanswered, attempt: Attempt) -> Never:
+        """Do what follows from the `error` of `attempt`, and raise what it means."""
+        endpoint, user = attempt.connection.endpoint, self._login.user
+        fault = faults.translate(error, endpoint, attempt.what, user)
         if isinstance(fault, TokenRefused):
-            self._login.forget(token)
-            if user is None or token.issued >= began:
-                return faults.denied(endpoint, what, user)
+            self._login.forget(attempt.token)
+            if user is None or attempt.token.issued >= attempt.began:
+                raise faults.denied(endpoint, attempt.what, user) from error
         if isinstance(fault, Untrusted) and not self._answered:
             self._untrusted.add(endpoint)
             if self._untrusted.issuperset(self._config.endpoints):
-                return faults.untrusted(endpoint, fault.reason)
-        if isinstance(fault, Unanswered) and fault.move and not hurry:
-            self.give_up(connection)
-        return fault
+                raise faults.untrusted(endpoint, fault.reason) from error
+        if isinstance(fault, Unanswered) and fault.move and not attempt.hurried:
+            self.give_up(attempt.connection)
+        raise fault from error
 
     async def _pages(self, ranges: tuple[Get, ...], deadline: float, *, values: bool) -> Listing:
         """The first page of every range in one request, the others at its revision."""
         wire.check_size(len(ranges))
         what = ", ".join(get.key for get in ranges)
         asked = [wire.range_request(get, limit=PAGE, values=values) for get in ranges]
-        if len(asked) == 1:  # not as a Txn: see "panics" in docs/failures.md
-            only, _ = await self.call(channel.RANGE, asked[0], what, deadline)
-            header, pages = only.header, [only]
-        else:
-            request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in asked])
-            several, _ = await self.call(channel.TXN, request, what, deadline)
-            header, pages = several.header, [answer.range for answer in several.responses]
-        revision = header.revision
-        kvs: list[pb.KeyValue] = []
-        for get, first in zip(ranges, pages, strict=True):
+        header, pages = await self._first_pages(asked, what, deadline)
+        found: dict[str, KeyValue] = {}
+        for request, first in zip(asked, pages, strict=True):
             page = first
-            kvs.extend(page.kvs)
+            found |= wire.key_values(page)
             while page.more:
-                rest = wire.range_request(get, limit=PAGE, values=values)
-                rest.key, rest.revision = page.kvs[-1].key + b"\0", revision
-                page, _ = await self.call(channel.RANGE, rest, what, deadline)
-                kvs.extend(page.kvs)
-        found = {kv.key: kv for kv in map(wire.key_value, kvs)}
-        return Listing(Snapshot(revision, found), header.cluster_id, header.raft_term)
+                request.key = page.kvs[-1].key + b"\0"
+                request.revision = header.revision
+                page, _ = await self.call(RANGE, request, what, deadline)
+                found |= wire.key_values(page)
+        return Listing(Snapshot(header.revision, found), header.cluster_id, header.raft_term)
 
-    def _unreachable(self, error: Unanswered, seconds: float) -> EtcdUnreachable:
-        return faults.unreachable(self._config.endpoints, error.reason, seconds)
+    async def _first_pages(
+        self, asked: Sequence[pb.RangeRequest], what: str, deadline: float
+    ) -> tuple[pb.Header, Sequence[pb.RangeResponse]]:
+        if len(asked) == 1:  # not as a Txn: see "panics" in docs/failures.md
+            only, _ = await self.call(RANGE, asked[0], what, deadline)
+            return only.header, [only]
+        request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in asked])
+        several, _ = await self.call(TXN, request, what, deadline)
+        return several.header, [answer.range for answer in several.responses]
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -318,7 +389,12 @@ def _deadline(timeout: float | None) -> float:
     return math.inf if timeout is None else now() + timeout
 
 
-def _keys(txn: Txn) -> str:
+def _left(deadline: float) -> float:
+    """Seconds until `deadline`, more than none."""
+    return max(deadline - now(), 0.001)
+
+
+def _first_key(txn: Txn) -> str:
     """The first key that `txn` is about, for messages."""
     for part in (txn.then, txn.compare, txn.otherwise):
         if part:

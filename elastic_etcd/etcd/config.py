@@ -115,7 +115,7 @@ def _user(
     if not name:
         return None, None
     if password_file:
-        return name, _read(password_file)
+        return name, _first_line(password_file)
     password = env.get("ELASTIC_ETCD_PASSWORD") or env.get("ETCDCTL_PASSWORD")
     if not password and name == variable:
         password = inline
@@ -127,7 +127,7 @@ def _user(
     return name, password
 
 
-def _read(path: str) -> str:
+def _first_line(path: str) -> str:
     try:
         with Path(path).open(encoding="utf-8") as file:
             password = file.readline().rstrip("\r\n")

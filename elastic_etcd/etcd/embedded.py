@@ -1,4 +1,4 @@
-"""A single etcd on loopback for one run: started with it and gone with it."""
+"""An etcd server on loopback for one run, with which it ends."""
 
 import asyncio
 import importlib.util
@@ -7,17 +7,15 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Self
 
-from elastic_etcd import trampoline
 from elastic_etcd.errors import EtcdUnreachable, UsageError
+from elastic_etcd.process import exited, spawn
+from elastic_etcd.times import EMBEDDED_START, EMBEDDED_STOP
 
-START_TIMEOUT = 15.0
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
-STOP_TIMEOUT = 3.0
 
 
 class EmbeddedEtcd:
@@ -77,27 +75,19 @@ class EmbeddedEtcd:
     ) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
         environment["NOTIFY_SOCKET"] = "@" + notify.getsockname()[1:].decode()
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
-                program,
-                "--name=embedded",
-                f"--data-dir={self._directory / 'data'}",
-                f"--listen-client-urls=http://{self.endpoint}",
-                f"--advertise-client-urls=http://{self.endpoint}",
-                f"--listen-peer-urls={peer_url}",
-                f"--initial-advertise-peer-urls={peer_url}",
-                f"--initial-cluster=embedded={peer_url}",
-                "--unsafe-no-fsync",  # the data does not outlive the run
-                "--log-level=warn",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            # Not our process group: a Ctrl-C lets the workers end in good order first.
-            process_group=0,
-            env=environment,
-        )
+        command = [
+            program,
+            "--name=embedded",
+            f"--data-dir={self._directory / 'data'}",
+            f"--listen-client-urls=http://{self.endpoint}",
+            f"--advertise-client-urls=http://{self.endpoint}",
+            f"--listen-peer-urls={peer_url}",
+            f"--initial-advertise-peer-urls={peer_url}",
+            f"--initial-cluster=embedded={peer_url}",
+            "--unsafe-no-fsync",  # the data does not outlive the run
+            "--log-level=warn",
+        ]
+        return spawn(command, environment, stdout=output.fileno(), stderr=output.fileno())
 
     async def _stop_process(self) -> None:
         process, self._process = self._process, None
@@ -105,11 +95,11 @@ class EmbeddedEtcd:
             return
         process.terminate()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await process_exit(process)
+            async with asyncio.timeout(EMBEDDED_STOP):
+                await exited(process)
         except TimeoutError:
             process.kill()
-            await process_exit(process)
+            await exited(process)
 
     async def _stop(self) -> None:
         await self._stop_process()
@@ -131,31 +121,15 @@ async def ready(process: subprocess.Popen[bytes], notify: socket.socket) -> bool
     """Whether etcd serves before it exits, in time."""
     loop = asyncio.get_running_loop()
     told = asyncio.create_task(loop.sock_recv(notify, 4096))  # READY=1, its only message
-    exited = asyncio.create_task(process_exit(process))
-    tasks = {told, exited}
+    gone = asyncio.create_task(exited(process))
+    tasks = {told, gone}
     try:
-        await asyncio.wait(tasks, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=EMBEDDED_START, return_when=asyncio.FIRST_COMPLETED)
         return told.done()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def process_exit(process: subprocess.Popen[bytes]) -> int:
-    """The exit status, awaited without a thread and without polling."""
-    if (status := process.poll()) is not None:
-        return status
-    descriptor = os.pidfd_open(process.pid)
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    return process.wait()
 
 
 def find_program() -> str:
@@ -184,7 +158,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def complaint(log_text: str) -> str:
-    """What etcd's log says last, in short."""
+    """The last message in etcd's log."""
     lines = [line.strip() for line in log_text.splitlines() if line.strip()]
     try:
         entry = json.loads(lines[-1])

@@ -1,15 +1,13 @@
-"""What a failed RPC means: try again, log in again, or tell the user. gRPC's errors end here."""
+"""What a failed RPC means: try again, log in again, or tell the user.
+
+Only this module reads the texts of gRPC's errors.
+"""
 
 import re
 from collections.abc import Sequence
 
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable
-from elastic_etcd.etcd.startup import grpc_startup
-
-with grpc_startup():
-    import grpc
-
-Code = grpc.StatusCode
+from elastic_etcd.etcd._grpc import Code
 
 # Only these say that the request never left this machine, so that it was surely not applied.
 NEVER_SENT = ("failed to connect to all addresses", "connections to all backends failing")
@@ -32,7 +30,7 @@ UNTRUSTED = (*WRONG_NAME, *CLIENT_REFUSED, NO_PAIR, "CERTIFICATE_VERIFY_FAILED")
 class RpcFailed(Exception):
     """What gRPC said. Never leaves the package."""
 
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+    def __init__(self, code: Code, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
         self.code = code
         self.details = details
@@ -64,10 +62,15 @@ class Compacted(Exception):
     """The revision that was asked for is no longer kept. Never leaves the package."""
 
 
-def translate(
-    error: RpcFailed | Unanswered, endpoint: str, what: str, user: str | None
-) -> Exception:
-    """The exception to raise for `error`, which the RPC for `what` met at `endpoint`."""
+class LeaseNotFound(EtcdRefused):
+    """The lease has ended."""
+
+
+Fault = Unanswered | Compacted | EtcdError
+
+
+def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, user: str | None) -> Fault:
+    """What `error` means, which the RPC for `what` met at `endpoint`: an exception to raise."""
     if isinstance(error, Unanswered):
         return error
     code, details = error.code, error.details
@@ -84,7 +87,16 @@ def translate(
     return fatal(code, details, endpoint, what, user)
 
 
-def transient(code: grpc.StatusCode, details: str) -> bool:
+def canceled(reason: str, compact_revision: int) -> Unanswered | Compacted:
+    """Why etcd ended a watch, from the fields of its last answer: an exception to raise."""
+    if compact_revision:
+        return Compacted(reason)
+    if any(text in reason for text in TOKEN_ERRORS):
+        return TokenRefused(reason, applied=False, move=False)
+    return Unanswered(reason or "etcd cancelled the watch")
+
+
+def transient(code: Code, details: str) -> bool:
     """Whether another attempt, or another endpoint, may succeed."""
     if code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL):
         return True
@@ -101,9 +113,7 @@ def transient(code: grpc.StatusCode, details: str) -> bool:
     return code is Code.FAILED_PRECONDITION and details == "etcdserver: not leader"
 
 
-def fatal(
-    code: grpc.StatusCode, details: str, endpoint: str, what: str, user: str | None
-) -> EtcdError:
+def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) -> EtcdError:
     """What the user has to put right."""
     if details == "etcdserver: authentication failed, invalid user ID or password":
         return EtcdDenied(
@@ -120,11 +130,12 @@ def fatal(
             f"etcd at {endpoint} is full ({details}), {what} was not written.\n"
             "Compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes."
         )
-    return EtcdRefused(f"etcd at {endpoint} refused {what}: {details or code.name}")
+    kind = LeaseNotFound if details == LEASE_NOT_FOUND else EtcdRefused
+    return kind(f"etcd at {endpoint} refused {what}: {details or code.name}")
 
 
 def denied(endpoint: str, what: str, user: str | None) -> EtcdDenied:
-    """After a fresh login: the user really may not."""
+    """The error after a fresh login was refused: the user lacks the permission."""
     if user is None:
         return EtcdDenied(
             f"etcd at {endpoint} asks for a user to access {what}.\n"

@@ -11,21 +11,20 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Never, Self
 
-from tenacity import RetryCallState
-
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
-from elastic_etcd.etcd import channel, faults, wire
-from elastic_etcd.etcd.channel import Stream
+from elastic_etcd.etcd import faults, wire
+from elastic_etcd.etcd._grpc import WATCH
 from elastic_etcd.etcd.client import Client, Listing
-from elastic_etcd.etcd.faults import Compacted, TokenRefused, Unanswered
+from elastic_etcd.etcd.connection import Stream
+from elastic_etcd.etcd.faults import Compacted, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import growing, jitter, now, retrying, start_over
+from elastic_etcd.etcd.retry import Attempts, jitter, now
+from elastic_etcd.times import OPEN_TIMEOUT
 
 log = logging.getLogger(__name__)
 
 # Without it a watch on a member that has lost the quorum is silent instead of failing.
 HAS_LEADER = (("hasleader", "true"),)
-OPEN_TIMEOUT = 2.0
 RECONCILE_TRIES = 3  # a list that events have overtaken is not compared
 
 
@@ -34,8 +33,8 @@ class Mirror:
 
     `changed()` is called in the event loop after the first list and after each batch of
     events; `snapshot()` then gives the copy. Keys of different ranges that one Txn wrote may
-    arrive in two batches. etcd's absence is waited for; what cannot heal (a permission) is the
-    exception of the future `failed`.
+    arrive in two batches. While etcd is away the mirror waits. What no repetition cures (a missing
+    permission) becomes the exception of the future `failed`.
     """
 
     def __init__(
@@ -57,19 +56,17 @@ class Mirror:
         self._next: list[int] = []  # for each range, the revision from which to watch
         self._history: tuple[int, int] | None = None  # cluster id and raft term; None: list
         self._snapshot: Snapshot | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._attempts = Attempts()
+        self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        for work, name in ((self._follow(), "mirror"), (self._reconcile(), "reconcile")):
-            task = asyncio.create_task(work, name=name)
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
+        self._keeper = asyncio.create_task(self._keep(), name="mirror")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
 
     def snapshot(self) -> Snapshot | None:
         """The copy, which later events leave alone; None before the first list."""
@@ -77,34 +74,43 @@ class Mirror:
             self._snapshot = Snapshot(self._revision, MappingProxyType(dict(self._kvs)))
         return self._snapshot
 
-    async def _follow(self) -> None:
-        async for attempt in retrying():
-            with attempt:
-                try:
-                    await self._watch(attempt.retry_state)
-                except Compacted as error:
-                    self._history = None
-                    log.info("etcd has compacted the events of %s: listing again", self._what)
-                    raise Unanswered(str(error), move=False) from error
-                except Unanswered as error:
-                    log.debug("watch of %s: %s", self._what, error)
-                    raise
+    async def _keep(self) -> None:
+        """Keep the copy, and give what ends that for good to the owner: also our own faults."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._attempts.run(self._follow), name="follow")
+                tasks.create_task(self._reconcile(), name="reconcile")
+        except ExceptionGroup as errors:
+            if not self.failed.done():
+                self.failed.set_exception(errors.exceptions[0])
 
-    async def _watch(self, attempts: RetryCallState) -> Never:
-        """List if need be, then follow one stream to its end: Unanswered, Compacted, EtcdError."""
+    async def _follow(self) -> Never:
+        """List if need be, then follow one stream to its end. Raises Unanswered, EtcdError."""
+        try:
+            await self._watch()
+        except Compacted as error:
+            self._history = None
+            log.info("etcd has compacted the events of %s: listing again", self._what)
+            raise Unanswered(str(error), move=False) from error
+        except Unanswered as error:
+            log.debug("watch of %s: %s", self._what, error)
+            raise
+
+    async def _watch(self) -> Never:
+        """As `_follow`; raises Compacted, too."""
         if self._history is None:
             self._adopt(await self._client.list(*self._ranges))
-        patience = growing(OPEN_TIMEOUT, attempts)
-        async with self._client.stream(channel.WATCH, self._what, HAS_LEADER) as stream:
+        patience = self._attempts.growing(OPEN_TIMEOUT)
+        async with self._client.stream(WATCH, self._what, HAS_LEADER) as stream:
             try:
                 async with asyncio.timeout(patience):
                     await self._open(stream)
             except TimeoutError:
                 raise Unanswered(f"no watch within {patience} s") from None
             stream.began = now()
-            start_over(attempts)
+            self._attempts.start_over()
             while True:
-                self._take(await stream.read())
+                self._receive(await stream.read())
 
     async def _open(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
         """Watch every range; returns when etcd has confirmed all of them."""
@@ -119,13 +125,13 @@ class Mirror:
         missing = len(self._ranges)
         while missing:
             response = await stream.read()
-            self._take(response)
+            self._receive(response)
             missing -= response.created
 
-    def _take(self, response: pb.WatchResponse) -> None:
+    def _receive(self, response: pb.WatchResponse) -> None:
         """Apply one response. Raises Unanswered or Compacted when the watch has ended."""
         if response.canceled:  # before `created`, which may be set as well
-            raise _canceled(response)
+            raise faults.canceled(response.cancel_reason, response.compact_revision)
         self._check_history(response.header)
         if not response.events:  # also a progress answer, which proves nothing: etcd#15220
             return
@@ -204,18 +210,3 @@ class Mirror:
         text = "the copy of %s is mended: an event before revision %d was missed, or is late"
         log.info(text, self._what, self._revision)
         self._adopt(listing)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """What ends a task for good is for the owner to see, a fault of this program as well."""
-        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
-            self.failed.set_exception(error)
-
-
-def _canceled(response: pb.WatchResponse) -> Exception:
-    """Why etcd ended the watch. The watch id is not to be trusted here: it may be -1."""
-    reason = response.cancel_reason
-    if response.compact_revision:
-        return Compacted(reason)
-    if any(text in reason for text in faults.TOKEN_ERRORS):
-        return TokenRefused(reason, applied=False, move=False)
-    return Unanswered(reason or "etcd cancelled the watch")

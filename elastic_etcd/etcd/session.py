@@ -1,8 +1,9 @@
-"""A lease kept alive: whoever holds it is a member, and the answers show that etcd is there.
+"""A session: a lease that is kept alive.
 
-One stream per process, a request each third of the TTL that etcd granted. A third without
-an answer condemns the endpoint, and the client moves on with everything (a gRPC ping would
-find out after 65 s). Errors never end a session: only etcd's word that the lease is gone.
+It sends a request each third of the TTL that etcd granted, on one stream. When a third passes
+without an answer, the client gives the endpoint up and moves to the next one with all its streams
+(a gRPC ping would notice after 65 s). No error ends a session: only etcd's word that the lease is
+gone.
 """
 
 import asyncio
@@ -10,24 +11,22 @@ import logging
 from collections.abc import Callable
 from typing import Self
 
-from tenacity import RetryCallState
-
 from elastic_etcd.errors import EtcdError
-from elastic_etcd.etcd import channel
+from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.faults import Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import now, retrying, start_over
+from elastic_etcd.etcd.retry import Attempts, now
+from elastic_etcd.times import REVOKE_TIMEOUT
 
 log = logging.getLogger(__name__)
-
-REVOKE_TIMEOUT = 2.0
 
 
 class Session:
     """`async with Session(client, ttl) as session`: a lease for as long as the scope lasts.
 
-    `lost` gets its result, the reason, when etcd says that the lease is gone.
+    `lost` gets its result, the reason, when etcd says that the lease is gone; its exception is a
+    fault of this program.
     `silent_since` is the monotonic time of the last renewal while no endpoint answers, else
     None. `on_silence(seconds)` is called at every attempt that fails, `on_answer()` when etcd
     is back. Leaving the scope revokes the lease, which its watchers see at once.
@@ -52,6 +51,7 @@ class Session:
         self._on_answer = on_answer
         self._renewed = 0.0
         self._orphaned = False
+        self._attempts = Attempts()
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -59,7 +59,6 @@ class Session:
         lease = await self._client.grant(self.ttl, self._timeout)
         self.lease, self.ttl = lease.id, lease.ttl
         self._keeper = asyncio.create_task(self._keep_alive(), name="keepalive")
-        self._keeper.add_done_callback(self._ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,21 +73,28 @@ class Session:
             log.warning("lease %x is left to expire in %s s: %s", self.lease, self.ttl, reason)
 
     def orphan(self) -> None:
-        """Leave the lease to whoever holds it next: the scope's end will not revoke it."""
+        """Leave the lease to its next holder: the scope's end does not revoke it."""
         self._orphaned = True
 
     async def _keep_alive(self) -> None:
-        async for attempt in retrying():
-            with attempt:
-                try:
-                    await self._renew(attempt.retry_state)
-                except (EtcdError, Unanswered) as error:
-                    self._silent(error)
-                    # Also what looks final (a permission) may be put right before the TTL.
-                    raise Unanswered(str(error)) from error
+        """Renew until the lease is gone, which is the result of `lost`."""
+        try:
+            self.lost.set_result(await self._attempts.run(self._renew))
+        except Exception as error:  # noqa: BLE001 - our own fault must not pass for a live lease
+            if not self.lost.done():
+                self.lost.set_exception(error)
 
-    async def _renew(self, attempts: RetryCallState) -> None:
-        """Renew on one stream until the lease is gone. Raises Unanswered, EtcdError."""
+    async def _renew(self) -> str:
+        """Renew until the lease is gone; gives the reason. Raises Unanswered."""
+        try:
+            return await self._renew_on_one_stream()
+        except (EtcdError, Unanswered) as error:
+            self._silent(error)
+            # Also what looks final (a permission) may be put right before the TTL.
+            raise Unanswered(str(error)) from error
+
+    async def _renew_on_one_stream(self) -> str:
+        """As `_renew`; raises EtcdError, too."""
         pace = self.ttl / 3
         connection = self._client.connection()
         request = pb.LeaseKeepAliveRequest(id=self.lease)
@@ -96,7 +102,7 @@ class Session:
         try:
             async with (
                 asyncio.timeout(pace) as patience,
-                self._client.stream(channel.LEASE_KEEP_ALIVE, "its lease") as stream,
+                self._client.stream(LEASE_KEEP_ALIVE, "its lease") as stream,
             ):
                 while True:
                     sent = now()
@@ -104,23 +110,17 @@ class Session:
                     answer = await stream.read()
                     patience.reschedule(None)
                     if answer.ttl <= 0:
-                        self.lost.set_result(f"etcd at {connection.endpoint} says it has expired")
-                        return
+                        return f"etcd at {connection.endpoint} says it has expired"
                     stream.began = now()
-                    self._answered(sent, attempts)
+                    self._answered(sent)
                     await asyncio.wait({self.lost}, timeout=max(0.0, sent + pace - now()))
                     patience.reschedule(loop.time() + pace)
         except TimeoutError:
             self._client.give_up(connection)
             raise Unanswered(f"{connection.endpoint} is silent for {pace:.1f} s") from None
 
-    def _ended(self, keeper: asyncio.Task[None]) -> None:
-        """A fault of this program in the keepalive must not pass for a live lease."""
-        if not keeper.cancelled() and (error := keeper.exception()) and not self.lost.done():
-            self.lost.set_exception(error)
-
-    def _answered(self, sent: float, attempts: RetryCallState) -> None:
-        start_over(attempts)
+    def _answered(self, sent: float) -> None:
+        self._attempts.start_over()
         self._renewed = sent
         if self.silent_since is not None:
             self.silent_since = None

@@ -1,4 +1,4 @@
-"""Txn, Get and KeyValue as etcd's messages and back: the only place that knows both."""
+"""Txn, Get and KeyValue as etcd's messages and back: the only module that knows both."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ MAX_OPERATIONS = 128  # etcd's --max-txn-ops: for compares, for `then` and for `
 
 
 def encode(text: str) -> bytes:
-    """Keys and values are UTF-8; other people's bytes go round unchanged."""
+    """A key or value as bytes in UTF-8; what `decode` read of other bytes comes out unchanged."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -28,7 +28,7 @@ def range_end(key: str, prefix: bool) -> bytes:
 
 
 def txn_request(txn: Txn) -> pb.TxnRequest:
-    """Raises EtcdRefused for what etcd would refuse: too many operations, a key written twice."""
+    """The request of `txn`. Raises EtcdRefused for too many operations or a key written twice."""
     check_size(max(len(txn.compare), len(txn.then), len(txn.otherwise)))
     _no_key_twice(txn.then)
     return pb.TxnRequest(
@@ -59,6 +59,11 @@ def range_request(get: Get, *, limit: int = 0, values: bool = True) -> pb.RangeR
 def key_value(kv: pb.KeyValue) -> KeyValue:
     """One key as read."""
     return KeyValue(decode(kv.key), decode(kv.value), kv.create_revision, kv.mod_revision, kv.lease)
+
+
+def key_values(response: pb.RangeResponse) -> dict[str, KeyValue]:
+    """What one Range has read, by key."""
+    return {kv.key: kv for kv in map(key_value, response.kvs)}
 
 
 def gets(response: pb.TxnResponse) -> tuple[tuple[KeyValue, ...], ...]:

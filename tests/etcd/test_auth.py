@@ -10,14 +10,13 @@ import pytest
 
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdDenied
-from elastic_etcd.etcd.auth import Login, Token
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.client import Client, Login, Token
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, elapse, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import FAST, EtcdServer, tool
+from tests.support.aio import Copy, asynchronous, elapse, put
+from tests.support.etcd import FAST, EtcdServer, tool
+from tests.support.proxy import proxy
 
 LOGINS = 'grpc_server_handled_total{grpc_code="OK",grpc_method="Authenticate"'
 ROOT = {"ETCDCTL_USER": "root:secret"}

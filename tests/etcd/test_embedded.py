@@ -15,8 +15,8 @@ from elastic_etcd.etcd import embedded
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
-from tests.etcd.aio import asynchronous, put
-from tests.etcd.server import tool
+from tests.support.aio import asynchronous, put
+from tests.support.etcd import tool
 
 PROGRAM = """
 import asyncio

@@ -8,25 +8,17 @@ import pytest
 
 from elastic_etcd.core.txn import Compare, Get, Put, Txn
 from elastic_etcd.errors import EtcdUnreachable
-from elastic_etcd.etcd.channel import WATCH, Connection, target
-from elastic_etcd.etcd.client import ATTEMPT_TIMEOUT, Client
+from elastic_etcd.etcd._grpc import WATCH, target
+from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.connection import Connection
 from elastic_etcd.etcd.embedded import free_ports
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from tests.etcd.aio import asynchronous, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import EtcdCluster, EtcdServer
-
-
-async def attached(config: EtcdConfig, endpoint: str) -> Client:
-    """A client whose connection to `endpoint` is established."""
-    first = (endpoint, *(other for other in config.endpoints if other != endpoint))
-    client = Client(EtcdConfig(first))
-    client._at = 0
-    await client.range(Get("/"), timeout=10)
-    assert client.endpoint == endpoint
-    return client
+from elastic_etcd.times import ATTEMPT_TIMEOUT
+from tests.support.aio import asynchronous, attached, put
+from tests.support.etcd import EtcdCluster, EtcdServer
+from tests.support.proxy import proxy
 
 
 @asynchronous

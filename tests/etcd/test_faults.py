@@ -6,6 +6,7 @@ import pytest
 from elastic_etcd.errors import EtcdDenied, EtcdRefused
 from elastic_etcd.etcd.faults import (
     Compacted,
+    LeaseNotFound,
     RpcFailed,
     TokenRefused,
     Unanswered,
@@ -66,7 +67,7 @@ def test_another_login(code: grpc.StatusCode, details: str) -> None:
         (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", EtcdRefused, "full"),
         (Code.UNIMPLEMENTED, "unknown service etcdserverpb.KV", EtcdRefused, "v3 API"),
         (Code.UNKNOWN, "something new", EtcdRefused, "/key: something new"),
-        (Code.NOT_FOUND, "etcdserver: requested lease not found", EtcdRefused, "lease"),
+        (Code.NOT_FOUND, "etcdserver: requested lease not found", LeaseNotFound, "lease"),
         (
             Code.INVALID_ARGUMENT,
             "etcdserver: authentication failed, invalid user ID or password",

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.etcd.server import EtcdServer
+from tests.support.etcd import EtcdServer
 
 # In a process of its own: a child of pytest would free the leftovers of other tests' channels.
 PROGRAM = """

@@ -11,11 +11,11 @@ from elastic_etcd.core.txn import Get
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import free_ports
-from tests.etcd.aio import Copy, asynchronous, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import FAST, EtcdCluster, EtcdServer
-from tests.etcd.tls import Authority
-from tests.unit.stand_in import Agent, agent, ended
+from tests.support.aio import Copy, asynchronous, put
+from tests.support.etcd import FAST, EtcdCluster, EtcdServer
+from tests.support.proxy import proxy
+from tests.support.stand_in import Agent, agent, ended
+from tests.support.tls import Authority
 
 TTL = 300  # far beyond any deadline here: what goes was revoked
 KEY = "/mine/members/1"

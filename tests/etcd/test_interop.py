@@ -10,9 +10,9 @@ import pytest
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, put
-from tests.etcd.server import EtcdServer
-from tests.packaging.venv import venv
+from tests.support.aio import Copy, asynchronous, put
+from tests.support.etcd import EtcdServer
+from tests.support.venv import venv
 
 # It does not import with protobuf's compiled implementations, hence the pure Python one.
 ETCD3 = """

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.core.keys import hexed
-from tests.etcd.server import EtcdServer, tool
+from elastic_etcd.core.schema import hexed
+from tests.support.etcd import EtcdServer, tool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "keys.md").read_text()

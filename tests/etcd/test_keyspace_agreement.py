@@ -1,4 +1,4 @@
-"""The key space of the stories behaves as a real etcd does, Txn by Txn."""
+"""The key space of the scenarios behaves as a real etcd does, Txn by Txn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.etcd.client import Client
-from tests.etcd.aio import asynchronous
-from tests.etcd.server import EtcdServer
-from tests.scenarios.keyspace import KeySpace
+from tests.support.aio import asynchronous
+from tests.support.etcd import EtcdServer
+from tests.support.keyspace import KeySpace
 
 NAMES = ("a", "b/", "b/1", "b/2")
 LEASES = (1, 2)  # by number; the real ids are etcd's

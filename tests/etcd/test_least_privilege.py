@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd.server import FAST, EtcdServer, tool
+from tests.support.etcd import FAST, EtcdServer, tool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text()
@@ -114,7 +114,7 @@ def trains(folder: Path, *flags: str, password: str = "") -> str:
 
 
 def status(server: EtcdServer, user: str, *flags: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "elastic_etcd.cli.main", "status", *flags]
+    argv = [sys.executable, "-m", "elastic_etcd", "status", *flags]
     return subprocess.run(
         [*argv, f"--etcd={server.endpoint}", f"--user={user}"],
         env={

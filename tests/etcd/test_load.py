@@ -15,10 +15,9 @@ ROOT = Path(__file__).parents[2]
 def test_jobs_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     file = tmp_path / "load.json"
     options = ("--jobs=3", "--minutes=0.1", "--period=0.5", "--ttl=2", f"--json={file}")
-    path = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     done = subprocess.run(
-        [sys.executable, "-m", "bench_lib.load", *options],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "scripts.bench_lib", "load", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=80,

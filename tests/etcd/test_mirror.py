@@ -3,19 +3,19 @@
 import asyncio
 import subprocess
 import time
+from typing import Any
 
 import pytest
 
 from elastic_etcd.core.txn import Delete, Get, Put, Snapshot, Txn
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.client import Client, Listing
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import EtcdCluster, EtcdServer, tool
-from tests.etcd.test_failover import attached
+from tests.support.aio import Copy, asynchronous, attached, elapse, put
+from tests.support.etcd import EtcdCluster, EtcdServer, tool
+from tests.support.proxy import proxy
 
 
 class Recording(Mirror):
@@ -178,11 +178,11 @@ async def test_compacted_watch(own_etcd: EtcdServer, prefix: str) -> None:
 class Forgetful(Mirror):
     """Loses the next DELETE, as servers did: etcd#18089, etcd#19179."""
 
-    def _take(self, response: pb.WatchResponse) -> None:
+    def _receive(self, response: pb.WatchResponse) -> None:
         kept = [event for event in response.events if event.type != pb.Event.DELETE]
         if len(kept) < len(response.events):
             return
-        super()._take(response)
+        super()._receive(response)
 
 
 @asynchronous
@@ -232,7 +232,7 @@ async def test_a_progress_answer_proves_nothing(etcd: EtcdServer, prefix: str) -
         before = list(mirror._next), mirror._revision
         cluster, term = mirror._history or (0, 0)
         header = pb.Header(cluster_id=cluster, raft_term=term, revision=mirror._revision + 1000)
-        mirror._take(pb.WatchResponse(header=header, watch_id=1))
+        mirror._receive(pb.WatchResponse(header=header, watch_id=1))
         assert (mirror._next, mirror._revision) == before
 
 
@@ -366,3 +366,24 @@ async def test_a_fault_of_the_owner_is_not_swallowed(etcd: EtcdServer, prefix: s
     async with Client(etcd.config) as client, Mirror(client, (Get(prefix),), changed) as mirror:
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(asyncio.shield(mirror.failed), 5)
+
+
+@asynchronous
+async def test_a_mirror_that_has_failed_asks_no_more(etcd: EtcdServer, prefix: str) -> None:
+    """What compares the copy went on, without a pause, until the owner had ended."""
+
+    class Counting(Client):
+        lists = 0
+
+        async def list(self, *ranges: Get, **options: Any) -> Listing:
+            self.lists += 1
+            return await super().list(*ranges, **options)
+
+    def changed() -> None:
+        raise ZeroDivisionError
+
+    async with Counting(etcd.config) as client, Mirror(client, (Get(prefix),), changed) as mirror:
+        await asyncio.wait({mirror.failed}, timeout=5)
+        assert isinstance(mirror.failed.exception(), ZeroDivisionError)
+        await elapse(0.3)
+        assert client.lists == 1

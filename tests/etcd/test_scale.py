@@ -20,10 +20,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """What `scripts/bench scale` finds for 8 and for 32 agents, by the kind of change."""
     found = tmp_path_factory.mktemp("scale") / "scale.json"
     options = ("--sizes=8,32", "--torch=", f"--json={found}")
-    path = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     done = subprocess.run(
-        [sys.executable, "-m", "bench_lib.scale", *options],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "scripts.bench_lib", "scale", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=150,

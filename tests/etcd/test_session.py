@@ -10,9 +10,9 @@ from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, elapse, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import EtcdCluster, EtcdServer
+from tests.support.aio import Copy, asynchronous, elapse, put
+from tests.support.etcd import EtcdCluster, EtcdServer
+from tests.support.proxy import proxy
 
 TTL = 3
 

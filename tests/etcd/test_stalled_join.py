@@ -3,14 +3,14 @@
 import asyncio
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.inbox import Inbox, Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.core import lifecycle
-from elastic_etcd.core.events import Event, Joined, LeaseLost, Rejoin
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Limits, Me
+from elastic_etcd.core.lifecycle import Joined, LeaseLost, Life, Rejoin, State
+from elastic_etcd.core.rules import Limits, Local
 from elastic_etcd.etcd.client import Client, Lease
-from tests.etcd.aio import asynchronous
-from tests.etcd.server import EtcdServer
+from tests.support.aio import asynchronous
+from tests.support.etcd import EtcdServer
 
 
 class Stalled(Client):
@@ -28,22 +28,24 @@ class Stalled(Client):
 
 @asynchronous
 async def test_lease_ends_before_the_member_key_is_written(etcd: EtcdServer, prefix: str) -> None:
-    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, 1, 1, prefix=prefix, lease_ttl=2)
-    mailbox: asyncio.Queue[Event] = asyncio.Queue()
+    one = Limits(1, 1)
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, one, prefix=prefix, lease_ttl=2)
+    inbox = Inbox()
     async with (
         Stalled(etcd.config) as client,
-        Membership(client, config, mailbox.put_nowait, lambda: None) as membership,
+        Tasks() as tasks,
+        Membership(client, config, inbox, tasks) as membership,
     ):
         membership.join("", 0)
-        assert isinstance(await asyncio.wait_for(mailbox.get(), 20), LeaseLost)
+        assert isinstance(await asyncio.wait_for(inbox.get(), 20), LeaseLost)
         membership.join("", 0)
-        while not isinstance(event := await asyncio.wait_for(mailbox.get(), 20), Joined):
+        while not isinstance(event := await asyncio.wait_for(inbox.get(), 20), Joined):
             assert isinstance(event, LeaseLost)
 
 
 def test_lease_lost_twice_before_the_node_has_joined_again() -> None:
     limits = Limits(1, 2)
-    state = State(Me("r", 0xA, 1, 1), 1)
+    state = State(Local("r", 0xA, 1, 1), 1, Life.MEMBER)
     for _ in range(3):
         state, actions = lifecycle.step(state, LeaseLost("gone"), 0.0, limits)
         assert actions == [Rejoin()]

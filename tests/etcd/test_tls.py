@@ -10,9 +10,9 @@ from elastic_etcd.errors import EtcdDenied, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, put
-from tests.etcd.server import FAST, EtcdServer
-from tests.etcd.tls import Authority, Files, asking, shows
+from tests.support.aio import Copy, asynchronous, put
+from tests.support.etcd import FAST, EtcdServer
+from tests.support.tls import Authority, Files, asking, shows
 
 
 @dataclass

@@ -7,12 +7,12 @@ import pytest
 
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.errors import EtcdRefused
-from elastic_etcd.etcd import channel, wire
+from elastic_etcd.etcd import _grpc, wire
 from elastic_etcd.etcd import client as client_module
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from tests.etcd.aio import asynchronous, put
-from tests.etcd.server import EtcdServer
+from tests.support.aio import asynchronous, put
+from tests.support.etcd import EtcdServer
 
 
 @asynchronous
@@ -108,7 +108,7 @@ async def test_no_key_twice(etcd: EtcdServer, operations: tuple[Put | Delete, ..
     raw = pb.TxnRequest(success=[wire._operation(operation) for operation in operations])
     async with Client(etcd.config) as client:  # etcd agrees
         with pytest.raises(EtcdRefused, match="duplicate key"):
-            await client.call(channel.TXN, raw, "/k", float("inf"))
+            await client.call(_grpc.TXN, raw, "/k", float("inf"))
 
 
 @asynchronous
@@ -157,7 +157,7 @@ async def test_compacted_between_two_pages(
 
         async def call(self, rpc: Any, request: Any, what: str, deadline: float) -> Any:
             nonlocal compacted
-            if rpc is channel.RANGE and not compacted:
+            if rpc is _grpc.RANGE and not compacted:
                 compacted = await put(client, f"{prefix}/e", "new")
                 own_etcd.ctl("compact", str(compacted))
             return await super().call(rpc, request, what, deadline)

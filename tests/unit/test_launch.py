@@ -13,7 +13,8 @@ import pytest
 
 from elastic_etcd import launch
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
-from elastic_etcd.cli import flags
+from elastic_etcd.cli import options
+from elastic_etcd.core.rules import Limits
 from elastic_etcd.errors import UsageError
 
 # A value for each of torchrun's flags, where "1" is none.
@@ -85,9 +86,13 @@ def test_flags_of_the_same_meaning_give_what_torchrun_gives(
     argv += ["--rdzv-id=j", "--local_addr=10.0.0.7", "--shutdown-timeout=9", "--rdzv-endpoint=e:1"]
     argv += ["--virtual-local-rank", "--log-dir", "logs"]
     theirs, ours = torchrun.parse_args([*argv, "train.py"]), parse(*argv)
-    assert (ours.min_nodes, ours.max_nodes, ours.nproc) == (2, 4, int(theirs.nproc_per_node))
+    assert (ours.limits.min_nodes, ours.limits.max_nodes, ours.nproc) == (
+        2,
+        4,
+        int(theirs.nproc_per_node),
+    )
     assert (ours.job, ours.role, ours.advertise) == (theirs.rdzv_id, theirs.role, theirs.local_addr)
-    assert ours.max_restarts == theirs.max_restarts
+    assert ours.limits.max_restarts == theirs.max_restarts
     assert ours.shutdown_timeout == theirs.shutdown_timeout
     assert ours.virtual_local_rank is theirs.virtual_local_rank is True
     assert ours.log.log_dir == theirs.log_dir
@@ -151,8 +156,8 @@ def test_every_pet_variable_of_torchrun_is_read(torchrun: ArgumentParser, parse:
         if action.dest in switches - {"standalone", "virtual_local_rank"}:
             continue
         value = "1" if action.dest in switches else VALUES.get(action.dest, "1")
-        args = launch._read(["x"], {f"PET_{action.dest.upper()}": value}, "x")
-        plain = launch._read(["x"], {}, "x")
+        args = launch._arguments(["x"], {f"PET_{action.dest.upper()}": value}, "x")
+        plain = launch._arguments(["x"], {}, "x")
         same = {"role": "1", "nproc_per_node": "1", "redirects": "1", "tee": "1"}
         assert vars(args) != vars(plain) or value == same.get(action.dest), action.dest
 
@@ -165,9 +170,10 @@ def test_pet_variables(parse: Parse) -> None:
         "PET_LEASE_TTL": "9",
     }
     config = parse(**env)
-    assert (config.min_nodes, config.max_nodes, config.job, config.lease_ttl) == (2, 3, "j", 9)
+    assert (config.limits.min_nodes, config.limits.max_nodes) == (2, 3)
+    assert (config.job, config.lease_ttl) == ("j", 9)
     assert parse("--nnodes=1", "--job=k", **env).job == "k"
-    assert parse(PET_NNODES="").max_nodes == 1
+    assert parse(PET_NNODES="").limits.max_nodes == 1
     assert parse(PET_VIRTUAL_LOCAL_RANK="1").virtual_local_rank
     assert not parse(PET_VIRTUAL_LOCAL_RANK="0").virtual_local_rank
     with pytest.raises(UsageError, match="PET_STANDALONE=yes in the environment: give 1 or 0"):
@@ -190,8 +196,10 @@ def test_our_flags(parse: Parse) -> None:
     config = parse(*argv.split())
     assert config.etcd is not None
     assert config.etcd.endpoints == ("e:1", "f:2")
-    assert (config.job, config.lease_ttl, config.settle, config.join_timeout) == ("j", 7, 1.5, 20)
-    assert (config.restart_window, config.min_uptime, config.prefix) == (60, 2, "/a/b")
+    limits = config.limits
+    assert (config.job, config.lease_ttl, config.prefix) == ("j", 7, "/a/b")
+    assert (limits.settle, limits.join_timeout) == (1.5, 20)
+    assert (limits.restart_window, limits.min_uptime) == (60, 2)
     assert (config.topology_label, config.etcd_timeout, config.node) == ("rack1", 30, "n1")
     assert (config.advertise, config.log_level) == ("10.0.0.1", "DEBUG")
     assert config.log.local_ranks_filter == frozenset({0, 2})
@@ -201,11 +209,28 @@ def test_defaults(parse: Parse) -> None:
     config = parse()
     assert config.etcd is None
     assert re.fullmatch("run-[0-9a-f]{8}", config.job)
-    assert (config.min_nodes, config.max_nodes, config.nproc) == (1, 1, 1)
+    assert (config.limits.min_nodes, config.limits.max_nodes, config.nproc) == (1, 1, 1)
     # The data class and the flags agree on every default.
-    told = AgentConfig(None, config.job, config.argv, config.node, 1, 1, 1)
+    told = AgentConfig(None, config.job, config.argv, config.node, 1, Limits(1, 1))
     assert config == told
     assert config.log.redirects == StreamChoice(Streams.NONE)
+
+
+@pytest.mark.parametrize(
+    ("argv", "prefork"),
+    [
+        (["--start-method=prefork"], True),
+        (["--start-method=forkserver"], True),
+        (["--start-method=exec"], False),
+        (["--run-path", "--no-python"], True),
+    ],
+)
+def test_start_method(parse: Parse, argv: list[str], *, prefork: bool) -> None:
+    assert parse(*argv).prefork is prefork
+
+
+def test_a_program_that_is_not_python_is_not_preforked(script: str) -> None:
+    assert not launch.parse(["--no-python", "true"], {"PATH": "/usr/bin:/bin"}).prefork
 
 
 def test_signals(parse: Parse) -> None:
@@ -215,7 +240,7 @@ def test_signals(parse: Parse) -> None:
 
 def test_standalone_is_one_node_with_its_own_etcd(parse: Parse) -> None:
     config = parse("--standalone", "--etcd=e:1", "--job=j", "--nnodes=1:4")
-    assert (config.etcd, config.min_nodes, config.max_nodes) == (None, 1, 1)
+    assert (config.etcd, config.limits.min_nodes, config.limits.max_nodes) == (None, 1, 1)
     assert config.job != "j"
 
 
@@ -228,8 +253,8 @@ def test_job_id_is_needed_where_others_must_know_it(parse: Parse) -> None:
 
 def test_rdzv_conf(parse: Parse) -> None:
     config = parse("--rdzv-conf", "join_timeout=30, last_call_timeout=5,is_host=1")
-    assert (config.join_timeout, config.settle) == (30, 5)
-    assert parse("--rdzv-conf", "timeout=30", "--join-timeout=8").join_timeout == 8
+    assert (config.limits.join_timeout, config.limits.settle) == (30, 5)
+    assert parse("--rdzv-conf", "timeout=30", "--join-timeout=8").limits.join_timeout == 8
 
 
 def test_shutdown_timeout_from_torchs_variable(parse: Parse) -> None:
@@ -244,15 +269,15 @@ def test_log_level(parse: Parse) -> None:
 
 
 def remarks(*argv: str, **env: str) -> list[str]:
-    return list(launch._remarks(launch._read([*argv, "train.py"], env, "x")))
+    return list(launch._remarks(launch._arguments([*argv, "train.py"], env, "x")))
 
 
-@pytest.mark.parametrize("dest", flags.WITHOUT_MEANING)
+@pytest.mark.parametrize("dest", options.WITHOUT_MEANING)
 def test_a_flag_without_meaning_is_remarked_on_when_given(dest: str) -> None:
     name = "--" + dest.replace("_", "-")
     assert remarks() == []
     for said in (remarks(name, "1"), remarks(**{f"PET_{dest.upper()}": "1"})):
-        assert said == [f"{name} has no meaning here: {flags.WITHOUT_MEANING[dest]}"]
+        assert said == [f"{name} has no meaning here: {options.WITHOUT_MEANING[dest]}"]
 
 
 def test_keys_of_rdzv_conf_without_meaning_are_remarked_on() -> None:
@@ -274,13 +299,23 @@ def test_lines_of_the_agent() -> None:
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
 
 
+def test_the_readme_has_the_defaults() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| `?([\w/]+)`? \|", readme, re.MULTILINE)
+    told = {name: default for name, default in rows if default not in ("random", "embedded")}
+    plain = vars(options.build_parser({}).parse_args(["x"]))
+    for name, default in told.items():
+        value = plain[name[2:].replace("-", "_")]
+        expected = f"{value:g}" if isinstance(value, float) else str(value)
+        assert default == expected or (value is None and default in ("never", "info")), name
+    assert len(told) > 10
+
+
 def test_the_readme_has_every_flag_with_a_meaning() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    options = [a.option_strings for a in flags.build_parser({})._actions if a.option_strings]
-    shown = {
-        name for names in options for name in names if name.startswith("--") and "_" not in name
-    }
-    dropped = {"--" + dest.replace("_", "-") for dest in flags.WITHOUT_MEANING} | {"--help"}
+    spelt = [a.option_strings for a in options.build_parser({})._actions if a.option_strings]
+    shown = {name for names in spelt for name in names if name.startswith("--") and "_" not in name}
+    dropped = {"--" + dest.replace("_", "-") for dest in options.WITHOUT_MEANING} | {"--help"}
     short = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
     missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in readme]
     assert missing == []

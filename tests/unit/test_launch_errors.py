@@ -132,7 +132,7 @@ def test_help_teaches(directory: Path) -> None:
 
 
 def test_console_script(directory: Path) -> None:
-    cli = [sys.executable, "-m", "elastic_etcd.cli.main"]
+    cli = [sys.executable, "-m", "elastic_etcd"]
     assert re.fullmatch(r"elastic-etcd \d+\.\d+.*\n", run(["--version"], directory, cli).stdout)
     assert "elastic-etcd status" in run([], directory, cli).stdout
     assert "elastic-etcd launch [options]" in run(["launch", "-h"], directory, cli).stdout

@@ -6,23 +6,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
-from elastic_etcd.cli import main, status
-from elastic_etcd.core.keys import Keys, encode
-from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
-from elastic_etcd.core.values import (
+from elastic_etcd.__main__ import main
+from elastic_etcd.cli import status
+from elastic_etcd.core.schema import (
+    History,
+    Keys,
     Ledger,
+    Master,
     Member,
     Outcome,
     Participant,
     Phase,
     Round,
     Spec,
+    encode,
 )
-from elastic_etcd.core.view import EVERYTHING, View, view_of
+from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
+from elastic_etcd.core.view import Everything, View, view_of
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
@@ -35,33 +39,33 @@ FINAL = Round(
     reason="node2 left",
     run="r",
     participants=(Participant(0xA, "node1", 2), Participant(0xB, "node3", 1)),
-    master=("10.0.0.1", 4242),
+    master=Master("10.0.0.1", 4242),
     restarts=1,
 )
 RUNNING = {
-    KEYS.spec: Spec("r", 1, 2, "node1").encode(),
-    KEYS.round: FINAL.encode(),
-    KEYS.generation: Ledger(4, 4, (0xA, 0xB), ("node1", "node3"), 1).encode(),
-    KEYS.member(0xA): Member(0xA, "node1", 2, "10.0.0.1", run="r").encode(),
-    KEYS.member(0xC): Member(0xC, "node4", 1, "10.0.0.4", run="r").encode(),
+    KEYS.spec: encode(Spec("r", 1, 2, "node1")),
+    KEYS.round: encode(FINAL),
+    KEYS.ledger: encode(Ledger(4, 4, (0xA, 0xB), ("node1", "node3"), 1)),
+    KEYS.member(0xA): encode(Member(0xA, "node1", 2, "10.0.0.1", run="r")),
+    KEYS.member(0xC): encode(Member(0xC, "node4", 1, "10.0.0.4", run="r")),
     KEYS.history(3): encode(
-        {
-            "generation": 3,
-            "began": "first formation",
-            "began_at": "2026-11-21T08:00:00Z",
-            "nodes": ["node1", "node2"],
-            "world_size": 3,
-            "ended": "node2 left",
-        }
+        History(
+            generation=3,
+            began="first formation",
+            began_at="2026-11-21T08:00:00Z",
+            nodes=("node1", "node2"),
+            world_size=3,
+            ended="node2 left",
+        )
     ),
-    KEYS.history(4): encode({"generation": 4, "nodes": ["node1", "node3"], "world_size": 3}),
+    KEYS.history(4): encode(History(4, nodes=("node1", "node3"), world_size=3)),
 }
 OUTCOME = Outcome("failed", "no restarts left", "r", 4, 3, at="2026-11-21T09:00:00Z")
 
 
 def view(values: Mapping[str, str]) -> View:
     kvs = {key: KeyValue(key, value, 1, 1, 0) for key, value in values.items()}
-    return view_of(Snapshot(17, kvs), KEYS, EVERYTHING)
+    return view_of(Snapshot(17, kvs), KEYS, Everything())
 
 
 def test_a_running_job() -> None:
@@ -81,12 +85,12 @@ def test_a_running_job() -> None:
 
 def test_a_forming_job_has_members_that_wait() -> None:
     joinable = Round(1, Phase.JOINABLE, 0xA, "first formation", "r")
-    state = status.describe("j", view(RUNNING | {KEYS.round: joinable.encode()}))
+    state = status.describe("j", view(RUNNING | {KEYS.round: encode(joinable)}))
     assert [node["state"] for node in state["nodes"]] == ["waiting", "waiting"]
 
 
 def test_a_finished_job() -> None:
-    kept = {KEYS.outcome: OUTCOME.encode(), KEYS.history(3): "not json"}
+    kept = {KEYS.outcome: encode(OUTCOME), KEYS.history(3): "not json"}
     state = status.describe("j", view(kept))
     assert (state["phase"], state["reason"], state["nodes"]) == ("closed", "no restarts left", [])
     assert state["generation"] == OUTCOME.generation
@@ -95,7 +99,7 @@ def test_a_finished_job() -> None:
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    status._show(status.describe("j", view(RUNNING | {KEYS.outcome: OUTCOME.encode()})))
+    status._show(status.describe("j", view(RUNNING | {KEYS.outcome: encode(OUTCOME)})))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [
         "job j: final, generation 4",
@@ -113,10 +117,10 @@ def test_what_others_call_themselves_is_shown_as_it_is(
     odd: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither as rich's markup nor as what steers a terminal."""
-    entry = encode({"generation": 4, "nodes": [odd], "world_size": 3, "ended": odd})
+    entry = encode(History(4, nodes=(odd,), world_size=3, ended=odd))
     named = {
-        KEYS.member(0xC): Member(0xC, odd, 1, odd, run="r").encode(),
-        KEYS.round: replace(FINAL, reason=odd).encode(),
+        KEYS.member(0xC): encode(Member(0xC, odd, 1, odd, run="r")),
+        KEYS.round: encode(replace(FINAL, reason=odd)),
         KEYS.history(4): entry,
         KEYS.members + "\x1b[3J\udcff": "{}",
     }
@@ -141,7 +145,7 @@ def test_what_others_call_themselves_is_shown_as_it_is(
     ids=str,
 )
 def test_a_malformed_entry_is_said_to_be(entry: dict[str, object]) -> None:
-    text = encode({"generation": 4, **entry})
+    text = json.dumps({"v": 1, "generation": 4, **entry})
     state = status.describe("j", view({KEYS.history(4): text}))
     assert state["history"][0]["ended"].startswith("unreadable: ")
     assert state["restarts"] == 0
@@ -155,7 +159,7 @@ def run(
     monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
 
     def call(*argv: str) -> tuple[int, str]:
-        code = main.main(["status", *argv])
+        code = main(["status", *argv])
         return code, capsys.readouterr().err
 
     return call
@@ -180,7 +184,7 @@ def test_errors(
 
 async def test_from_a_real_etcd() -> None:
     async def call(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "elastic_etcd.cli.main", "status", *argv]
+        command = [sys.executable, "-m", "elastic_etcd", "status", *argv]
         env = dict(
             os.environ, PYTHONPATH=os.pathsep.join(sys.path), ETCDCTL_ENDPOINTS=etcd.endpoint
         )

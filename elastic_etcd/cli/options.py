@@ -1,22 +1,30 @@
-"""The launcher's flags: torchrun's, each with its meaning, and our own, grouped by purpose.
+"""The command line: the flags, and what the text of each may be.
 
-Every flag has torchrun's underscore form and reads `PET_<FLAG>` from the environment. A flag of
-torchrun's that has no meaning here stays accepted; `WITHOUT_MEANING` says why it has none.
+The launcher has torchrun's flags, each with its meaning, and flags of its own. Every flag has
+torchrun's underscore form and reads `PET_<FLAG>` from the environment. A flag of torchrun's that
+has no meaning here stays accepted; `WITHOUT_MEANING` says why it has none. The defaults are those
+of Limits, AgentConfig and LogConfig.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
+import signal
+from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import values
-from elastic_etcd.core.keys import PREFIX
+from elastic_etcd.agent.config import AgentConfig, LogConfig, StreamChoice, Streams
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import PARTS, valid_address, valid_job, valid_prefix
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+DEFAULTS = Limits(min_nodes=1, max_nodes=1)
 
 COMMAND = "python -m elastic_etcd.launch"
 
@@ -41,16 +49,20 @@ WITHOUT_MEANING = {
     "logs_specs": "use --log-dir, --redirects and --tee",
     "duplicate_stdout_filters": "filter the files under --log-dir",
     "duplicate_stderr_filters": "filter the files under --log-dir",
-    "node_rank": "ranks are given at the rendezvous; a survivor keeps its place",
+    "node_rank": "ranks are given at the rendezvous; a survivor keeps its rank",
     "master_addr": "each generation has a store of its own on group rank 0's node",
     "master_port": "each generation has a store of its own on a free port",
     "numa_binding": "start the workers through numactl with --no-python instead",
 }
 
 
+_PARTS = ", ".join(sorted(PARTS))
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Without the underscore forms, which would double the length of the help."""
+        """Leave out the underscore forms, which would double the length of the help."""
         if not action.option_strings:
             return super()._format_action_invocation(action)
         names = [name for name in action.option_strings if "_" not in name]
@@ -96,9 +108,9 @@ class Group:
         self._group.add_argument(*_with_underscores(names), default=default, **rest)
 
     def switch(self, *names: str, **rest: Any) -> None:
-        """An option without a value: on when given, or when its PET_ variable is not 0."""
+        """An option without a value, which is on when given or when its PET_ variable is not 0."""
         variable = _variable(max(names, key=len))
-        default = _checked(variable, self._env.get(variable) or "0", {"type": values.truth})
+        default = _checked(variable, self._env.get(variable) or "0", {"type": truth})
         self._group.add_argument(
             *_with_underscores(names), action="store_true", default=default, **rest
         )
@@ -116,7 +128,7 @@ def _with_underscores(names: Iterable[str]) -> list[str]:
 def _checked(variable: str, value: str, rest: Mapping[str, Any]) -> Any:
     try:
         return rest.get("type", str)(value)
-    except (ValueError, argparse.ArgumentTypeError) as error:
+    except (ValueError, ArgumentTypeError) as error:
         raise UsageError(f"{variable}={value} in the environment: {error}") from error
 
 
@@ -150,14 +162,14 @@ def _job(group: Group) -> None:
     group.flag(
         "--job",
         "--rdzv-id",
-        type=values.job_id,
+        type=job_id,
         metavar="ID",
         help="what the nodes of one job have in common; up to 128 letters, digits, '.', '_', '-' "
         "(default: random, where no other node can join)",
     )
     group.flag(
         "--nnodes",
-        type=values.nnodes,
+        type=nnodes,
         default="1:1",
         metavar="MIN[:MAX]",
         help="how few and how many nodes may train; others wait as spares (default: 1)",
@@ -171,28 +183,32 @@ def _job(group: Group) -> None:
     group.switch("--standalone", help="one node with an etcd of its own; --etcd and --job ignored")
     group.flag(
         "--node-name",
-        type=values.name,
+        type=name,
         metavar="NAME",
         help="this node's name in logs (default: host name)",
     )
     group.flag(
         "--advertise",
         "--local-addr",
-        type=values.address,
+        type=address,
         metavar="ADDRESS",
         help="address of this node for the others (default: its address on the way to etcd)",
     )
     group.flag(
         "--topology-label",
-        type=values.label,
-        default="",
+        type=label,
+        default=AgentConfig.topology_label,
         metavar="LABEL",
         help="new nodes get ranks in the order of (label, name), so that a rack stays together",
     )
-    group.flag("--role", default="default", help="ROLE_NAME of the workers (default: %(default)s)")
+    group.flag(
+        "--role",
+        default=AgentConfig.role,
+        help="ROLE_NAME of the workers (default: %(default)s)",
+    )
     group.flag(
         "--rdzv-conf",
-        type=values.key_values,
+        type=key_values,
         default={},
         metavar="KEY=VALUE,...",
         help="torchrun's: join_timeout, last_call_timeout (= --settle), cacert, cert, key",
@@ -210,8 +226,8 @@ def connection(group: Group) -> None:
     )
     group.flag(
         "--prefix",
-        default=PREFIX,
-        type=values.prefix,
+        default=AgentConfig.prefix,
+        type=prefix,
         help="all keys are under it (default: %(default)s)",
     )
     group.flag("--cacert", metavar="FILE", help="CA that signed etcd's certificate; turns TLS on")
@@ -244,14 +260,14 @@ def _etcd(group: Group) -> None:
     connection(group)
     group.flag(
         "--lease-ttl",
-        type=values.count,
-        default=5,
+        type=count,
+        default=AgentConfig.lease_ttl,
         metavar="SECONDS",
         help="a node that is silent for so many seconds is gone (default: %(default)s)",
     )
     group.flag(
         "--etcd-timeout",
-        type=values.seconds,
+        type=seconds,
         metavar="SECONDS",
         help="give up when etcd is away for longer in mid-run (default: never; training goes on)",
     )
@@ -263,26 +279,27 @@ def _worker(group: Group) -> None:
     group.switch("--run-path", help="run with this Python, whatever PYTHON_EXEC says")
     group.flag(
         "--start-method",
-        choices=("warm", "exec", "spawn", "fork", "forkserver"),
-        default="warm",
+        choices=("prefork", "exec", "spawn", "fork", "forkserver"),
+        default="prefork" if AgentConfig.prefork else "exec",
         metavar="METHOD",
-        help="warm: fork Python workers from a process that has torch loaded; exec: start each as "
-        "a program of its own (default: warm; torchrun's spawn, fork and forkserver mean warm)",
+        help="prefork: fork Python workers from a process that has torch loaded; exec: start each "
+        "as a program of its own (default: %(default)s, which torchrun's spawn, fork and "
+        "forkserver mean, too)",
     )
     group.flag(
         "--preload",
         action="extend",
-        type=values.modules,
+        type=modules,
         default=[],
         metavar="MODULE,...",
-        help="modules that the warm process loads, too, so that no worker waits for them; may be "
-        "repeated",
+        help="modules that the fork server loads, too, so that no worker waits for them; "
+        "may be repeated",
     )
     group.switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each sees its own GPU only")
     group.flag(
         "--signals-to-handle",
-        type=values.signals,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        type=signals,
+        default=",".join(number.name for number in AgentConfig.signals),
         metavar="NAMES",
         help="signals on which this node leaves the job (default: %(default)s)",
     )
@@ -291,23 +308,29 @@ def _worker(group: Group) -> None:
 def _failures(group: Group) -> None:
     group.flag(
         "--max-restarts",
-        type=values.natural,
-        default=3,
+        type=natural,
+        default=DEFAULTS.max_restarts,
         metavar="N",
         help="failures of workers that the job survives, over all nodes; nodes that come and go "
         "do not count (default: %(default)s; torchrun: 0)",
     )
-    for name, default, text in (
-        ("--restart-window", 3600, "failures before so long a time of good progress are forgiven"),
-        ("--min-uptime", 10, "a worker that fails sooner, again and again, is restarted later"),
-        ("--settle", 3, "the first formation waits so long after the last node joined"),
-        ("--join-timeout", 600, "give up when fewer than MIN nodes were there for so long"),
+    for name, text in (
+        ("restart_window", "failures before so long a time of good progress are forgiven"),
+        ("min_uptime", "a worker that fails sooner, again and again, is restarted later"),
+        ("settle", "the first formation waits so long after the last node joined"),
+        ("join_timeout", "give up when fewer than MIN nodes were there for so long"),
     ):
-        told = f"{text} (default: {default})"
-        group.flag(name, type=values.seconds, default=default, metavar="SECONDS", help=told)
+        default = getattr(DEFAULTS, name)
+        group.flag(
+            "--" + name.replace("_", "-"),
+            type=seconds,
+            default=default,
+            metavar="SECONDS",
+            help=f"{text} (default: {default:g})",
+        )
     group.flag(
         "--shutdown-timeout",
-        type=values.seconds,
+        type=seconds,
         metavar="SECONDS",
         help="from SIGTERM to SIGKILL of a worker; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
         "(default: by reason, see docs/failures.md)",
@@ -316,28 +339,28 @@ def _failures(group: Group) -> None:
 
 def _output(group: Group) -> None:
     group.flag("--log-dir", metavar="DIR", help="a file per generation, rank and stream")
-    for short, name, text in (
-        ("-r", "--redirects", "streams that go to a file only"),
-        ("-t", "--tee", "streams that go to a file and the console"),
+    for short, long, default, text in (
+        ("-r", "--redirects", LogConfig.redirects, "streams that go to a file only"),
+        ("-t", "--tee", LogConfig.tee, "streams that go to a file and the console"),
     ):
         group.flag(
             short,
-            name,
-            type=values.streams,
-            default="0",
+            long,
+            type=streams,
+            default=default,
             metavar="STREAMS",
             help=f"{text}: 0 none, 1 stdout, 2 stderr, 3 both, or per local rank 0:3,1:2 "
             "(default: 0)",
         )
     group.flag(
         "--local-ranks-filter",
-        type=values.ranks,
+        type=ranks,
         metavar="RANKS",
         help="local ranks whose output the console shows, like 0,1 (default: all)",
     )
     group.flag(
         "--log-level",
-        type=values.log_level,
+        type=log_level,
         metavar="LEVEL",
         help="of the agent's own lines: debug, info, warning, error; also LOGLEVEL (default: info)",
     )
@@ -346,3 +369,152 @@ def _output(group: Group) -> None:
 def _ignored(group: Group) -> None:
     for dest, reason in WITHOUT_MEANING.items():
         group.flag("--" + dest.replace("_", "-"), metavar="X", help=reason)
+
+
+# --- what the text of a flag may be: each gives its value, or raises ArgumentTypeError ------
+
+
+def nnodes(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX`."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"{text} is neither a number nor MIN:MAX; for example 2:8")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1:
+        raise ArgumentTypeError(f"{text}: at least 1 node is needed to train")
+    if least > most:
+        raise ArgumentTypeError(f"{text}: MIN is above MAX; did you mean {most}:{least}?")
+    return least, most
+
+
+def job_id(text: str) -> str:
+    """A job's id, which is one part of a key in etcd."""
+    if not valid_job(text):
+        raise ArgumentTypeError(
+            f"{text[:140]!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a "
+            f"part of a key in etcd, where {_PARTS} mean something else"
+        )
+    return text
+
+
+def prefix(text: str) -> str:
+    """A prefix of keys: `/a` or `/a/b`."""
+    if not valid_prefix(text):
+        raise ArgumentTypeError(
+            f"{text[:140]!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or "
+            f"several times, without a '/' at its end; for example /elastic_etcd. {_PARTS} are "
+            "parts of a job's own keys"
+        )
+    return text
+
+
+def name(text: str) -> str:
+    """A name that is shown in logs."""
+    if not text.strip() or not text.isprintable() or len(text) > 255:
+        raise ArgumentTypeError(
+            f"{text[:140]!r} is empty, longer than 255, or has characters that cannot be shown"
+        )
+    return text
+
+
+def label(text: str) -> str:
+    """A name, or an empty text."""
+    return name(text) if text else text
+
+
+def address(text: str) -> str:
+    """What other nodes can connect to, without a port."""
+    if not valid_address(text):
+        raise ArgumentTypeError(f"{text[:140]!r} is neither a host name nor an IP address")
+    return text
+
+
+def natural(text: str) -> int:
+    """An integer of at least 0."""
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    if natural(text) < 1:
+        raise ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A number of seconds of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
+    return value
+
+
+def key_values(text: str) -> dict[str, str]:
+    """`key=value,key=value`, as in torchrun's --rdzv-conf."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if any(not key.strip() or not value.strip() for key, _, value in pairs):
+        raise ArgumentTypeError(f"{text} is not KEY=VALUE,KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def streams(text: str) -> StreamChoice:
+    """`3`, or by local rank `0:3,1:2`, as in torchrun's --redirects."""
+    if re.fullmatch(r"[0-3]", text):
+        return StreamChoice(Streams(int(text)))
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise ArgumentTypeError(
+            f"{text}: give 0 none, 1 stdout, 2 stderr or 3 both, or by local rank like 0:3,1:2"
+        )
+    pairs = (pair.split(":") for pair in text.split(","))
+    return StreamChoice(by_local_rank=tuple((int(rank), Streams(int(s))) for rank, s in pairs))
+
+
+def ranks(text: str) -> frozenset[int] | None:
+    """Local ranks, `0,1`; empty means all."""
+    if not text:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ArgumentTypeError(f"{text} is not a list of local ranks like 0,1,2")
+    return frozenset(int(rank) for rank in text.split(","))
+
+
+def signals(text: str) -> tuple[signal.Signals, ...]:
+    """Names of signals, `SIGTERM,SIGINT`."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in names if part not in signal.Signals.__members__]
+    if unknown or {"SIGKILL", "SIGSTOP", "SIGCHLD"} & set(names):
+        raise ArgumentTypeError(f"{text}: not all are names of signals that can be handled")
+    return tuple(dict.fromkeys(signal.Signals[part] for part in names))
+
+
+def modules(text: str) -> list[str]:
+    """Names of modules, with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
+    if wrong:
+        raise ArgumentTypeError(f"{wrong[0]!r} is no module's name")
+    return names
+
+
+def log_level(text: str) -> str:
+    """A level of Python's logging, in any case."""
+    if text.upper() not in _LOG_LEVELS:
+        raise ArgumentTypeError(f"{text}: give one of {', '.join(_LOG_LEVELS).lower()}")
+    return text.upper()
+
+
+def truth(text: str) -> bool:
+    """`1` or `0`, as torchrun's switches are written in the environment."""
+    if not re.fullmatch(r"\d+", text):
+        raise ArgumentTypeError("give 1 or 0")
+    return int(text) != 0
+
+
+def shown(text: str) -> str:
+    """A text of somebody else's, without what could steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

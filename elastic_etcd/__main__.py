@@ -1,4 +1,4 @@
-"""`elastic-etcd`: launch a job's agent on this node, or look at a job."""
+"""`elastic-etcd`, also `python -m elastic_etcd`: run this node's agent, or look at a job."""
 
 from __future__ import annotations
 
