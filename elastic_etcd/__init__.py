@@ -11,16 +11,16 @@ from elastic_etcd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elastic_etcd.train.accumulation import accumulation_steps as accumulation_steps
-    from elastic_etcd.train.boundary import WorldChanged as WorldChanged
     from elastic_etcd.train.ddp import ddp as ddp
     from elastic_etcd.train.run import run as run
     from elastic_etcd.train.sampler import ElasticSampler as ElasticSampler
     from elastic_etcd.train.state import ElasticState as ElasticState
+    from elastic_etcd.train.sync_point import WorldChanged as WorldChanged
 
 _HOMES = {
     "ElasticSampler": "sampler",
     "ElasticState": "state",
-    "WorldChanged": "boundary",
+    "WorldChanged": "sync_point",
     "accumulation_steps": "accumulation",
     "ddp": "ddp",
     "run": "run",

@@ -1,1 +1,1 @@
-"""One node of a job: the agent, its worker processes, their logs."""
+"""The agent of one node: it starts, watches and stops the workers, with their output."""

@@ -1,46 +1,59 @@
-"""One node of a job: a mailbox of events, and a loop that does what core/lifecycle.py says.
+"""One node of a job: an inbox of events, and a loop that does what core/lifecycle.py says.
 
-Nothing is decided here. Views, worker exits, a lost lease, signals and timers are put into
-one mailbox; each is stepped through the lifecycle, and the actions that come out are done.
+Nothing is decided here. Views, worker exits, a lost lease, signals and timers are put into one
+inbox; each is stepped through the lifecycle, and the actions that come out are done.
 """
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from functools import partial
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import ConsoleHandler
+from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.host import Current, Host, Post, check_devices
+from elastic_etcd.agent.inbox import (
+    FatalError,
+    Inbox,
+    Incoming,
+    LeaveAtOnce,
+    MirrorChanged,
+    Tasks,
+    Unkillable,
+)
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.workers import Notice
+from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle
-from elastic_etcd.core.events import (
+from elastic_etcd.core.lifecycle import (
     Action,
-    Arm,
-    Broken,
-    Emptied,
+    Error,
     Event,
     Exit,
+    Fatal,
     Grace,
     LeaseLost,
+    Left,
+    Life,
+    Log,
+    Over,
     Rejoin,
-    Say,
+    SetTimer,
     Signalled,
-    Start,
-    Stop,
-    Ticked,
-    Viewed,
+    StartWorkers,
+    State,
+    StopWorkers,
+    Tick,
+    ViewChanged,
+    WorkersGone,
     Write,
 )
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Act, Decision, Limits, Me
-from elastic_etcd.core.values import Failure, Outcome, Phase
+from elastic_etcd.core.rules import Ack, Decision, Local, Stop, Wait
+from elastic_etcd.core.schema import Failure, Outcome, Phase
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -50,9 +63,14 @@ from elastic_etcd.errors import (
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from elastic_etcd.protocol import Change, Interrupt
+from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, GRACE_LEAVE, UNKILLABLE
 
-GRACE = {Grace.FAILURE: 3.0, Grace.CHANGE: 10.0, Grace.LEAVE: 30.0}
-UNKILLABLE = 30.0  # seconds after SIGKILL
+GRACE = {
+    Grace.FAILURE: GRACE_FAILURE,
+    Grace.CHANGE: GRACE_CHANGE,
+    Grace.LEAVE: GRACE_LEAVE,
+}
 
 log = logging.getLogger(__name__)
 
@@ -71,57 +89,62 @@ async def _run(config: AgentConfig) -> int:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
         logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
-        scope.enter_context(_through(logs))
+        scope.enter_context(_logging_through(logs))
         etcd = config.etcd
         if etcd is None:
             embedded = await scope.enter_async_context(EmbeddedEtcd())
             etcd = EtcdConfig((embedded.endpoint,))
-            root = f"{config.prefix}/{config.job}"
-            log.info("no --etcd: one of its own at %s, for this run only", embedded.endpoint)
-            log.info("  etcdctl --endpoints=%s get --prefix %s/", embedded.endpoint, root)
-            if config.max_nodes > 1:
-                where = f"--etcd {embedded.endpoint} --job {config.job}"
-                log.warning("only agents on this host can join, with %s", where)
-        guardian = Guardian(etcd, log.warning)
+            _tell_embedded(config, embedded.endpoint)
+        guardian = Guardian(etcd)
         guardian.start()
         scope.callback(guardian.dismiss)
         client = await scope.enter_async_context(Client(etcd))
-        return await Agent(config, client, guardian, partial(Host, config, logs)).live()
+        return await run_agent(config, client, guardian, logs)
+
+
+async def run_agent(config: AgentConfig, client: Client, guardian: Guardian, logs: Logs) -> int:
+    """As `run`, on a client, a guardian and logs that have been started."""
+    agent: Agent | None = None
+    try:
+        async with Tasks() as tasks:
+            inbox = Inbox()
+            membership = Membership(client, config, inbox, tasks)
+            workers = Workers(config, logs, inbox, tasks, membership, guardian)
+            agent = Agent(config, guardian, inbox, tasks, membership, workers)
+            return await agent.live()
+    except BaseExceptionGroup as errors:  # of the loop, or of tasks that crashed
+        error = errors.exceptions[0]
+        if agent and not isinstance(error, ElasticEtcdError):
+            agent.write_record(f"internal error: {type(error).__name__}: {error}")
+        raise error from None
 
 
 class Agent:
-    """The mailbox and its loop. `host` makes the Host, given its last three arguments."""
+    """The inbox and its loop."""
 
     def __init__(
         self,
         config: AgentConfig,
-        client: Client,
         guardian: Guardian,
-        host: Callable[[Post, Callable[[], None], Current], Host],
+        inbox: Inbox,
+        tasks: Tasks,
+        membership: Membership,
+        workers: Workers,
     ) -> None:
         self._config = config
         self._guardian = guardian
-        self._limits = Limits(
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            max_restarts=config.max_restarts,
-            restart_window=config.restart_window,
-            min_uptime=config.min_uptime,
-            settle=config.settle,
-            join_timeout=config.join_timeout,
-        )
+        self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        self._mailbox: asyncio.Queue[Event | None] = asyncio.Queue()  # None: look at the mirror
-        self._looking = False
+        self._inbox = inbox
+        self._membership = membership
+        self._workers = workers
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
-        self._state = State(Me(run=""), config.nproc)
-        self._membership = Membership(client, config, self._mailbox.put_nowait, self._changed)
-        current = self._membership.current
-        self._host = host(self._mailbox.put_nowait, self._guard, current)
-        self._exit: Exit | None = None
-        self._at_once: int | None = None
+        self._state = State(Local(run=""), config.nproc)
+        self._recorder = FlightRecorder(config.limits)
+        self._error: Exception | None = None  # the first one
+        self._exit: Exit | LeaveAtOnce | None = None
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
@@ -130,155 +153,184 @@ class Agent:
         handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
         for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
+        if signal.SIGUSR1 not in handled:
+            self._loop.add_signal_handler(signal.SIGUSR1, self.write_record, "SIGUSR1")
+            handled.append(signal.SIGUSR1)
         try:
             async with self._membership:
-                joining = asyncio.create_task(self._join())
+                joining = self._tasks.create(self._join())
                 try:
-                    while self._exit is None and self._at_once is None:
-                        await self._next()
+                    while self._exit is None:
+                        await self._take(await self._inbox.get())
+                    return await self._leave(self._exit)
                 finally:
                     joining.cancel()
-                return await self._leave()
         finally:
-            self._host.close()
+            self._workers.close()
             for number in handled:
                 self._loop.remove_signal_handler(number)
 
-    async def _next(self) -> None:
-        event = await self._mailbox.get()
-        if event is None:
-            self._looking = False
-            view = self._membership.view()
-            if view is None:
-                return
-            for text in set(view.malformed) - self._malformed:
-                log.warning("ignored, not written by this program: %s", text)
-            self._malformed = set(view.malformed)
-            event = Viewed(view)
-        if isinstance(event, Emptied) and self._stuck:
+    def write_record(self, why: str) -> None:
+        """Write the flight record into a file of its own, and say so in the log."""
+        try:
+            log.warning("%s: the last events are in %s", why, self._recorder.write())
+        except OSError as error:
+            log.warning("%s: the last events can't be written: %s", why, error)
+
+    async def _take(self, incoming: Incoming) -> None:
+        match incoming:
+            case MirrorChanged():
+                view = self._membership.view()
+                if view is not None:
+                    self._tell_malformed(set(view.malformed))
+                    await self._step(ViewChanged(view))
+            case LeaveAtOnce():
+                self._exit = incoming
+            case FatalError(error):
+                self._error = self._error or error
+                await self._step(Fatal(Error(str(error))))
+            case Unkillable():
+                text = "workers are still there long after SIGKILL (a hung driver or file system?)"
+                self._error = ElasticEtcdError(f"{text}; this node leaves the job")
+                self._exit = Exit(Error(str(self._error)))
+            case _:
+                await self._step(incoming)
+
+    async def _step(self, event: Event) -> None:
+        if isinstance(event, WorkersGone) and self._stuck:
             self._stuck.cancel()
         if isinstance(event, LeaseLost):
             log.warning("the lease is lost: %s", event.reason)
-        self._state, actions = lifecycle.step(self._state, event, self._loop.time(), self._limits)
-        for action in actions:
+        now = self._loop.time()
+        step = self._recorder.record(self._state, now, event)
+        self._state, step.actions = lifecycle.step(self._state, event, now, self._config.limits)
+        for action in step.actions:
             self._do(action)
-        if self._state.me.lease and not self._state.over:
+        if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
-        self._guard()
+        # An etcd of one's own ends with the agent.
+        self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 
     async def _join(self) -> None:
-        """Be warm before joining, so that nobody waits for this node's imports."""
+        """Have everything imported before joining, so that nobody waits for this node."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._membership.look())  # a wrong address is told at once
-                group.create_task(self._host.warm())
+                group.create_task(self._workers.warm())
         except* ElasticEtcdError as errors:
-            self._mailbox.put_nowait(Broken(errors.exceptions[0]))
+            self._inbox.put(FatalError(errors.exceptions[0]))
         else:
             self._membership.join(run="", last=0)
-
-    def _guard(self) -> None:
-        lease = self._state.me.lease if self._config.etcd else 0  # one of our own ends with us
-        self._guardian.guard(lease, self._host.groups)
 
     def _do(self, action: Action) -> None:
         match action:
             case Write():
                 self._write(action)
-            case Start(now):
-                self._host.start(self._state.me.lease, now)
-            case Stop(grace):
+            case StartWorkers(now):
+                self._workers.start(self._state.local.lease, now)
+            case StopWorkers(grace):
                 self._stop(grace)
             case Rejoin():
                 log.info("joining again as another member")
-                self._membership.join(self._state.me.run, self._state.me.ran)
+                self._membership.join(self._state.local.run, self._state.local.ran)
             case Exit():
                 self._exit = action
-            case Arm(at):
+            case SetTimer(at):
                 if self._timer:
                     self._timer.cancel()
                 self._timer = None
                 if at is not None:
-                    self._timer = self._loop.call_at(at, self._mailbox.put_nowait, Ticked())
-            case Say(decision):
+                    self._timer = self._loop.call_at(at, self._inbox.put, Tick())
+            case Log(decision):
                 log.log(self._level(decision), "%s", decision.reason)
 
     def _write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
         master = None
-        if now and isinstance(write.what, Decision) and write.what.act is Act.ACK:
-            master = self._host.offer(now.generation, self._membership.address)
+        if now and isinstance(write.what, Ack):
+            master = self._workers.offer(now.generation, self._membership.address)
         self._membership.write(self._state, write, master)
 
     def _stop(self, grace: Grace) -> None:
         given, notice = self._config.shutdown_timeout, self._notice(grace)
-        if grace is Grace.CHANGE and self._host.elastic:
+        if grace is Grace.CHANGE and self._workers.elastic:
             grace = Grace.LEAVE  # a whole step may have to end first, and nothing is lost then
         seconds = GRACE[grace] if given is None else given
-        self._host.stop(seconds, notice)
-        self._stuck = self._loop.call_later(seconds + UNKILLABLE, self._unkillable)
+        self._workers.stop(seconds, notice)
+        self._stuck = self._loop.call_later(seconds + UNKILLABLE, self._inbox.put, Unkillable())
 
-    def _notice(self, grace: Grace) -> Notice:
+    def _notice(self, grace: Grace) -> Change | Interrupt:
         """Only a world that is whole can stop at a step that all its ranks agree on."""
-        if self._state.me.leaving and grace is Grace.LEAVE:
-            return Notice("change", "this node is leaving", leaving=True)
-        whole = grace is Grace.CHANGE and self._state.ending is None
-        return Notice("change" if whole else "interrupt", self._state.said)
+        generation = self._workers.generation
+        if self._state.local.leaving and grace is Grace.LEAVE:
+            return Change(generation, "this node is leaving", leaving=True)
+        if grace is Grace.CHANGE and self._state.life is not Life.LEAVING:
+            return Change(generation, self._state.logged, leaving=False)
+        return Interrupt(generation, self._state.logged)
 
     def _level(self, decision: Decision) -> int:
         """What a user waits for or has to know is told; the rest is for debugging."""
         now = self._state.view.round if self._state.view else None
-        if decision.act is Act.STOP:
+        if isinstance(decision, Stop):
             return logging.INFO
-        if decision.act is not Act.WAIT or now is None:
+        if not isinstance(decision, Wait) or now is None:
             return logging.DEBUG
         if now.phase is Phase.JOINABLE:
             return logging.INFO
-        spare = now.phase is Phase.FINAL and now.place(self._state.me.lease) is None
+        spare = now.phase is Phase.FINAL and now.group_rank(self._state.local.lease) is None
         return logging.INFO if spare else logging.DEBUG
 
-    def _changed(self) -> None:
-        """Many events may come before the next look; one look sees them all."""
-        if not self._looking:
-            self._looking = True
-            self._mailbox.put_nowait(None)
+    def _tell_malformed(self, malformed: set[str]) -> None:
+        for text in malformed - self._malformed:
+            log.warning("ignored, not written by this program: %s", text)
+        self._malformed = malformed
 
     def _signalled(self, number: int) -> None:
-        if self._state.me.leaving:
+        if self._state.local.leaving:
             log.warning("leaving at once")
-            self._at_once = 128 + number
-            self._mailbox.put_nowait(None)
+            self._inbox.put(LeaveAtOnce(128 + number))
             return
         log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
-        self._mailbox.put_nowait(Signalled())
+        self._inbox.put(Signalled())
 
-    def _unkillable(self) -> None:
-        text = "workers are still there long after SIGKILL (a hung driver or file system?)"
-        self._exit = Exit(ElasticEtcdError(f"{text}; this node leaves the job"))
-        self._mailbox.put_nowait(None)
-
-    async def _leave(self) -> int:
+    async def _leave(self, end: Exit | LeaveAtOnce) -> int:
         """What the agent's end means: an exit code, or an error for the user."""
-        if self._at_once is not None:
-            return self._at_once
-        assert self._exit is not None
-        why, me = self._exit.why, self._state.me
-        await self._host.end(str(why or "this node is leaving"))
-        if isinstance(why, Exception):
-            raise why
-        if why is None:
-            if me.lease:
-                await self._membership.leave(me)
-            return 0
+        if isinstance(end, LeaveAtOnce):
+            return end.exit_code
+        local = self._state.local
+        match end.why:
+            case Left():
+                await self._workers.end("this node is leaving")
+                if local.lease:
+                    await self._membership.leave(local)
+                return 0
+            case Error(reason):
+                await self._workers.end(reason)
+                raise self._error or ElasticEtcdError(reason)
+            case Over(reason):
+                await self._workers.end(reason)
+                return await self._over(local.run, reason)
+
+    async def _over(self, run: str, reason: str) -> int:
+        """The exit code of the job, which is over."""
         outcome = self._state.view.outcome if self._state.view else None
-        if outcome is None or outcome.run != me.run:
-            outcome = await self._membership.outcome(me.run)
+        if outcome is None or outcome.run != run:
+            outcome = await self._membership.outcome(run)
         if outcome is None:
-            raise ElasticEtcdError(f"job {self._config.job}: {why}, this node was cut off")
-        return _told(outcome)
+            raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
+        return _exit_code(outcome)
 
 
-def _told(outcome: Outcome) -> int:
+def _tell_embedded(config: AgentConfig, endpoint: str) -> None:
+    root = f"{config.prefix}/{config.job}"
+    log.info("no --etcd: one of its own at %s, for this run only", endpoint)
+    log.info("  etcdctl --endpoints=%s get --prefix %s/", endpoint, root)
+    if config.limits.max_nodes > 1:
+        where = f"--etcd {endpoint} --job {config.job}"
+        log.warning("only agents on this host can join, with %s", where)
+
+
+def _exit_code(outcome: Outcome) -> int:
     """The exit code of a job that ended well, else the error with the root cause."""
     if not outcome.exit_code:
         log.info("%s: %s", outcome.state, outcome.reason)
@@ -302,7 +354,7 @@ def _root_cause(failure: Failure) -> str:
 
 
 @contextmanager
-def _through(logs: Logs) -> Iterator[None]:
+def _logging_through(logs: Logs) -> Iterator[None]:
     """Log lines go the way of the workers' output: a stuck terminal must not stall the loop."""
     root = logging.getLogger("elastic_etcd")
     before = list(root.handlers)

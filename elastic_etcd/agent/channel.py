@@ -1,7 +1,8 @@
 """The agent's end of the channel to its workers: a Unix socket in a directory of its own.
 
-Nothing here blocks or trusts: a worker runs its user's code, so one that says what it must not,
-says too much or doesn't listen loses its connection, with a warning, and nothing else happens.
+No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. One that
+sends what it must not, sends too much or does not read loses its connection, with a warning, and
+nothing else happens.
 What each message means is in docs/channel.md.
 """
 
@@ -15,15 +16,32 @@ import socket
 import struct
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from elastic_etcd.core.messages import FROM_WORKER, VERSION, Lines, decode, encode
+from elastic_etcd.protocol import (
+    LONGEST,
+    VERSION,
+    AskCurrent,
+    Current,
+    Disconnected,
+    FromAgent,
+    FromWorker,
+    Hello,
+    Keep,
+    Kept,
+    Recall,
+    Recalled,
+    Welcome,
+    World,
+    encode,
+    from_worker,
+)
 
-_PEERS = 1024
+_WORKERS = 1024  # connections
 _NAMES = 16  # that one worker may have us keep
 _UNREAD = 1 << 18  # bytes that a worker may leave unread
+_DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
 _LONGEST_PATH = 107  # of a Unix socket's address
 _ACCEPT_AGAIN = 1.0
@@ -31,23 +49,18 @@ _ACCEPT_AGAIN = 1.0
 log = logging.getLogger(__name__)
 
 
-class Channels:
+class ChannelServer:
     """The socket at which this node's workers call.
 
-    `heard(peer, message)` is given "elastic" and "parked" as they come in, and last
-    {"type": "disconnected"} of each peer that had said hello. `current(peer, id)` is asked whether
-    the peer's generation is the job's, and answers with `peer.send`. Both are called from the
-    event loop. Descriptors that workers have kept are here until `close`.
+    `heard(channel, message)` is given what the server itself does not answer, and last
+    Disconnected() of each worker that had said hello; it is called from the event loop.
+    Descriptors that workers have kept are here until `close`.
     """
 
-    def __init__(
-        self,
-        heard: Callable[["Peer", dict[str, Any]], None],
-        current: Callable[["Peer", int], None],
-    ) -> None:
-        self.heard, self.current = heard, current
+    def __init__(self, heard: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
+        self.heard = heard
         self.kept: dict[tuple[int, str], int] = {}
-        self.peers: set[Peer] = set()
+        self.channels: set[WorkerChannel] = set()
         self._socket: socket.socket | None = None
         self._directory = ""
         self._again: asyncio.TimerHandle | None = None
@@ -59,10 +72,10 @@ class Channels:
             Path(self._directory).rmdir()
             self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir="/tmp")
         path = f"{self._directory}/agent"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._socket.bind(path)
-        self._socket.listen(_PEERS)
+        self._socket.listen(_WORKERS)
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
         return path
 
@@ -70,8 +83,8 @@ class Channels:
         """Hang up on everybody, let go of what was kept, and remove the socket."""
         if self._again:
             self._again.cancel()
-        for peer in tuple(self.peers):
-            peer.close()
+        for channel in tuple(self.channels):
+            channel.close()
         if self._socket:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
@@ -110,48 +123,48 @@ class Channels:
         pid, uid, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
-        if uid != os.geteuid() or len(self.peers) >= _PEERS:
+        if uid != os.geteuid() or len(self.channels) >= _WORKERS:
             why = f"it is user {uid}" if uid != os.geteuid() else "too many have called"
             log.warning("process %d calls and is not answered: %s", pid, why)
             sock.close()
             return
-        self.peers.add(Peer(self, sock, pid))
+        self.channels.add(WorkerChannel(self, sock, pid))
 
 
-class Peer:
-    """One process that has called. `local_rank` and `generation` are what it said of itself.
+class WorkerChannel:
+    """The connection of one process that has called.
 
-    `generation` follows the worker from one world to the next.
+    `local_rank` and `generation` are what it said of itself; `generation` follows the worker from
+    one world to the next.
     """
 
-    def __init__(self, channels: Channels, sock: socket.socket, pid: int) -> None:
+    def __init__(self, server: ChannelServer, sock: socket.socket, pid: int) -> None:
         self.pid = pid
         self.local_rank = self.generation = -1
-        self._channels = channels
+        self._server = server
         self._socket = sock
-        self._lines = Lines()
-        self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[bytes, int]] = deque()
         self._greeted = self._closed = False
         self._questions: set[int] = set()
         sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(sock, self._read)
+        asyncio.get_running_loop().add_reader(sock, self._readable)
 
-    def send(self, message: Mapping[str, Any], fd: int = -1) -> bool:
-        """Send it, or queue it; False when the peer is gone. Never blocks; `fd` stays ours."""
+    def send(self, message: FromAgent, fd: int = -1) -> bool:
+        """Send it, or queue it; False when the worker is gone. Never blocks; `fd` stays ours."""
         if self._closed:
             return False
-        if message["type"] == "world":
-            self.generation = message["generation"]
-        elif message["type"] == "current":
-            self._questions.discard(message["id"])
+        if isinstance(message, World):
+            self.generation = message.generation
+        elif isinstance(message, Current):
+            self._questions.discard(message.id)
         try:
             self._unsent.append((encode(message), os.dup(fd) if fd >= 0 else -1))
-        except OSError as error:
-            self._drop(f"nothing can be handed to it: {error.strerror}")
+        except (OSError, ValueError) as error:
+            self._drop(f"nothing can be handed to it: {error}")
         if len(self._unsent) == 1:
             self._write()
-        if sum(len(line) for line, _ in self._unsent) > _UNREAD:
+        unread = (len(packet) + _DESCRIPTOR * (fd >= 0) for packet, fd in self._unsent)
+        if sum(unread) > _UNREAD:
             self._drop("it does not read what it is told")
         return not self._closed
 
@@ -160,91 +173,85 @@ class Peer:
         if self._closed:
             return
         self._closed = True
-        self._channels.peers.discard(self)
+        self._server.channels.discard(self)
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
         loop.remove_writer(self._socket)
         self._socket.close()
-        for fd in (*self._descriptors, *(fd for _, fd in self._unsent if fd >= 0)):
-            os.close(fd)
+        for _, fd in self._unsent:
+            if fd >= 0:
+                os.close(fd)
 
     def _drop(self, why: str) -> None:
         name = f"the worker of local rank {self.local_rank}" if self._greeted else "a process"
         log.warning("hanging up on %s (pid %d): %s", name, self.pid, why)
-        self._end()
+        self._hang_up()
 
-    def _end(self) -> None:
+    def _hang_up(self) -> None:
         if not self._closed:
             self.close()
             if self._greeted:
-                self._channels.heard(self, {"type": "disconnected"})
+                self._server.heard(self, Disconnected())
 
-    def _read(self) -> None:
+    def _readable(self) -> None:
         try:
-            chunk, fds, flags, _ = socket.recv_fds(
-                self._socket, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC
+            packet, fds, flags, _ = socket.recv_fds(
+                self._socket, LONGEST, 4, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return
         except OSError as error:
             log.debug("pid %d: %s", self.pid, errno.errorcode.get(error.errno or 0))
-            self._end()
+            self._hang_up()
             return
-        self._descriptors += fds
-        if not chunk:
-            self._end()
+        if not packet:
+            _close_all(fds)
+            self._hang_up()
             return
         try:
-            if flags & socket.MSG_CTRUNC:
-                raise ValueError("too many descriptors at once")  # noqa: TRY301
-            for line in self._lines.feed(chunk):
-                self._hear(decode(line, FROM_WORKER))
-                if self._closed:
-                    return
-            if self._descriptors and not self._lines:
-                raise ValueError("a descriptor without a keep")  # noqa: TRY301
+            self._hear(_checked(packet, flags), fds)
         except ValueError as error:
             self._drop(f"malformed: {error}")
+        finally:
+            _close_all(fds)
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        kind = message["type"]
-        if (kind == "hello") == self._greeted:
+    def _hear(self, message: FromWorker, fds: list[int]) -> None:
+        """Take a message and its descriptor, which is taken out of `fds`."""
+        if isinstance(message, Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        match kind:
-            case "hello":
+        if fds and not isinstance(message, Keep):
+            raise ValueError("a descriptor without a keep")
+        match message:
+            case Hello():
                 self._greet(message)
-            case "keep":
-                self._keep(message["id"], message["name"])
-            case "recall":
-                fd = self._channels.kept.get((self.local_rank, message["name"]), -1)
-                answer = {"type": "recalled", "id": message["id"], "name": message["name"]}
-                self.send(answer | {"found": fd >= 0}, fd)
-            case "current":
-                self._questions.add(message["id"])
+            case Keep(number, name):
+                if len(fds) != 1:
+                    raise ValueError("a keep has one descriptor")
+                self._server.keep(self.local_rank, name, fds.pop())
+                self.send(Kept(number, name))
+            case Recall(number, name):
+                fd = self._server.kept.get((self.local_rank, name), -1)
+                self.send(Recalled(number, name, found=fd >= 0), fd)
+            case AskCurrent(number):
+                self._questions.add(number)
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
-                self._channels.current(self, message["id"])
+                self._server.heard(self, message)
             case _:
-                self._channels.heard(self, message)
+                self._server.heard(self, message)
 
-    def _greet(self, hello: dict[str, Any]) -> None:
-        if hello["v"] != VERSION:
-            raise ValueError(f"it speaks version {hello['v']}, this agent {VERSION}")
-        self.local_rank, self.generation = hello["local_rank"], hello["generation"]
+    def _greet(self, hello: Hello) -> None:
+        if hello.v != VERSION:
+            raise ValueError(f"it speaks version {hello.v}, this agent {VERSION}")
+        self.local_rank, self.generation = hello.local_rank, hello.generation
         self._greeted = True
-        self.send({"type": "welcome", "v": VERSION})
-
-    def _keep(self, number: int, name: str) -> None:
-        if not self._descriptors:
-            raise ValueError("a keep without a descriptor")
-        self._channels.keep(self.local_rank, name, self._descriptors.popleft())
-        self.send({"type": "kept", "id": number, "name": name})
+        self.send(Welcome(VERSION))
 
     def _write(self) -> None:
         while self._unsent and not self._closed:
-            line, fd = self._unsent[0]
+            packet, fd = self._unsent[0]
             try:
-                sent = socket.send_fds(self._socket, [line], [fd] if fd >= 0 else [])
+                socket.send_fds(self._socket, [packet], [fd] if fd >= 0 else [])
             except BlockingIOError:
                 break
             except OSError:
@@ -255,8 +262,6 @@ class Peer:
             if fd >= 0:
                 os.close(fd)
             self._unsent.popleft()
-            if sent < len(line):
-                self._unsent.appendleft((line[sent:], -1))
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -264,3 +269,17 @@ class Peer:
             loop.add_writer(self._socket, self._write)
         else:
             loop.remove_writer(self._socket)
+
+
+def _checked(packet: bytes, flags: int) -> FromWorker:
+    """The message of a packet that came whole. Raises ValueError."""
+    if flags & socket.MSG_TRUNC:
+        raise ValueError(f"more than {LONGEST} bytes at once")
+    if flags & socket.MSG_CTRUNC:
+        raise ValueError("too many descriptors at once")
+    return from_worker(packet)
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -1,7 +1,7 @@
-"""The agent's own stdout and stderr, written so that a slow terminal never stops the event loop.
+"""The agent's own stdout and stderr. Writing to them never blocks the event loop.
 
-A console that nobody reads must not hold up a lease. So writes never block: what does not fit
-waits in a buffer, and while the buffer is full the workers' pipes are not read (back-pressure).
+A terminal that nobody reads must not hold up a lease. What does not fit waits in a buffer, and
+while the buffer is full the workers' pipes are not read (back-pressure).
 """
 
 import asyncio

@@ -28,7 +28,7 @@ _TORCH_TIMEOUT = 300  # a first import of torch from a cold network disk takes m
 def count_devices(spec: str, env: Mapping[str, str] | None = None) -> int:
     """The number of workers that `spec` asks for on this machine, as torchrun counts them.
 
-    Raises UsageError for a spec that is none, a number below 1, and devices that are not here.
+    Raises UsageError for a text that is no spec, a number below 1, and devices that are not here.
     """
     env = os.environ if env is None else env
     if spec == "cpu":

@@ -1,11 +1,14 @@
 """A worker's environment: every variable that torchrun gives, and five of our own."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from signal import Signals
+from typing import Self
 
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.core.schema import Round
 from elastic_etcd.errors import UsageError
 
 # A training script has no business with these, and prints its environment all too often.
@@ -23,6 +26,15 @@ class GroupRanks:
     first_rank: int
     local_world_size: int
     world_size: int
+
+    @classmethod
+    def of(cls, now: Round, lease: int) -> Self:
+        """The ranks of the participant with `lease` in the world of `now`, which is final."""
+        group_rank = now.group_rank(lease)
+        assert group_rank is not None
+        nprocs = [participant.nproc for participant in now.participants]
+        first_rank = sum(nprocs[:group_rank])
+        return cls(group_rank, len(nprocs), first_rank, nprocs[group_rank], sum(nprocs))
 
 
 def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
@@ -45,62 +57,64 @@ def common_env(base: Mapping[str, str], local_world_size: int) -> dict[str, str]
 
 def worker_env(
     base: Mapping[str, str],
-    *,
-    job: str,
-    generation: int,
-    node: str,
-    role: str,
-    local_rank: int,
+    config: AgentConfig,
+    now: Round,
     ranks: GroupRanks,
-    master: tuple[str, int],
-    restarts: int,
-    max_restarts: int,
-    virtual_local_rank: bool,
+    local_rank: int,
+    *,
     error_file: str,
     socket: str = "",
-    signals: Sequence[Signals] = (Signals.SIGTERM, Signals.SIGINT, Signals.SIGHUP, Signals.SIGQUIT),
 ) -> dict[str, str]:
-    """The whole environment of the worker `local_rank`, made from the agent's own, `base`.
+    """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
     `socket` is where it finds the agent (docs/channel.md). There is one role, so role ranks are
-    the world's. `signals` are those that the agent handles (torchrun's --signals-to-handle, which
-    its workers see, too).
+    the world's. Workers see which signals their agent handles (torchrun's --signals-to-handle).
 
-    Raises UsageError when `virtual_local_rank` finds fewer devices in CUDA_VISIBLE_DEVICES than
+    Raises UsageError when --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than
     workers.
     """
     rank = str(ranks.first_rank + local_rank)
     world_size = str(ranks.world_size)
-    address, port = master
+    assert now.master is not None  # it is final
     env = common_env(base, ranks.local_world_size)
     env.update(
         RANK=rank,
         ROLE_RANK=rank,
         WORLD_SIZE=world_size,
         ROLE_WORLD_SIZE=world_size,
-        ROLE_NAME=role,
+        ROLE_NAME=config.role,
         LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(ranks.local_world_size),
         GROUP_RANK=str(ranks.group_rank),
         GROUP_WORLD_SIZE=str(ranks.group_world_size),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID=job,
-        TORCHELASTIC_RESTART_COUNT=str(restarts),
-        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
+        MASTER_ADDR=now.master.addr,
+        MASTER_PORT=str(now.master.port),
+        TORCHELASTIC_RUN_ID=config.job,
+        TORCHELASTIC_RESTART_COUNT=str(now.restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(config.limits.max_restarts),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
-        TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in signals),
-        ELASTIC_ETCD_JOB=job,
-        ELASTIC_ETCD_GENERATION=str(generation),
-        ELASTIC_ETCD_NODE=node,
+        TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in config.signals),
+        ELASTIC_ETCD_JOB=config.job,
+        ELASTIC_ETCD_GENERATION=str(now.generation),
+        ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
     )
-    if virtual_local_rank:
+    if config.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _own_device(env.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return env
+
+
+def check_devices(config: AgentConfig) -> None:
+    """Raise UsageError now for what would only show when the first worker starts."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if config.virtual_local_rank and visible and len(visible.split(",")) < config.nproc:
+        raise UsageError(
+            f"--virtual-local-rank needs {config.nproc} devices, CUDA_VISIBLE_DEVICES={visible} "
+            "has fewer; make it longer or --nproc-per-node smaller"
+        )
 
 
 def _own_device(visible: str | None, local_rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Why a worker failed, in its own words: its torchelastic error file or its last traceback.
+"""Why a worker failed, by its torchelastic error file or its last traceback.
 
 Pure, but for reading that file.
 """
@@ -27,7 +27,7 @@ def failure_message(code: int, error_file: str, stderr: bytes) -> str:
     message = _from_file(error_file) or last_traceback(text)
     if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
         message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    return message[-_LONGEST:].strip()
+    return message[-_LONGEST:].strip().encode(errors="replace").decode()  # of JSON: any surrogate
 
 
 def last_traceback(text: str) -> str:

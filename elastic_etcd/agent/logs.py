@@ -17,11 +17,11 @@ from typing import Self
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
 from elastic_etcd.agent.console import Console, open_consoles
-from elastic_etcd.agent.lines import LinePrefixer
 from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "
 
+_LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 15
 _TAIL = 1 << 16
 _DRAIN = 1 << 21
@@ -66,7 +66,7 @@ class WorkerStream:
         os.set_blocking(self._read, False)
 
     def begin(self) -> None:
-        """The worker has its end: close ours of it, and read."""
+        """Close our copy of the worker's end, which the worker has by now, and begin to read."""
         os.close(self.child_fd)
         asyncio.get_running_loop().add_reader(self._read, self._readable)
 
@@ -145,7 +145,7 @@ class WorkerLog:
         self.err = err
 
     def begin(self) -> None:
-        """Both ends are with the worker (or it could not be started): read them."""
+        """Begin to read both: the worker has its ends, or could not be started."""
         self.out.begin()
         self.err.begin()
 
@@ -214,9 +214,9 @@ class Logs:
         return config.log_dir is not None or config.redirects != nothing or config.tee != nothing
 
     def error_file(self, generation: int, rank: int) -> str:
-        """The worker's TORCHELASTIC_ERROR_FILE; "" when there is no place for it."""
-        place = self._place(generation, rank)
-        return "" if place is None else str(place / "error.json")
+        """The worker's TORCHELASTIC_ERROR_FILE; "" when there is no folder for it."""
+        folder = self._folder(generation, rank)
+        return "" if folder is None else str(folder / "error.json")
 
     def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to."""
@@ -241,10 +241,10 @@ class Logs:
     def _file_of(
         self, which: Streams, generation: int, rank: int, local_rank: int
     ) -> LogFile | None:
-        place = self._place(generation, rank)
-        if place is None or not self._destinations(which, local_rank)[1]:
+        folder = self._folder(generation, rank)
+        if folder is None or not self._destinations(which, local_rank)[1]:
             return None
-        return self._open_file(place / ("stdout.log" if which is Streams.OUT else "stderr.log"))
+        return self._open_file(folder / ("stdout.log" if which is Streams.OUT else "stderr.log"))
 
     def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
         """Whether a stream goes to (the console, a file)."""
@@ -255,16 +255,16 @@ class Logs:
         to_file = teed or redirected or config.log_dir is not None
         return shown and (teed or not redirected), to_file
 
-    def _place(self, generation: int, rank: int) -> Path | None:
+    def _folder(self, generation: int, rank: int) -> Path | None:
         if self.directory is None:
             return None
-        place = self.directory / f"generation_{generation}" / str(rank)
+        folder = self.directory / f"generation_{generation}" / str(rank)
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._tell(place, error)
+            self._tell(folder, error)
             return None
-        return place
+        return folder
 
     def _open_file(self, path: Path) -> LogFile | None:
         try:
@@ -293,3 +293,60 @@ def _make_directory(log_dir: str | None, job: str) -> Path | None:
             f"can't write logs under {base}: {error.strerror}. "
             "Name a directory that can be written with --log-dir, or --log-dir /dev/null for none."
         ) from error
+
+
+class LinePrefixer:
+    r"""Turns the chunks of one stream into whole lines that each begin with the prefix.
+
+    A line ends with \n, \r\n or \r; a progress bar's \r stays as it is, so that the bar shows. A
+    line longer than 64 KiB is cut into pieces, each a line of its own.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._rest = bytearray()
+        self._after_return = False
+
+    def rename(self, prefix: bytes) -> bytes:
+        """Begin the lines from here on with another prefix; gives the unfinished one."""
+        rest = self.finish()
+        self._prefix = prefix
+        return rest
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The lines that are complete with this chunk, prefixed; may be empty."""
+        cut = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+        if not cut:
+            self._rest += chunk
+            return self._cut_long()
+        lines = bytes(self._rest) + chunk[:cut]
+        self._rest = bytearray(chunk[cut:])
+        head = b""
+        if self._after_return and lines.startswith(b"\n"):  # the other half of a \r\n
+            head, lines = b"\n", lines[1:]
+        self._after_return = chunk[cut - 1 : cut] == b"\r"
+        return head + self._prefixed(lines) + self._cut_long()
+
+    def finish(self) -> bytes:
+        """The last line if it had no line end, which it gets."""
+        last = bytes(self._rest)
+        self._rest.clear()
+        return self._prefix + last + b"\n" if last else b""
+
+    def _cut_long(self) -> bytes:
+        if len(self._rest) < _LONGEST_LINE:
+            return b""
+        self._after_return = False
+        return self.finish()
+
+    def _prefixed(self, lines: bytes) -> bytes:
+        prefix = self._prefix
+        if not lines or not prefix:
+            return lines
+        out = prefix + lines
+        if b"\r" in lines:
+            out = out.replace(b"\r", b"\r" + prefix).replace(b"\r" + prefix + b"\n", b"\r\n")
+        out = out.replace(b"\n", b"\n" + prefix)
+        if b"\r" in lines:  # the empty line before a bar that begins with \r needs no prefix
+            out = out.replace(prefix + b"\r" + prefix, b"\r" + prefix)
+        return out[: -len(prefix)]

@@ -3,67 +3,73 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Never, Self
+from functools import partial
+from typing import Never, Self, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+from msgspec import UNSET
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.core import joining, writes
-from elastic_etcd.core.events import (
-    Broken,
-    Event,
+from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
+from elastic_etcd.core import writes
+from elastic_etcd.core.lifecycle import (
+    Fatal,
     Joined,
     LeaseLost,
+    Over,
+    State,
     Write,
-    Wrote,
+    WriteDone,
 )
-from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Me
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Keys, Labels, Master, Member, Outcome, Phase, Spec
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
-from elastic_etcd.core.values import Master, Member, Outcome, Phase, Spec
-from elastic_etcd.core.view import EVERYTHING, Coverage, View, covered, view_of
-from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable, UsageError
+from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
+from elastic_etcd.errors import (
+    ElasticEtcdError,
+    EtcdDenied,
+    EtcdError,
+    EtcdRefused,
+    EtcdUnreachable,
+    UsageError,
+)
 from elastic_etcd.etcd.client import Client, TxnResult
-from elastic_etcd.etcd.faults import LEASE_NOT_FOUND
+from elastic_etcd.etcd.faults import LeaseNotFound
 from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.retry import Attempts
 from elastic_etcd.etcd.session import Session
+from elastic_etcd.times import (
+    CONTACT_TIMEOUT,
+    CURRENT_TIMEOUT,
+    LEAVE_TIMEOUT,
+    REFUSED_PAUSE,
+)
 from elastic_etcd.version import __version__
 
-START_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
-LEAVE_TIMEOUT = 2.0
-CURRENT_TIMEOUT = 5.0
-REFUSED_PAUSE = 5.0  # at most, between two tries of what an administrator has to make possible
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
 
 class Membership:
-    """What ties this agent to its job. Events go to `post`; `changed` says that the view did."""
+    """This agent's lease, mirror and writes. What comes of them is put into the inbox."""
 
-    def __init__(
-        self,
-        client: Client,
-        config: AgentConfig,
-        post: Callable[[Event], None],
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, client: Client, config: AgentConfig, inbox: Inbox, tasks: Tasks) -> None:
         self.keys = Keys(f"{config.prefix}/{config.job}")
         self._client = client
         self._config = config
-        self._post = post
-        self._changed = changed
+        self._inbox = inbox
+        self._tasks = tasks
         self._member = Member(0, config.node, config.nproc)
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
         self._mirror: Mirror | None = None
         self._mirror_scope = AsyncExitStack()
-        self._coverage: Coverage = None
-        self._first: Coverage = None
+        self._coverage: Coverage = Narrow()
+        self._first = Narrow()
         self._looked: Snapshot | None = None
         self._task: asyncio.Task[None] | None = None
         self._silence = False
@@ -80,21 +86,21 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """Where the other nodes reach this one: the address of the socket to etcd."""
+        """Where the other nodes reach this one: --advertise, or its address on the way to etcd."""
         return self._member.address
 
     async def look(self) -> None:
-        """Raises EtcdError where no etcd answers, so that a user need not wait for that."""
-        self._looked = await self._client.range(*joining.look(self.keys), timeout=START_TIMEOUT)
+        """Read what joining starts from. Raises EtcdError where no etcd answers."""
+        self._looked = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
-        """Whether `generation` is the job's present world, and why not; None: it can't be known."""
+        """Whether `generation` is the job's current world, or None without etcd; and why not."""
         gets = (Get(self.keys.round), Get(self.keys.member(self._member.lease)))
         try:
             seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
         except EtcdError as error:
             return None, str(error)
-        view = view_of(seen, self.keys, None)
+        view = view_of(seen, self.keys, Narrow())
         now = view.round
         if not view.members:
             return False, "this node has lost its lease"
@@ -103,30 +109,30 @@ class Membership:
         return True, ""
 
     def join(self, run: str, last: int) -> None:
-        """Become a member, of `run` if this agent was in one; answered by Joined or Broken.
+        """Become a member, of `run` if this agent was in one; answered by Joined or FatalError.
 
         `last` is the last generation whose workers this agent started. A write of the member
         before that is still on its way is given up: without its key the fence refuses it.
         """
         if self._task:
             self._task.cancel()
-        work = self._join
-        self._run(_waiting_out(EtcdRefused)(work, run, last) if run else work(run, last))
+        work = partial(self._join, run, last)
+        self._run(_waiting_out(work, EtcdRefused) if run else work())
 
     def write(self, state: State, write: Write, master: Master | None) -> None:
-        """Put `write` into etcd, however long that takes; answered by Wrote or Broken."""
+        """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
         txn = writes.build(self.keys, state, write, self._member, master, _now())
         self._run(self._commit(txn))
 
     async def cover(self, coverage: Coverage) -> None:
         """Mirror what `coverage` asks for; the list comes before the events that follow it."""
-        if self._mirror is None and coverage is None:
+        if self._mirror is None and coverage == Narrow():
             coverage = self._first  # its coordinator was seen at joining: no need to list twice
         if self._mirror and coverage == self._coverage:
             return
         await self._mirror_scope.aclose()
         self._coverage = coverage
-        mirror = Mirror(self._client, self._covered(coverage), self._changed)
+        mirror = Mirror(self._client, self._covered(coverage), self._mirror_changed)
         mirror.failed.add_done_callback(self._mirror_failed)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
@@ -140,38 +146,42 @@ class Membership:
 
     async def outcome(self, run: str) -> Outcome | None:
         """How `run` ended; None if that is nowhere to be found."""
-        snapshot = await self._client.range(Get(self.keys.outcome), timeout=START_TIMEOUT)
-        outcome = view_of(snapshot, self.keys, None).outcome
+        snapshot = await self._client.range(Get(self.keys.outcome), timeout=CONTACT_TIMEOUT)
+        outcome = view_of(snapshot, self.keys, Narrow()).outcome
         return outcome if outcome and outcome.run == run else None
 
-    async def leave(self, me: Me) -> None:
+    async def leave(self, local: Local) -> None:
         """Leave for good; the last one that does so stops the job."""
         keys = self.keys
-        gets = (Get(keys.generation), Get(keys.history(), prefix=True))
+        gets = (Get(keys.ledger), Get(keys.history(), prefix=True))
         try:
-            await self._client.txn(writes.leave(keys, me), LEAVE_TIMEOUT)
+            await self._client.txn(writes.leave(keys, local), LEAVE_TIMEOUT)
             look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
             if look.succeeded:
-                view = view_of(_read(look), keys, EVERYTHING)
-                await self._client.txn(writes.stop(keys, view, me, _now()), LEAVE_TIMEOUT)
+                view = view_of(_read(look), keys, Everything())
+                await self._client.txn(writes.stop(keys, view, local, _now()), LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""
-        self._task = asyncio.create_task(work)
-        self._task.add_done_callback(self._failed)
+        self._task = self._tasks.create(self._or_fatal(work))
 
-    def _failed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            self._post(Broken(_ordinary(error)))
+    async def _or_fatal(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except ElasticEtcdError as error:
+            self._inbox.put(FatalError(error))
+
+    def _mirror_changed(self) -> None:
+        self._inbox.put(MirrorChanged())
 
     def _mirror_failed(self, future: asyncio.Future[Never]) -> None:
         if not future.cancelled() and (error := future.exception()):
-            self._post(Broken(_ordinary(error)))
+            self._inbox.put(FatalError(_ordinary(error)))
 
     async def _join(self, run: str, last: int) -> None:
-        timeout = None if run else START_TIMEOUT
+        timeout = None if run else CONTACT_TIMEOUT
         await self._mirror_scope.aclose()
         self._mirror = None
         await self._session_scope.aclose()
@@ -190,31 +200,30 @@ class Membership:
             node=config.node,
             nproc=config.nproc,
             address=config.advertise or self._client.local_address(),
-            topology=config.topology_label,
+            labels=Labels(config.topology_label or UNSET),
             version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"
-        spec = Spec(run or os.urandom(6).hex(), config.min_nodes, config.max_nodes, by)
+        limits = config.limits
+        spec = Spec(run or os.urandom(6).hex(), limits.min_nodes, limits.max_nodes, by)
         try:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
-        except EtcdRefused as error:
-            if LEASE_NOT_FOUND not in str(error):
-                raise
-            self._post(LeaseLost("it ended before it was used: this machine stood still"))
+        except LeaseNotFound:
+            self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
         own = self.keys.member(self._member.lease)
-        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), joining.look(self.keys)
+        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), writes.look(self.keys)
         early, self._looked = self._looked, None
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
-            txn = joining.join(self.keys, seen, self._member, spec, again=again, last=last)
+            txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
             if isinstance(txn, str) and seen is early:  # it may have changed since
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
             if isinstance(txn, str) and again:
-                self._post(Broken(txn))
+                self._inbox.put(Fatal(Over(txn)))
                 return
             if isinstance(txn, str):
                 raise UsageError(f"job {self._config.job}: {txn}")
@@ -231,25 +240,25 @@ class Membership:
         key = entered.kvs.get(self.keys.member(self._member.lease))
         run = entered.kvs.get(self.keys.spec)
         if key is None or run is None:  # the lease is lost already, or the job over
-            self._post(LeaseLost("its keys were gone at once"))
+            self._inbox.put(LeaseLost("its keys were gone at once"))
             return
-        view = view_of(entered, self.keys, None)
+        view = view_of(entered, self.keys, Narrow())
         if not view.members or view.spec is None:
-            self._post(LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}"))
+            self._inbox.put(LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}"))
             return
         self._member = view.members[0]  # with its run, for the mark of leaving
-        self._first = view.round.coordinator if view.round else None
-        self._post(_joined(key, run, view, self._member.lease))
+        self._first = Narrow(view.round.coordinator if view.round else None)
+        self._inbox.put(_joined(key, run, view, self._member.lease))
 
     async def _commit(self, txn: Txn) -> None:
-        result: TxnResult = await _waiting_out(EtcdRefused, EtcdDenied)(self._client.txn, txn)
-        self._post(Wrote(result.succeeded))
+        result = await _waiting_out(partial(self._client.txn, txn), EtcdRefused, EtcdDenied)
+        self._inbox.put(WriteDone(result.succeeded))
 
     def _lost(self, session: Session, lost: asyncio.Future[str]) -> None:
         if session is not self._session or lost.cancelled():
             return
         error = lost.exception()
-        self._post(Broken(_ordinary(error)) if error else LeaseLost(lost.result()))
+        self._inbox.put(FatalError(_ordinary(error)) if error else LeaseLost(lost.result()))
 
     def _silent(self, seconds: float) -> None:
         limit = self._config.etcd_timeout
@@ -258,22 +267,28 @@ class Membership:
             log.warning("etcd does not answer at %s; training goes on", self._client.endpoint)
         if limit is not None and seconds > limit:
             late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
-            self._post(Broken(EtcdUnreachable(f"{late} (--etcd-timeout)")))
+            self._inbox.put(FatalError(EtcdUnreachable(f"{late} (--etcd-timeout)")))
 
     def _answered(self) -> None:
         self._silence = False
         log.info("etcd answers again at %s", self._client.endpoint)
 
 
-def _waiting_out(*refusals: type[EtcdError]) -> AsyncRetrying:
-    """Tells of a refusal (no space, no permission) and asks again: the training is not to end."""
+async def _waiting_out(work: Callable[[], Awaitable[Result]], *refusals: type[EtcdError]) -> Result:
+    """Repeat `work` that is refused (no space, no permission), with a warning: training goes on."""
 
-    def tell(state: RetryCallState) -> None:
-        assert state.outcome is not None
-        log.warning("%s", state.outcome.exception())
+    async def ask() -> Result:
+        try:
+            return await work()
+        except refusals as refusal:
+            log.warning("%s", refusal)
+            raise
 
-    kinds = retry_if_exception_type(refusals)
-    return AsyncRetrying(retry=kinds, wait=wait_exponential(max=REFUSED_PAUSE), before_sleep=tell)
+    return await Attempts(on=refusals, pause=_refused_pause).run(ask)
+
+
+def _refused_pause(number: int) -> float:
+    return min(2.0 ** min(number - 1, 3), REFUSED_PAUSE)
 
 
 def _read(result: TxnResult) -> Snapshot:

@@ -5,23 +5,16 @@ instead of being killed, and is sent on with another rank in the next generation
 """
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
-from elastic_etcd import trampoline
 from elastic_etcd.agent.logs import WorkerLog
-from elastic_etcd.agent.processes import signal_group
+from elastic_etcd.process import ExitWatch, Process, signal_group, spawn
+from elastic_etcd.protocol import World
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.channel import Peer
-
-# Over a debugger's shoulder a dead worker can't be reaped until the debugger has seen it.
-_REAP_AGAIN = 0.05
+    from elastic_etcd.agent.channel import WorkerChannel
 
 
 @dataclass(frozen=True)
@@ -35,23 +28,10 @@ class WorkerSpec:
     error_file: str
 
 
-class Process(Protocol):
-    """A child of this process."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit status, minus the signal; None while it runs."""
-
-
-Started: TypeAlias = Process | OSError
-Starter: TypeAlias = Callable[[WorkerSpec, WorkerLog, Callable[[Started], None]], None]
-
-
 class Worker:
     """A running process. `ended(worker, code)` comes once, from the event loop.
 
-    `ended` belongs to whoever the worker belongs to, and may be exchanged.
+    What is left of its process group is killed before that.
     """
 
     def __init__(
@@ -63,14 +43,12 @@ class Worker:
     ) -> None:
         self.spec = spec
         self.output = output
-        self.ended = ended
         self.pid = process.pid
-        self.peer: Peer | None = None  # its channel, once it has said that it can park
-        self._process = process
+        self.channel: WorkerChannel | None = None  # once it has said that it can park
+        self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._on_exit)
+        ExitWatch(process, self._on_exit, group=True)
 
     @property
     def uptime(self) -> float:
@@ -87,37 +65,19 @@ class Worker:
         changed = {name: value for name, value in spec.env.items() if before.get(name) != value}
         self.spec = spec
         self._started = self._loop.time()
-        world = {"type": "world", "generation": generation, "reason": reason, "env": changed}
-        return self.peer is not None and self.peer.send(world)
+        world = World(generation, reason, changed)
+        return self.channel is not None and self.channel.send(world)
 
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        # While the leader is not reaped its group's number can't be another group's.
-        self.signal(signal.SIGKILL)
-        code = self._process.poll()
-        if code is None:
-            self._loop.call_later(_REAP_AGAIN, self._on_exit)
-            return
-        os.close(self._pidfd)
+    def _on_exit(self, code: int) -> None:
         self.output.drain()
-        self.ended(self, code)
+        self._ended(self, code)
 
 
-def execute(spec: WorkerSpec, output: WorkerLog, then: Callable[[Started], None]) -> None:
+def execute(spec: WorkerSpec, output: WorkerLog) -> Process:
     """Start `spec` as a program of its own, which leads a session and a process group.
 
     Its stdin is /dev/null: the terminal is not its session's, and several workers can't share one
-    input anyway.
+    input anyway. Raises OSError.
     """
-    try:
-        process: Started = subprocess.Popen(
-            [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *spec.argv],
-            env=dict(spec.env),
-            stdin=subprocess.DEVNULL,
-            stdout=output.out.child_fd,
-            stderr=output.err.child_fd,
-            start_new_session=True,
-        )
-    except OSError as error:
-        process = error
-    then(process)
+    out, err = output.out.child_fd, output.err.child_fd
+    return spawn(spec.argv, spec.env, stdout=out, stderr=err, session=True)

@@ -1,8 +1,8 @@
 """The guardian's process: waits for the agent to end, then ends what the agent left behind.
 
-`python -I -S guard.py AGENT_PID`, with a socket to the agent as standard input. The first packet
-is what it takes to reach etcd, each later one the lease and the process groups as they are now;
-end of file means that the agent is gone. The kill comes first, and whatever is costly to load
+`python -I -S guard.py AGENT_PID LIFE`, with a socket to the agent as standard input. The first
+packet is what it takes to reach etcd, each later one the lease and the process groups as they are
+now; end of file means that the agent is gone. The kill comes first, and whatever is costly to load
 (the etcd client) after it, so that waiting takes a bare interpreter's memory and no more.
 """
 
@@ -21,13 +21,13 @@ IGNORED = (
     signal.SIGUSR2,
 )
 PACKET = 1 << 18
-GONE_TIMEOUT = 1.0  # the other nodes are told all the same: a driver may hold a process for long
-REVOKE_TIMEOUT = 10.0  # the lease ends by itself about then
-LIFE = 20  # seconds after the agent, whatever happens
 
 
-def main(agent: str) -> int:
-    """Wait, then end the groups and the lease; the exit status is 0 if that went well."""
+def main(agent: str, life: int) -> int:
+    """Wait, then end the groups and the lease; the exit status is 0 if that went well.
+
+    Whatever happens, it ends `life` seconds after the agent.
+    """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     etcd = os.read(0, PACKET)
@@ -35,7 +35,7 @@ def main(agent: str) -> int:
     while packet := os.read(0, PACKET):
         lease, *groups = map(int, packet.split())
     killed = [group for group in groups if _kill(group)]  # at once: a number is used again later
-    signal.alarm(LIFE)
+    signal.alarm(life)
     if not (killed or lease):
         return 0
     config = _load(etcd)
@@ -67,7 +67,7 @@ def _say(text: str) -> None:
 
 
 def _load(packet: bytes) -> dict[str, object]:
-    """The agent's EtcdConfig as a dictionary, and the etcd client while what was killed dies."""
+    """The agent's EtcdConfig as a dictionary; imports the client while what was killed dies."""
     import json
 
     config: dict[str, object] = json.loads(packet)
@@ -84,9 +84,10 @@ def _still_there(groups: list[int]) -> str:
     import select
     import time
 
-    from elastic_etcd.agent.processes import kill_members
+    from elastic_etcd.process import kill_members
+    from elastic_etcd.times import GUARD_GONE
 
-    deadline = time.monotonic() + GONE_TIMEOUT
+    deadline = time.monotonic() + GUARD_GONE
     dying = {pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds}
     poll = select.poll()
     for pidfd in dying:
@@ -106,26 +107,28 @@ def _revoke(config: dict[str, object], lease: int) -> str:
     from elastic_etcd.errors import ElasticEtcdError
     from elastic_etcd.etcd.client import Client
     from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.times import GUARD_REVOKE
 
-    async def at(endpoint: str) -> None:
+    async def at(endpoint: str) -> str:
         one = {**config, "endpoints": (endpoint,)}
         client = Client(EtcdConfig(**cast("dict[str, Any]", one)))
-        await client.revoke(lease, REVOKE_TIMEOUT)
+        try:
+            await client.revoke(lease, GUARD_REVOKE)
+        except ElasticEtcdError as error:
+            return str(error)
+        return ""
 
     async def everywhere() -> str:
         problem = ""
         endpoints = cast("list[str]", config["endpoints"])
         for answer in asyncio.as_completed([at(endpoint) for endpoint in endpoints]):
-            try:
-                await answer
-            except ElasticEtcdError as error:
-                problem = str(error)
-            else:
-                return ""
+            problem = await answer
+            if not problem:
+                break
         return problem
 
     return asyncio.run(everywhere())
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1]))  # gRPC's own end would take longer than all the rest
+    os._exit(main(sys.argv[1], int(sys.argv[2])))  # gRPC's own end would take longer than the rest

@@ -1,0 +1,96 @@
+"""What an agent's parts have in common: the inbox of events, and the group of tasks.
+
+An event is put into the inbox and stepped through core/lifecycle.py, one after the other. What
+takes time runs as a task of the group, so that a task that crashes ends the agent with its error.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from elastic_etcd.core.lifecycle import Event
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorChanged:
+    """The mirror of etcd has changed: look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAtOnce:
+    """A second signal: end now with this exit code, whatever still runs."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class FatalError:
+    """Nothing can go on: the agent ends with this error once its workers are gone."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Unkillable:
+    """Workers are still there long after SIGKILL."""
+
+
+Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable
+
+
+class Inbox:
+    """A queue of what comes in. Many changes of the mirror before it is looked at are one."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Incoming] = asyncio.Queue()
+        self._changed = False
+
+    def put(self, event: Incoming) -> None:
+        """Add an event; never waits."""
+        if isinstance(event, MirrorChanged):
+            if self._changed:
+                return
+            self._changed = True
+        self._queue.put_nowait(event)
+
+    async def get(self) -> Incoming:
+        """The oldest event, once there is one."""
+        event = await self._queue.get()
+        if isinstance(event, MirrorChanged):
+            self._changed = False
+        return event
+
+
+class Tasks:
+    """`async with Tasks() as tasks`: its tasks end with the scope, and the scope with a crash.
+
+    A task that raises cancels the scope's body and all other tasks, and leaving the scope raises
+    its error, as the first of an ExceptionGroup.
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        for task in self._running:
+            task.cancel()
+        await self._group.__aexit__(kind, error, stack)
+
+    def create(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin `work`."""
+        task = self._group.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task

@@ -1,0 +1,393 @@
+"""Workers that are forked ahead of their use, where `import torch` has ended.
+
+The fork server is a process (children/forkserver.py) that imports and forks, nothing else. A worker
+is forked before it is needed, and gets its order through a socket of its own: no restart waits for
+an import, nor for a fork. It is the agent's own child like one that was exec'd: the fork server
+forks a process that forks the worker and ends, and the agent is a child subreaper meanwhile. Only
+meanwhile, because orphans of workers would come to it, too, and nobody would reap them.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elastic_etcd import children
+from elastic_etcd.errors import UsageError
+from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, end, spawn
+from elastic_etcd.protocol import (
+    LONGEST,
+    CannotImport,
+    FromForkServer,
+    Unsafe,
+    Warm,
+    from_fork_server,
+    from_forked,
+)
+
+_PROGRAM = Path(children.__file__).with_name("forkserver.py")
+_PR_SET_CHILD_SUBREAPER = 36
+# What was used up is forked anew when the generation that used it has had its start.
+_REFILL_AFTER = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Prefork:
+    """`start()`, `await warm()`, then `await fork(...)`, and `close()`.
+
+    `command` is what the workers run: a Python interpreter and its arguments, as launch.py makes
+    them. `env` is the workers' environment as far as it is known before a generation; what
+    libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
+    order. A fork server that dies is replaced.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], preload: Sequence[str], size: int
+    ) -> None:
+        self._command = command
+        self._env = env
+        self._preload = preload
+        self._size = size
+        self._server: _ForkServer | None = None
+        self._waiting: list[_Preforked] = []
+        self._refill: asyncio.TimerHandle | None = None
+        self._is_warm = self._was_warm = False
+        self._decided = asyncio.Event()
+        self._error: UsageError | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The fork server; None when there is none."""
+        return self._server.pid if self._server else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `fork` would be served without an import."""
+        return self._is_warm or bool(self._waiting)
+
+    def start(self) -> None:
+        """Start the fork server, which begins to import."""
+        try:
+            self._server = _ForkServer(
+                self._command, self._preload, self._env, self._heard, self._ended
+            )
+        except OSError as error:
+            self._give_up(f"the fork server can't be started: {error.strerror}")
+
+    async def warm(self) -> None:
+        """Wait until all is imported, or cannot be.
+
+        Raises UsageError when a module of --preload can't be imported.
+        """
+        await self._decided.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def fork(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        out: int,
+        err: int,
+        given: Sequence[int] = (),
+    ) -> Process:
+        """Run `argv` (`python [-u] script ...` or `-m module ...`) as a process of its own.
+
+        `env` is its whole environment, `out` and `err` become its descriptors 1 and 2; the numbers
+        that it has for the descriptors `given` are appended to `argv`. All of them may be closed
+        when this returns. Raises OSError when there is no process to be had.
+        """
+        order = _order(argv, env)
+        try:
+            preforked = self._take()
+            preforked.order([order, out, err, *given])
+        finally:
+            os.close(order)
+            self._refill_later()
+        return await preforked.process()
+
+    def close(self) -> None:
+        """End the fork server and the workers that wait; not those that have their order."""
+        if self._refill:
+            self._refill.cancel()
+        self._is_warm = False
+        self._stop_server()
+        while self._waiting:
+            self._waiting.pop().end()
+
+    def _stop_server(self) -> None:
+        if self._server:
+            self._server.close()
+            self._server = None
+
+    def _take(self) -> "_Preforked":
+        """A worker that waits or is on its way; a fresh one where there is none."""
+        preforked = next((each for each in self._waiting if each.pid is not None), None)
+        if preforked is None:
+            preforked = self._waiting[0] if self._waiting else self._new()
+        self._waiting.remove(preforked)
+        return preforked
+
+    def _new(self) -> "_Preforked":
+        if self._server is None or not self._is_warm:
+            raise OSError(errno.EAGAIN, "the fork server is not ready")
+        preforked = _Preforked(self._server, self._lost)
+        self._waiting.append(preforked)
+        return preforked
+
+    def _lost(self, preforked: "_Preforked") -> None:
+        """It ended before it got an order."""
+        if preforked in self._waiting:
+            self._waiting.remove(preforked)
+            self._refill_later()
+
+    def _refill_later(self) -> None:
+        if self._is_warm and self._refill is None:
+            loop = asyncio.get_running_loop()
+            self._refill = loop.call_later(_REFILL_AFTER, self._fill)
+
+    def _fill(self) -> None:
+        self._refill = None
+        with contextlib.suppress(OSError):  # what is missing is made when it is needed
+            while self._is_warm and len(self._waiting) < self._size:
+                self._new()
+
+    def _heard(self, message: FromForkServer) -> None:
+        match message:
+            case Warm():
+                self._is_warm = self._was_warm = True
+                self._fill()
+                self._decided.set()
+            case Unsafe(why):
+                self._give_up(why)
+            case CannotImport(module, why) if module and not self._was_warm:
+                text = f"--preload {module}: {self._command[0]} cannot import it: {why}"
+                self._error = UsageError(text)
+                self._give_up("")
+            case CannotImport(module, why):
+                self._give_up(f"{self._command[0]} cannot import {module or 'torch'}: {why}")
+
+    def _ended(self, code: int, last_words: str) -> None:
+        was_warm, self._is_warm = self._is_warm, False
+        self._stop_server()
+        if was_warm:
+            log.warning("the fork server ended (%d): %s; it is replaced", code, last_words)
+            self.start()
+        else:
+            self._give_up(f"the fork server ended ({code}) before it was warm: {last_words}")
+
+    def _give_up(self, why: str) -> None:
+        self._is_warm = False
+        self._stop_server()
+        if why:
+            log.warning("workers are started without the fork server: %s", why)
+        self._decided.set()
+
+
+class _ForkServer:
+    """The fork server's process: `heard(message)` for each, once `ended(code, last words)`.
+
+    It runs with the workers' own interpreter, in which this package need not be installed, so its
+    program is run by its path. What its imports print goes to the log, line by line. It dies with
+    this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        preload: Sequence[str],
+        env: Mapping[str, str],
+        heard: Callable[[FromForkServer], None],
+        ended: Callable[[int, str], None],
+    ) -> None:
+        self._heard = heard
+        self._ended = ended
+        self._channel, theirs = channel_pair()
+        arguments = [str(theirs.fileno()), ",".join(preload), *command]
+        program = [command[0], "-u", str(_PROGRAM), *arguments]
+        output, theirs_output = os.pipe()
+        try:
+            with theirs:
+                self._process = spawn(
+                    program,
+                    env,
+                    stdout=theirs_output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                )
+        except OSError:
+            self._channel.close()
+            os.close(output)
+            raise
+        finally:
+            os.close(theirs_output)
+        self.pid = self._process.pid
+        self._output = LastWords(output, "fork server")
+        self._watch = ExitWatch(self._process, self._on_exit)
+        asyncio.get_running_loop().add_reader(self._channel, self._listen)
+
+    def fork(self, channel: socket.socket) -> None:
+        """Ask for a worker that reads its order from `channel`. Raises OSError."""
+        socket.send_fds(self._channel, [b"fork"], [channel.fileno()])
+
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        self._watch.close()
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+
+    def _listen(self) -> None:
+        try:
+            packet = self._channel.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            packet = b""
+        if packet:
+            self._heard(from_fork_server(packet))
+        else:  # `_on_exit` follows
+            asyncio.get_running_loop().remove_reader(self._channel)
+
+    def _on_exit(self, code: int) -> None:
+        self._listen()  # its last message may have come in the same turn
+        if self._channel.fileno() >= 0:  # else that was the end of it
+            self._ended(code, self._output.drain())
+
+
+class _Forked:
+    """A worker of the fork server's: a child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+class _Preforked:
+    """A worker that is on its way or waits for its order; `lost(this)` if it ends before that.
+
+    Raises OSError when the fork server can't be asked for it.
+    """
+
+    _on_their_way = 0
+
+    def __init__(self, server: _ForkServer, lost: "Callable[[_Preforked], None]") -> None:
+        self.pid: int | None = None
+        self._lost = lost
+        self._ordered = False
+        self._watch: ExitWatch | None = None
+        self._arrived: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        self._channel, theirs = channel_pair()
+        self._adopt(+1)  # first: init would inherit a worker that is faster
+        try:
+            with theirs:
+                server.fork(theirs)
+        except OSError:
+            self._adopt(-1)
+            self._channel.close()
+            raise
+        asyncio.get_running_loop().add_reader(self._channel, self._arrive)
+
+    @classmethod
+    def _adopt(cls, more: int) -> None:
+        cls._on_their_way += more
+        wanted = bool(cls._on_their_way)
+        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted)) != 0:
+            raise OSError(errno.EINVAL, "prctl(PR_SET_CHILD_SUBREAPER)")
+
+    def order(self, fds: Sequence[int]) -> None:
+        """Send its order. Raises OSError when it is gone."""
+        socket.send_fds(self._channel, [b"run"], fds)
+        self._ordered = True
+        if self.pid is not None:
+            self._forget()
+
+    async def process(self) -> Process:
+        """The worker, which has its order, as soon as it is there. Raises OSError."""
+        return await self._arrived
+
+    def end(self) -> None:
+        """End it: it is not needed."""
+        if self.pid is None:  # it ends by itself when it finds the channel closed
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._adopt(-1)
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self._forget()
+
+    def _arrive(self) -> None:
+        """It has said its pid, or the fork server could not fork it."""
+        try:
+            packet = self._channel.recv(LONGEST)
+        except ConnectionResetError:
+            packet = b""
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._adopt(-1)
+        if packet:
+            self._is_there(from_forked(packet).pid)
+        else:
+            self._is_none()
+
+    def _is_there(self, pid: int) -> None:
+        self.pid = pid
+        process = _Forked(pid)
+        if self._arrived.cancelled():  # who ordered it has gone
+            end(process)
+            self._forget()
+            return
+        self._arrived.set_result(process)
+        if self._ordered:
+            self._forget()
+        else:
+            self._watch = ExitWatch(process, self._on_exit)
+
+    def _is_none(self) -> None:
+        self._forget()
+        if not self._ordered:
+            self._lost(self)
+        elif not self._arrived.cancelled():
+            self._arrived.set_exception(OSError(errno.EAGAIN, "the fork server could not fork"))
+
+    def _on_exit(self, code: int) -> None:
+        log.debug("a preforked worker ended before its order: %d", code)
+        self._forget()
+        self._lost(self)
+
+    def _forget(self) -> None:
+        """Close what is held for it; a message that it has not read yet stays readable."""
+        self._channel.close()
+        if self._watch:
+            self._watch.close()
+            self._watch = None
+
+
+def _order(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """A descriptor of a file with what a process is to become: an environment may be large.
+
+    Not by msgspec: a variable may have bytes that are no UTF-8.
+    """
+    order = os.memfd_create("order")
+    with open(order, "wb", closefd=False) as file:
+        file.write(json.dumps({"argv": [*argv], "env": dict(env)}).encode())
+    os.lseek(order, 0, os.SEEK_SET)
+    return order

@@ -1,0 +1,64 @@
+"""The flight recorder: the last events of an agent's lifecycle, and the actions that followed.
+
+The agent's loop records each event that it steps through; `write` puts all of it into a file of
+one JSON object a line, which tests/support/replay.py steps through once more.
+"""
+
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from elastic_etcd.core.lifecycle import Action, Event, State, ViewChanged, to_json
+from elastic_etcd.core.rules import Limits
+
+STEPS = 10_000
+_MEMBERS = 1_000_000  # in the views of all steps together: some 20 MB
+
+
+class Head(msgspec.Struct):
+    """The first line of a file: what the first step began with."""
+
+    limits: Limits
+    state: State | None  # None: nothing was recorded
+
+
+class Step(msgspec.Struct):
+    """Each other line: a step's event, and its actions (None: it raised)."""
+
+    at: float  # on the agent's monotonic clock, in seconds
+    event: Event
+    actions: list[Action] | None = None
+
+
+class FlightRecorder:
+    """The last STEPS steps, fewer if their views are of a very large job."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._steps: deque[tuple[State, Step]] = deque()
+        self._members = 0
+
+    def record(self, before: State, at: float, event: Event) -> Step:
+        """Remember a step that is about to be made; its actions are the caller's to add."""
+        step = Step(at, event)
+        self._steps.append((before, step))
+        self._members += _size(event)
+        while len(self._steps) > STEPS or self._members > _MEMBERS:
+            _, oldest = self._steps.popleft()
+            self._members -= _size(oldest.event)
+        return step
+
+    def write(self, folder: str | None = None) -> Path:
+        """Write a new file in `folder`, by default that for temporary files. Raises OSError."""
+        descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
+        head = Head(self._limits, self._steps[0][0] if self._steps else None)
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(to_json(head) + b"\n")
+            file.writelines(to_json(step) + b"\n" for _, step in self._steps)
+        return Path(name)
+
+
+def _size(event: Event) -> int:
+    return len(event.view.members) if isinstance(event, ViewChanged) else 0

@@ -1,0 +1,187 @@
+"""How a process that has already begun becomes `python -u script.py ...` or `python -u -m module`.
+
+Loaded by its path: it uses the standard library only, and what others have imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_BLAS_SETTERS = [
+    f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
+]
+
+
+class Entry:
+    """What a worker's command line asks Python to run."""
+
+    def __init__(self, command: list[str]) -> None:
+        rest = command[1:]
+        self.command = command
+        self.safe_path = bool(getattr(sys.flags, "safe_path", False))
+        while rest[0] in ("-u", "-P"):
+            self.safe_path |= rest.pop(0) == "-P"
+        self.is_module = rest[0] == "-m"
+        if self.is_module:
+            rest.pop(0)
+        self.target = rest[0]
+        self.argv = ["-m", *rest[1:]] if self.is_module else rest
+        # As Python does it: the way is not normalised.
+        self.file = "" if self.is_module else str(Path.cwd()) + "/" + self.target
+        if self.target.startswith("/"):
+            self.file = self.target
+        self.is_package = not self.is_module and pkgutil.get_importer(self.file) is not None
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that Python puts first in `sys.path`, if any."""
+        if self.is_package:
+            return self.file
+        if self.safe_path:
+            return None
+        return str(Path.cwd() if self.is_module else Path(self.file).resolve().parent)
+
+    def install_as_main(self) -> None:
+        """Make the process look as it does when the entry's first line is about to run."""
+        sys.argv = self.argv.copy()
+        sys.orig_argv = self.command.copy()
+        # A fresh module, because what was frozen (gc.freeze) is not finalised at exit.
+        main = ModuleType("__main__")
+        vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        if not self.is_module and not self.is_package:
+            vars(main).update(__file__=self.file, __cached__=None)
+            compiled = self.file.endswith(".pyc")
+            loader = SourcelessFileLoader if compiled else SourceFileLoader
+            main.__loader__ = loader("__main__", self.file)
+        sys.modules["__main__"] = main
+        if "__mp_main__" in sys.modules:  # by which multiprocessing finds pickled classes
+            sys.modules["__mp_main__"] = main
+
+    def run(self) -> None:
+        """Run it in `sys.modules["__main__"]`; what it raises is shown without our frames.
+
+        The rest is the interpreter's: exit codes, SystemExit, KeyboardInterrupt, atexit.
+        """
+        try:
+            if self.is_module:  # SLF001: it is what the interpreter itself calls
+                runpy._run_module_as_main(self.target)  # type: ignore[attr-defined]  # noqa: SLF001
+            elif self.is_package:
+                runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
+            else:
+                code: CodeType | bytes = self._read()
+                if isinstance(code, bytes):
+                    code = compile(code, self.file, "exec", dont_inherit=True)
+                exec(code, vars(sys.modules["__main__"]))  # noqa: S102 - it is the user's script
+        except SystemExit:
+            raise
+        except BaseException as error:
+            here = error.__traceback__
+            show_from(error, here.tb_next if here else None)
+            raise
+
+    def _read(self) -> CodeType | bytes:
+        try:
+            with io.open_code(self.file) as file:
+                return pkgutil.read_code(file) or Path(self.file).read_bytes()
+        except OSError as error:
+            self._cannot_open(error)
+
+    def _cannot_open(self, error: OSError) -> NoReturn:
+        what = f"[Errno {error.errno}] {error.strerror}"
+        sys.stderr.write(f"{sys.executable}: can't open file {self.file!r}: {what}\n")
+        raise SystemExit(2)
+
+
+def show_from(error: BaseException, start: TracebackType | None) -> None:
+    """Let the interpreter hand `error` to the excepthook with the traceback that begins there."""
+    hook = sys.excepthook
+
+    def without_ours(
+        kind: type[BaseException], raised: BaseException, shown: TracebackType | None
+    ) -> None:
+        if raised is error:
+            shown = sys.last_traceback = start
+            raised.__traceback__ = start
+        hook(kind, raised, shown)
+
+    sys.excepthook = without_ours
+
+
+class Environment:
+    """The environment variables of a process that had others when it began."""
+
+    def __init__(self) -> None:
+        self._omp_threads = os.environ.get("OMP_NUM_THREADS")
+        self._omp: list[Callable[[int], object]] = []
+        self._blas: list[Callable[[int], object]] = []
+
+    def imported(self) -> None:
+        """Look for the libraries that have read their number of threads when they were loaded."""
+        self._omp = _functions("omp", ["omp_set_num_threads"])
+        self._blas = _functions("openblas", _BLAS_SETTERS)
+
+    def become(self, env: dict[str, str]) -> None:
+        """Have exactly `env`, and the numbers of threads that it asks for."""
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        for name, value in env.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        cores = len(os.sched_getaffinity(0))  # more than that neither MKL nor OpenBLAS take
+        omp = _count(env.get("OMP_NUM_THREADS"))
+        if omp and env["OMP_NUM_THREADS"] != self._omp_threads:
+            for set_num_threads in self._omp:
+                set_num_threads(min(omp, cores))
+        blas = min(_count(env.get("OPENBLAS_NUM_THREADS")) or omp or cores, cores)
+        if blas > 1:
+            for set_num_threads in self._blas:
+                set_num_threads(blas)
+
+
+def _functions(part: str, names: list[str]) -> list[Callable[[int], object]]:
+    """The first of `names` in each loaded library with `part` in its file's name."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
+    found: list[Any] = []
+    for file in files:
+        if part in Path(file).name and ".so" in file:
+            library = ctypes.CDLL(file)
+            found += [getattr(library, name) for name in names if hasattr(library, name)][:1]
+    return found
+
+
+def _count(text: str | None) -> int:
+    """The first number of a *_NUM_THREADS variable ("4,2" for nested regions), else 0."""
+    first = (text or "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def be_another() -> None:
+    """Give a forked process keys, random states and a thread id that no sibling has.
+
+    `random` sees to its own.
+    """
+    for name in ("multiprocessing", "numpy.random", "threading", "torch"):
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        if name == "multiprocessing":
+            module.current_process().authkey = os.urandom(32)
+        elif name == "numpy.random":
+            module.seed()
+        elif name == "threading":
+            module.main_thread()._set_native_id()  # noqa: SLF001 - as a Thread does when it starts
+        else:
+            module.default_generator.seed()

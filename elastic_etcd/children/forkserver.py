@@ -1,0 +1,223 @@
+"""The fork server: it imports torch once, and forks workers that begin where `import torch` ended.
+
+`python -u forkserver.py CHANNEL MODULES COMMAND...` is started by agent/prefork.py, by its path,
+with the interpreter and the environment of the workers; COMMAND is what they run, `python -u
+train.py ...`. A worker is forked ahead of its use and waits for its order. Standard library, torch,
+and MODULES; its messages are those of protocol.py, which this interpreter need not have.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this folder: its names are not for the worker's imports
+
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_etcd.children import entry
+else:  # beside this file, and in nobody's sys.modules
+    entry = ModuleType("entry")
+    SourceFileLoader("entry", str(Path(__file__).with_name("entry.py"))).exec_module(entry)
+
+# What a first DDP step imports.
+OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
+# What a script that recovers in process imports, and its peers wait for; it may not be installed.
+ELASTIC = ("elastic_etcd.train.run", "elastic_etcd.train.sampler", "elastic_etcd.train.state")
+# A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
+# fork fails after it, and without NVML the question whether there is a GPU initialises it.
+IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# A scheduler signals every process of a job: the fork server outlives that, a worker decides for
+# itself.
+OUTLIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1
+
+
+class Unsafe(Exception):
+    """Workers can't be forked from this process; says why."""
+
+
+class ForkServer:
+    """The process that has imported everything; `serve` returns in a forked worker only."""
+
+    def __init__(self, channel: socket.socket, command: list[str]) -> None:
+        self._channel = channel
+        self._agent = os.getppid()
+        self._cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
+        self._environment = entry.Environment()
+        # The modules are imported as the script would import them.
+        start = entry.Entry(command)
+        self._folder = start.folder
+        if self._folder is not None:
+            sys.path.insert(0, self._folder)
+        start.install_as_main()
+
+    def warm_up(self, modules: list[str]) -> bool:
+        """Import everything and tell the agent how it went; False if nothing can be forked."""
+        os.environ.update(IMPORTING)
+        gc.disable()  # imports make objects that stay: looking for garbage takes a quarter of them
+        try:
+            for name in (*OURS, *modules):
+                try:
+                    import_module(name)
+                except BaseException as error:  # noqa: BLE001 - also what calls sys.exit
+                    if getattr(error, "name", None) != name:  # else there is no such module
+                        traceback.print_exc()
+                    words = traceback.format_exception_only(type(error), error)[-1].strip()
+                    module = "" if name in OURS else name
+                    say(self._channel, "cannot_import", module=module, why=words)
+                    return False
+                check_safe(f"import {name}")
+            for name in ELASTIC:
+                with suppress(Exception):  # a head start, and no more than that
+                    import_module(name)
+        except Unsafe as error:
+            say(self._channel, "unsafe", why=str(error))
+            return False
+        self._environment.imported()
+        gc.collect()
+        gc.freeze()  # never looked at again by the collector: the pages stay shared
+        gc.enable()
+        say(self._channel, "warm")
+        return True
+
+    def serve(self) -> entry.Entry | None:
+        """Fork a worker for each channel that the agent sends; gives None when the agent has gone.
+
+        In a worker it returns what that has to run.
+        """
+        while True:
+            message, fds, _, _ = socket.recv_fds(self._channel, 64, 1)
+            if not message:
+                return None
+            with socket.socket(fileno=fds[0]) as orders:
+                try:
+                    check_safe("something after the imports")
+                    if between := fork_away():
+                        return self._become_worker(orders, between)
+                except Unsafe as error:
+                    say(self._channel, "unsafe", why=str(error))
+                except OSError as error:
+                    sys.stderr.write(f"fork: {error.strerror}\n")
+
+    def _become_worker(self, orders: socket.socket, between: int) -> entry.Entry:
+        """Begin as an exec'd process would, wait for the order, and become what it says."""
+        self._channel.close()
+        os.setsid()
+        die_with(self._agent, between)
+        os.fchdir(self._cwd)
+        os.close(self._cwd)
+        os.umask(self._umask)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                # While it waits SIGINT ends it as it would end a script, but without a traceback.
+                signal.signal(number, signal.SIG_DFL if callable(handler) else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        entry.be_another()
+        say(orders, "forked", pid=os.getpid())
+        message, fds, _, _ = socket.recv_fds(orders, 64, 64)
+        if not message:  # the agent doesn't need this one
+            os._exit(0)
+        with open(fds[0], "rb") as file:  # noqa: PTH123 - a descriptor
+            order = json.load(file)
+        for stream, fd in ((1, fds[1]), (2, fds[2])):
+            os.dup2(fd, stream)
+            os.close(fd)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
+        self._environment.become(order["env"])
+        given = entry.Entry([*order["argv"], *map(str, fds[3:])])
+        if self._folder in sys.path and given.folder not in (None, self._folder):
+            sys.path[sys.path.index(self._folder)] = given.folder
+        given.install_as_main()
+        return given
+
+
+def say(channel: socket.socket, kind: str, **fields: object) -> None:
+    """Send the agent one of the messages of protocol.py."""
+    channel.send(json.dumps({"type": kind, **fields}).encode())
+
+
+def check_safe(who: str) -> None:
+    """Raises Unsafe when a fork would lose threads or break CUDA."""
+    tasks = list(Path("/proc/self/task").iterdir())
+    if len(tasks) > 1:
+        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in tasks}))
+        raise Unsafe(f"{who} started {len(tasks) - 1} threads ({names})")
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        try:
+            device = str(fd.readlink())
+        except FileNotFoundError:  # the listing's own
+            continue
+        if device in ("/dev/nvidia-uvm", "/dev/kfd"):
+            raise Unsafe(f"{who} initialised the GPU driver (it opened {device})")
+
+
+def fork_away() -> int:
+    """Fork a process that the agent will be the parent of.
+
+    In it, this is the pid of the process between, which ends now: the agent is a child subreaper
+    meanwhile and inherits. In the fork server it is 0.
+    """
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return 0
+    between = os.getpid()
+    try:
+        child = os.fork()
+    except OSError:
+        os._exit(1)
+    if child:
+        os._exit(0)
+    return between
+
+
+def die_with(agent: int, between: int) -> None:
+    """Wait until the agent is the parent, then ask the kernel for SIGKILL at its death.
+
+    Not earlier, or the end of the process between would be taken for it.
+    """
+    with suppress(ProcessLookupError):  # it is gone, and reaped
+        if os.getppid() == between:
+            pidfd = os.pidfd_open(between)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll()
+            os.close(pidfd)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != agent:
+        os._exit(0)
+
+
+def main(argv: list[str]) -> entry.Entry | None:
+    """The fork server's whole life; in a worker, what it runs."""
+    channel = socket.socket(fileno=int(argv[1]))
+    server = ForkServer(channel, argv[3:])
+    if server.warm_up(argv[2].split(",") if argv[2] else []):
+        return server.serve()
+    return None
+
+
+if __name__ == "__main__":
+    worker = main(sys.argv)
+    if worker is not None:
+        worker.run()

@@ -1,0 +1,54 @@
+"""The process that serves the TCPStore: `python store_server.py CHANNEL_FD`, started by the agent.
+
+The agent sends (generation, listening socket) over the channel, once per generation. End of file
+on it is the end of the agent, and of this process.
+"""
+
+import signal
+import socket
+import sys
+from datetime import timedelta
+
+
+def main(argv: list[str]) -> int:
+    """Serve one store after another; the last line on stderr says why it failed."""
+    # A scheduler signals every process of a job; the store has to outlive the workers' grace.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        from torch.distributed import TCPStore  # noqa: PLC0415 - its failure has a message
+    except ImportError as error:
+        sys.stderr.write(f"torch cannot be imported by {sys.executable}: {error}\n")
+        return 1
+    stores: list[TCPStore] = []
+    with socket.socket(fileno=int(argv[1])) as channel:
+        while True:
+            message, fds, _, _ = socket.recv_fds(channel, 64, 1)
+            if not message:
+                return 0
+            listener = socket.socket(fileno=fds[0])
+            host, port = _own_address(listener)
+            # The older store first: nobody of this generation knows it, and its clients are gone.
+            stores.clear()
+            stores.append(
+                TCPStore(
+                    host_name=host,
+                    port=port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=60),
+                    master_listen_fd=listener.detach(),
+                    use_libuv=True,
+                )
+            )
+
+
+def _own_address(listener: socket.socket) -> tuple[str, int]:
+    """Where this process itself reaches the socket: the store's server has a client, too."""
+    address, port = listener.getsockname()[:2]
+    everywhere = address in ("::", "0.0.0.0")  # noqa: S104 - compared, not bound
+    return "127.0.0.1" if everywhere else address, port
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,292 @@
+"""Children of this process: how they are started, awaited and killed, with all of their group.
+
+Linux only. An exit is an event: a process is gone when its pidfd is readable, even if nobody ever
+reaps it (in a container without an init, orphans stay zombies for ever). Nothing is polled, and a
+process id that belongs to another process by now is never used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from elastic_etcd import trampoline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+# A dead child that is being debugged can't be reaped until the debugger has seen its end.
+_REAP_AGAIN = 0.05
+_TAIL = 1 << 13
+
+log = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """A child of this process."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal; None while it runs."""
+
+
+def spawn(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: int,
+    stderr: int,
+    pass_fds: Collection[int] = (),
+    session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start `command` as a child that dies with this process. Raises OSError.
+
+    It leads a process group of its own, out of the reach of the terminal's Ctrl-C, or with
+    `session` a session of its own. Its stdin is /dev/null.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *command],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=tuple(pass_fds),
+        bufsize=0,
+        start_new_session=session,
+        process_group=None if session else 0,
+    )
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """(our end, a child's end) of a Unix socket that keeps packets whole; ours never blocks.
+
+    On a SOCK_SEQPACKET a message and its descriptors arrive together.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+class ExitWatch:
+    """Calls `ended(code)` once, from the event loop, when the child has exited and is reaped.
+
+    With `group` the child leads a process group, of which all else is killed then: before the
+    child is reaped, so that its number can't be another group's.
+    """
+
+    def __init__(
+        self, process: Process, ended: Callable[[int], None], *, group: bool = False
+    ) -> None:
+        self._process = process
+        self._ended = ended
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(self._pidfd, self._on_readable)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _on_readable(self) -> None:
+        if self._group:
+            signal_group(self._process.pid, signal.SIGKILL)
+        code = self._process.poll()
+        if code is None:
+            self._loop.remove_reader(self._pidfd)
+            self._loop.call_later(_REAP_AGAIN, self._look_again)
+            return
+        self.close()
+        self._ended(code)
+
+    def _look_again(self) -> None:
+        if self._pidfd >= 0:
+            self._on_readable()
+
+
+async def exited(process: Process) -> int:
+    """Wait for a child's exit, without a thread; gives its status. It may be reaped already."""
+    if (known := process.poll()) is not None:
+        return known
+    code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    watch = ExitWatch(process, code.set_result)
+    try:
+        return await code
+    finally:
+        watch.close()
+
+
+def end(process: Process) -> int:
+    """SIGKILL a child and reap it; gives its status. It takes as long as the kernel does."""
+    while (code := process.poll()) is None:
+        pidfd = os.pidfd_open(process.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+    return code
+
+
+class LastWords:
+    """Reads what a child writes into a pipe, line by line; owns the descriptor until `close`.
+
+    With a `label` each line that is not empty goes to the log, behind it.
+    """
+
+    def __init__(self, fd: int, label: str = "") -> None:
+        self.last = "it said nothing"
+        self._fd = fd
+        self._label = label
+        self._rest = b""
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def drain(self) -> str:
+        """Read what lies in the pipe now; gives the last line."""
+        while self._fd >= 0 and self._read():
+            pass
+        rest, self._rest = self._rest, b""
+        self._take_line(rest)
+        return self.last
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> bool:
+        """Whether there was anything to read."""
+        try:
+            chunk = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.close()
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = rest[-_TAIL:]
+        for line in lines:
+            self._take_line(line)
+        return bool(chunk)
+
+    def _take_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").strip()
+        if text:
+            self.last = text
+            if self._label:
+                log.info("%s: %s", self._label, text)
+
+
+class ProcessGroups:
+    """Kills what is left of process groups whose leader is dead, and watches it until it is gone.
+
+    `emptied(pids)` is called from the event loop with the groups that are empty by now.
+    """
+
+    def __init__(self, emptied: Callable[[Collection[int]], None]) -> None:
+        self._emptied = emptied
+        self._groups: set[int] = set()
+        self._dying: dict[int, set[int]] = {}  # group -> pidfds
+        self._looking = False
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._groups)
+
+    def add(self, group: int) -> None:
+        """Take the group of a leader that has just been reaped."""
+        self._groups.add(group)
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Look at the groups once for all the leaders that die in this turn."""
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        left = [pid for pid in self._groups if pid not in self._dying and signal_group(pid, 0)]
+        self._dying.update(self._watch(left))
+        empty = self._groups - self._dying.keys()
+        self._groups -= empty
+        self._emptied(empty)
+
+    def _watch(self, groups: list[int]) -> dict[int, set[int]]:
+        """{group: pidfds} of those in which something still runs."""
+        members = kill_members(groups) if groups else {}
+        for group, pidfds in members.items():
+            for pidfd in pidfds:
+                asyncio.get_running_loop().add_reader(pidfd, self._on_gone, group, pidfd)
+        return {group: set(pidfds) for group, pidfds in members.items() if pidfds}
+
+    def _on_gone(self, group: int, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._dying[group].remove(pidfd)
+        if not self._dying[group]:
+            del self._dying[group]
+            self._look_soon()
+
+
+def signal_group(pgid: int, number: int) -> bool:
+    """Send a signal to all of the group; whether it has any process, zombies included."""
+    try:
+        os.killpg(pgid, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a member that runs as another user; the rest got the signal
+        pass
+    return True
+
+
+def kill_members(groups: Collection[int]) -> dict[int, list[int]]:
+    """SIGKILL what still runs in these groups; gives {group: pidfds of what is dying}.
+
+    One pass over /proc for all of them. The caller closes the pidfds.
+    """
+    found: dict[int, list[int]] = {group: [] for group in groups}
+    for pid, group in _process_table():
+        if group not in found:
+            continue
+        with contextlib.suppress(ProcessLookupError):  # gone meanwhile
+            pidfd = os.pidfd_open(pid)
+            if is_gone(pidfd):
+                os.close(pidfd)
+                continue
+            found[group].append(pidfd)
+            with contextlib.suppress(PermissionError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    return found
+
+
+def is_gone(pidfd: int) -> bool:
+    """Whether the process has ended, with all its threads."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _process_table() -> Iterator[tuple[int, int]]:
+    """(pid, process group) of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                stat = (entry / "stat").read_bytes()
+                # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
+                yield int(entry.name), int(stat[stat.rindex(b")") + 2 :].split(maxsplit=3)[2])

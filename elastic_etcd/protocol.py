@@ -1,0 +1,212 @@
+"""The messages between an agent and its workers, and between an agent and its fork server.
+
+Each message is one packet of a SOCK_SEQPACKET socket: a JSON object of at most LONGEST bytes, whose
+"type" says which message it is. docs/channel.md shows each. Both ends check what they read: a field
+that is missing, of another type or out of its bounds is refused by its name, and a field that is
+not known is ignored.
+"""
+
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, cast
+
+from msgspec import Meta, MsgspecError, Struct, json
+from msgspec.structs import replace
+
+VERSION = 1
+LONGEST = 1 << 16  # bytes of a packet
+LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
+_TEXTS = ("reason", "error")
+M = TypeVar("M")
+
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+LocalRank: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+
+
+class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
+    """A message; its tag is its name."""
+
+
+# --- from a worker ------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """Who calls; the first message. `v` is the version of these messages."""
+
+    v: int
+    pid: Number
+    local_rank: LocalRank
+    generation: Number
+
+
+class Elastic(_Message, frozen=True):
+    """The worker recovers in process: it is told to park instead of being killed."""
+
+
+class Parked(_Message, frozen=True):
+    """The worker waits without a process group; `error` is why, if nobody had asked it to."""
+
+    generation: Number
+    error: str
+
+
+class Keep(_Message, frozen=True):
+    """Keep the descriptor that comes along; it replaces an older one of this name."""
+
+    id: Number
+    name: Name
+
+
+class Recall(_Message, frozen=True):
+    """Give back what is kept under this name."""
+
+    id: Number
+    name: Name
+
+
+class AskCurrent(_Message, frozen=True, tag="current"):
+    """The worker asks whether its generation is the job's current one."""
+
+    id: Number
+
+
+FromWorker: TypeAlias = Hello | Elastic | Parked | Keep | Recall | AskCurrent
+
+
+class Disconnected(Struct, frozen=True):
+    """A worker that had said hello has gone. Not sent: the agent's end makes it."""
+
+
+# --- from the agent -----------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True):
+    """The answer to Hello."""
+
+    v: int
+
+
+class Kept(_Message, frozen=True):
+    """The answer to Keep."""
+
+    id: Number
+    name: Name
+
+
+class Recalled(_Message, frozen=True):
+    """The answer to Recall; if it is `found`, its descriptor comes along."""
+
+    id: Number
+    name: Name
+    found: bool
+
+
+class Current(_Message, frozen=True):
+    """The answer to AskCurrent: None if etcd could not be asked; `reason` is why not."""
+
+    id: Number
+    current: bool | None
+    reason: str
+
+
+class Change(_Message, frozen=True):
+    """A planned change: stop with all others at one step, and park; or exit if `leaving`."""
+
+    generation: Number
+    reason: str
+    leaving: bool
+
+
+class Interrupt(_Message, frozen=True):
+    """The world is broken: leave any collective at once, and park."""
+
+    generation: Number
+    reason: str
+
+
+class World(_Message, frozen=True):
+    """Go on in this generation; `env` has the variables whose values have changed."""
+
+    generation: Number
+    reason: str
+    env: dict[str, str]
+
+
+class Bye(_Message, frozen=True):
+    """There is nothing more to do: exit with 0."""
+
+    reason: str
+
+
+Answer: TypeAlias = Kept | Recalled | Current
+FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | World | Bye
+
+
+class Gone(Struct, frozen=True):
+    """The agent has gone. Not sent: the worker's end makes it."""
+
+    reason: str
+
+
+# --- from the fork server and what it forks (children/forkserver.py) ----------------------
+
+
+class Warm(_Message, frozen=True):
+    """The fork server has imported everything, and forks from now on."""
+
+
+class Unsafe(_Message, frozen=True):
+    """Nothing can be forked, or no more; `why` says what a fork would break."""
+
+    why: str
+
+
+class CannotImport(_Message, frozen=True, tag="cannot_import"):
+    """`module` can't be imported; "" stands for torch."""
+
+    module: str
+    why: str
+
+
+class Forked(_Message, frozen=True):
+    """The first message of a worker that has been forked."""
+
+    pid: Number
+
+
+FromForkServer: TypeAlias = Warm | Unsafe | CannotImport
+
+
+def encode(message: Struct) -> bytes:
+    """A message as a packet; a long reason or error is cut. Raises ValueError if it is too long."""
+    texts = {name: _short(getattr(message, name)) for name in _TEXTS if hasattr(message, name)}
+    packet = json.encode(replace(message, **texts))
+    if len(packet) > LONGEST:
+        name = type(message).__name__
+        raise ValueError(f"{name} takes {len(packet)} bytes, {LONGEST} are allowed")
+    return packet
+
+
+def _short(text: str) -> str:
+    """As much of a text as is sent, whatever is in it."""
+    return text[:LONGEST_TEXT].encode(errors="replace").decode()
+
+
+class Reader(Generic[M]):
+    """Reads the messages of one direction. Raises ValueError that names the field and its fault."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = json.Decoder(kind)
+
+    def __call__(self, packet: bytes) -> M:
+        try:
+            return cast("M", self._decoder.decode(packet))
+        except MsgspecError as error:  # in its older versions no ValueError
+            raise ValueError(str(error)) from None
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+
+from_worker = Reader[FromWorker](FromWorker)
+from_agent = Reader[FromAgent](FromAgent)
+from_fork_server = Reader[FromForkServer](FromForkServer)
+from_forked = Reader[Forked](Forked)

@@ -1,0 +1,44 @@
+"""Every number of seconds whose order matters, in one table.
+
+tests/unit/test_times.py holds the order, with the reason for each pair.
+"""
+
+# Requests to etcd.
+ATTEMPT_TIMEOUT = (1.0, 2.0)  # one attempt at one endpoint, at random between the two
+LOGIN_TIMEOUT = 5.0  # a login costs etcd 60 ms, and many agents may come at once
+CONTACT_TIMEOUT = 10.0  # for an etcd that was never seen; one that was is waited for
+LEAVE_TIMEOUT = 2.0  # each request of a node that leaves: its lease ends by itself anyway
+REVOKE_TIMEOUT = 2.0
+OPEN_TIMEOUT = 2.0  # for the first answer of a watch
+REFUSED_PAUSE = 5.0  # at most, between two tries of what an administrator has to make possible
+LEASE_TTL = 5  # the default; etcd may grant more
+
+# An etcd of one's own.
+EMBEDDED_START = 15.0  # until it serves
+EMBEDDED_STOP = 3.0  # from SIGTERM to SIGKILL
+
+# A worker and its agent.
+CURRENT_TIMEOUT = 5.0  # the agent's question to etcd whether a generation is current
+ANSWER_TIMEOUT = 10.0  # a worker's wait for any answer of its agent
+SYNC_PATIENCE = 8.0  # a rank's wait for the others' word at which step all stop
+GOODBYE = 3.0  # for a parked worker to end by itself
+
+# The end of workers.
+GRACE_FAILURE = 3.0  # from SIGTERM, or the word to park, to SIGKILL
+GRACE_CHANGE = 10.0
+GRACE_LEAVE = 30.0
+STUCK = 10.0  # after SIGKILL it is told that processes are still there
+UNKILLABLE = 30.0  # and then this node leaves the job
+
+# Whose failure was it?
+# A failure that a peer seems to have caused is kept back for so long: its cause may be known later,
+# because a dying process closes its connections before it is gone.
+HOLD = 2.0
+PARKED_PATIENCE = 2.0  # beyond a lease's TTL: by then a lost node is known to be lost
+
+# The guardian, once the agent is gone.
+GUARD_GONE = 1.0  # for what was killed to be gone; a driver may hold a process for long
+GUARD_REVOKE = 10.0  # the lease ends by itself about then
+GUARD_LIFE = 20  # whatever happens
+GUARDIAN_QUIET = 10.0  # one that lived shorter is replaced more and more slowly
+GUARDIAN_SLOWEST = 60.0
