@@ -1,21 +1,23 @@
-"""How a world of any size makes up the same global batch: what each rank takes in each step."""
+"""Gradient accumulation that makes up the same global batch in a world of any size."""
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from elastic_etcd.train.indices import SizedIndices
-from elastic_etcd.train.place import place
+from torch.utils.data import Sampler
+
+from elastic_etcd.train.collectives import rank_and_size
 
 
 @dataclass(frozen=True)
 class Accumulation:
     """One rank's part of a step of the optimizer.
 
-    batch_sizes: samples that each rank takes in a step, in rank order: equal but for one, their
-    sum is the global batch. micro_batches: the sizes of this rank's micro-batches, equal but for
-    one. rank, world_size: for which world it holds.
+    batch_sizes: how many samples each rank takes in a step, in rank order. They differ by at most
+    one, and their sum is the global batch. micro_batches: the sizes of this rank's micro-batches,
+    which differ by at most one. rank, world_size: the world that it is for. For a global batch of
+    10, micro-batches of 2 and rank 0 of 3: batch_sizes (4, 3, 3), micro_batches (2, 2).
     """
 
     batch_sizes: tuple[int, ...]
@@ -33,22 +35,25 @@ class Accumulation:
         return len(self.micro_batches)
 
     def weight(self, size: int) -> float:
-        """Factor for the mean loss of `size` of this rank's samples.
+        """The factor for the mean loss of a micro-batch of `size` samples.
 
-        With it the gradients that DDP averages over ranks, summed over a step's micro-batches, are
+        With it, the gradients that DDP averages over ranks, summed over a step's micro-batches, are
         those of the mean loss over the global batch, whatever the world.
         """
         return size * self.world_size / sum(self.batch_sizes)
 
-    def batches(self, sampler: SizedIndices) -> "MicroBatches":
-        """A DataLoader's batch_sampler, which gives this rank's micro-batches of whole steps."""
+    def batches(self, sampler: Sampler[int]) -> "MicroBatches":
+        """A DataLoader's batch_sampler, which gives this rank's micro-batches of whole steps.
+
+        `sampler` has a length, as ElasticSampler has.
+        """
         return MicroBatches(sampler, self.micro_batches)
 
 
 class MicroBatches:
-    """Indices in lists of these sizes, over and over; what makes up no whole step is left out."""
+    """Yields indices in lists of these sizes, over and over; an incomplete step is left out."""
 
-    def __init__(self, sampler: SizedIndices, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sampler: Sampler[int], sizes: tuple[int, ...]) -> None:
         self.sampler, self.sizes = sampler, sizes
 
     def __len__(self) -> int:
@@ -76,19 +81,19 @@ def accumulation_steps(
     does not divide the global batch. Raises ValueError if a rank would get no sample.
     """
     if rank is None or world_size is None:
-        rank, world_size = place()
+        rank, world_size = rank_and_size()
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size}")
     if micro_batch < 1:
         raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
     if global_batch < world_size:
         raise ValueError(f"a global batch of {global_batch} leaves ranks of {world_size} idle")
-    sizes = _parts(global_batch, world_size)
+    sizes = _split_evenly(global_batch, world_size)
     own = sizes[rank]
-    return Accumulation(sizes, _parts(own, -(-own // micro_batch)), rank, world_size)
+    return Accumulation(sizes, _split_evenly(own, -(-own // micro_batch)), rank, world_size)
 
 
-def _parts(total: int, parts: int) -> tuple[int, ...]:
+def _split_evenly(total: int, parts: int) -> tuple[int, ...]:
     """Split into so many parts that differ by at most one, larger ones first."""
     size, rest = divmod(total, parts)
     return (size + 1,) * rest + (size,) * (parts - rest)

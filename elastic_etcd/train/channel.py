@@ -1,6 +1,6 @@
 """A worker's end of the channel to its agent: what it asks, and what it is told meanwhile.
 
-Standard library only. Requests are answered in the calling thread; only while something listens
+Requests are answered in the calling thread; only while something listens
 (`listening`, which ee.run uses) a thread reads, and hears what comes unasked. A process that is
 forked from a worker, such as a DataLoader's, has no channel. docs/channel.md has the messages.
 """
@@ -11,15 +11,35 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
-from elastic_etcd.core.messages import FROM_AGENT, VERSION, Lines, decode, encode
+from msgspec.structs import replace
+
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration
+from elastic_etcd.protocol import (
+    LONGEST,
+    VERSION,
+    Answer,
+    AskCurrent,
+    Current,
+    Elastic,
+    FromAgent,
+    FromWorker,
+    Gone,
+    Hello,
+    Keep,
+    Kept,
+    Parked,
+    Recall,
+    Recalled,
+    encode,
+    from_agent,
+)
+from elastic_etcd.times import ANSWER_TIMEOUT
 
-_TIMEOUT = 10.0
+Heard: TypeAlias = Callable[[FromAgent | Gone], None]
 
 
 class Channel:
@@ -32,15 +52,12 @@ class Channel:
     def __init__(self, path: str) -> None:
         self.generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
         self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = threading.Lock()  # one at a time
         self._sending = threading.Lock()
         self._answered = threading.Condition()
         self._listens = False  # by a thread
-        self._lines = Lines()
-        self._messages: deque[dict[str, Any]] = deque()
-        self._descriptors: deque[int] = deque()
-        self._answer: tuple[dict[str, Any], int] | None = None
+        self._answer: tuple[Answer, int] | None = None
         self._number = 0
         self._gone = ""
         try:
@@ -56,63 +73,61 @@ class Channel:
 
         It replaces what this local rank has kept by that name.
         """
-        self._request({"type": "keep", "name": name}, fd)
+        self._request(Keep(0, name), fd)
 
     def recall(self, name: str) -> int | None:
         """What this local rank has kept, also before this process: a descriptor of ours, now."""
-        answer, fd = self._request({"type": "recall", "name": name})
-        if not answer["found"]:
+        answer, fd = self._request(Recall(0, name))
+        if not isinstance(answer, Recalled) or not answer.found:
             return None
         if fd < 0:
             raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
         return fd
 
-    def current(self, timeout: float = _TIMEOUT) -> None:
+    def current(self, timeout: float = ANSWER_TIMEOUT) -> None:
         """Return if this generation is still the job's: the agent asks etcd, linearizably.
 
         Raises StaleGeneration if it is not, EtcdUnreachable when that can't be told in time.
         """
         try:
-            answer, _ = self._request({"type": "current"}, timeout=timeout)
+            answer, _ = self._request(AskCurrent(0), timeout=timeout)
         except _Silent as error:
             text = f"the agent could not ask etcd within {timeout:g} s"
             raise EtcdUnreachable(f"{text} whether this generation is still current") from error
-        if answer["current"] is None:
-            raise EtcdUnreachable(answer["reason"])
-        if not answer["current"]:
-            raise StaleGeneration(f"generation {self.generation}: {answer['reason']}")
+        if not isinstance(answer, Current) or answer.current is None:
+            raise EtcdUnreachable(getattr(answer, "reason", "the agent answered something else"))
+        if not answer.current:
+            raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
 
     def elastic(self) -> None:
         """From here on this worker is asked to park, not killed, when its world ends."""
-        self.send({"type": "elastic"})
+        self.send(Elastic())
 
     def parked(self, error: str = "") -> None:
         """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
-        text = error.encode(errors="replace").decode()[:4096]
-        self.send({"type": "parked", "generation": self.generation, "error": text})
+        self.send(Parked(self.generation, error))
 
-    def send(self, message: Mapping[str, Any], fd: int = -1) -> None:
+    def send(self, message: FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
-        line = encode(message)
-        deadline = time.monotonic() + _TIMEOUT
+        packet = encode(message)
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         with self._sending:
-            while line:
-                if self._gone:
-                    raise AgentGone(self._gone)
+            while not self._gone:
                 try:
-                    sent = socket.send_fds(self._socket, [line], [fd] if fd >= 0 else [])
+                    socket.send_fds(self._socket, [packet], [fd] if fd >= 0 else [])
                 except BlockingIOError:
                     self._wait(select.POLLOUT, deadline)
-                    continue
                 except OSError as error:
                     raise self._lost(f"has gone: {error.strerror}") from error
-                line, fd = line[sent:], -1
+                else:
+                    return
+            raise AgentGone(self._gone)
 
     @contextmanager
-    def listening(self, heard: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    def listening(self, heard: Heard) -> Iterator[None]:
         """While this is open, `heard(message)` is called for what comes unasked, in a thread.
 
-        Its last message is {"type": "gone", "reason": ...} if the agent goes.
+        Its last message is Gone if the agent goes.
         """
         wake, stop = os.pipe()
         thread = threading.Thread(target=self._listen, args=(heard, wake), name="elastic_etcd")
@@ -136,77 +151,69 @@ class Channel:
 
     def _greet(self) -> None:
         local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
-        hello = {"type": "hello", "v": VERSION, "pid": os.getpid(), "local_rank": int(local_rank)}
-        self.send(hello | {"generation": self.generation})
-        deadline = time.monotonic() + _TIMEOUT
-        self._receive(deadline)  # its welcome
+        self.send(Hello(VERSION, os.getpid(), int(local_rank), self.generation))
+        self._receive(time.monotonic() + ANSWER_TIMEOUT)  # its welcome
 
     def _request(
-        self, message: dict[str, Any], fd: int = -1, timeout: float = _TIMEOUT
-    ) -> tuple[dict[str, Any], int]:
-        """Send it and wait for its answer, with the descriptor that came with it or -1."""
+        self, request: Keep | Recall | AskCurrent, fd: int = -1, timeout: float = ANSWER_TIMEOUT
+    ) -> tuple[Answer, int]:
+        """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
         deadline = time.monotonic() + timeout
         with self._requests:
             self._number += 1
             self._answer = None
-            self.send(message | {"id": self._number}, fd)
+            self.send(replace(request, id=self._number), fd)
             if self._listens:
                 left = max(0.0, deadline - time.monotonic())
                 with self._answered:
                     self._answered.wait_for(lambda: self._answer or self._gone, left)
             else:
                 while self._answer is None:
-                    self._take(self._receive(deadline))
+                    self._take(*self._receive(deadline))
             return self._result(timeout)
 
-    def _result(self, timeout: float) -> tuple[dict[str, Any], int]:
+    def _result(self, timeout: float) -> tuple[Answer, int]:
         if self._answer is not None:
             return self._answer
         raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
 
-    def _listen(self, heard: Callable[[dict[str, Any]], None], wake: int) -> None:
+    def _listen(self, heard: Heard, wake: int) -> None:
         try:
-            while message := self._receive(None, wake):
-                if not self._take(message):
+            while not self._wait(select.POLLIN, None, wake):
+                message, fd = self._receive(None)
+                if not self._take(message, fd):
                     heard(message)
         except AgentGone as error:
             with self._answered:
                 self._answered.notify_all()
-            heard({"type": "gone", "reason": str(error)})
+            heard(Gone(str(error)))
 
-    def _take(self, message: dict[str, Any] | None) -> bool:
+    def _take(self, message: FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if message is None or "id" not in message:
+        if not isinstance(message, Kept | Recalled | Current):
             return False
-        fd = -1
-        if message.get("found") and self._descriptors:
-            fd = self._descriptors.popleft()
         with self._answered:
-            if message["id"] == self._number and self._answer is None:
+            if message.id == self._number and self._answer is None:
                 self._answer = message, fd
                 self._answered.notify_all()
             elif fd >= 0:
                 os.close(fd)
         return True
 
-    def _receive(self, deadline: float | None, wake: int = -1) -> dict[str, Any] | None:
-        """The next message; None after a byte in `wake`. Raises AgentGone."""
-        while not self._messages:
-            if self._wait(select.POLLIN, deadline, wake):
-                return None
+    def _receive(self, deadline: float | None) -> tuple[FromAgent, int]:
+        """The next message, with the descriptor that came with it or -1. Raises AgentGone."""
+        while True:
             try:
-                chunk, fds, _, _ = socket.recv_fds(
-                    self._socket, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC
+                packet, fds, _, _ = socket.recv_fds(
+                    self._socket, LONGEST, 1, socket.MSG_CMSG_CLOEXEC
                 )
-                self._descriptors += fds
-                self._messages += [decode(line, FROM_AGENT) for line in self._lines.feed(chunk)]
+                if not packet:
+                    raise self._lost("has hung up")
+                return from_agent(packet), fds[0] if fds else -1
             except BlockingIOError:
-                continue
+                self._wait(select.POLLIN, deadline)
             except (OSError, ValueError) as error:
                 raise self._lost(f"has gone: {error}") from error
-            if not chunk:
-                raise self._lost("has hung up")
-        return self._messages.popleft()
 
     def _wait(self, event: int, deadline: float | None, wake: int = -1) -> bool:
         """Until the socket is ready; True for a byte in `wake`. Raises _Silent."""
@@ -217,7 +224,7 @@ class Channel:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = poll.poll(None if left is None else left * 1000)
         if not ready:
-            raise _Silent(self._silence(_TIMEOUT))
+            raise _Silent(self._silence(ANSWER_TIMEOUT))
         return any(fd == wake for fd, _ in ready)
 
     def _silence(self, timeout: float) -> str:

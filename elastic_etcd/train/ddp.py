@@ -1,4 +1,4 @@
-"""DistributedDataParallel for a module that outlives its world."""
+"""ee.ddp: a module that is wrapped once and trained in one world after another."""
 
 import weakref
 from contextlib import AbstractContextManager
@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
-    """Wrap a module once, outside of the function that ee.run decorates.
+    """Wrap `module` for all worlds; `options` are DistributedDataParallel's.
 
-    `options` are DistributedDataParallel's. Inside of that function DistributedDataParallel itself
-    does as well.
+    It is for outside of the function that ee.run decorates. Inside of it, where all is made anew
+    for each world, DistributedDataParallel itself does as well.
     """
     return ElasticDDP(module, **options)
 
@@ -32,17 +32,20 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """This world's, made by all ranks at once; don't hold it beyond the world."""
+        """This world's DistributedDataParallel; all ranks make it at the same time.
+
+        Don't hold it beyond the world.
+        """
         if self._made is None:
             self._made = (DistributedDataParallel(self.module, **self._options),)
         return self._made[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """DistributedDataParallel's."""
+        """Call DistributedDataParallel's."""
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """DistributedDataParallel's."""
+        """Call DistributedDataParallel's."""
         return self.ddp.no_sync()  # type: ignore[no-any-return]
 
 
@@ -50,6 +53,6 @@ _all: "weakref.WeakSet[ElasticDDP]" = weakref.WeakSet()
 
 
 def forget() -> None:
-    """The world is over, and so are the modules that were made for it."""
+    """Drop the modules that were made for a world, which is over."""
     for module in _all:
         module._made = None  # noqa: SLF001 - this file's

@@ -1,6 +1,7 @@
-"""The order of an epoch: functions from positions in it to indices of the data set.
+"""The order of an epoch: a function from positions in the epoch to indices of the data set.
 
-Both are tensors of int64, of any length: an order is computed, or looked up, in blocks.
+Positions and indices are tensors of int64, of any length: an order is computed, or looked up, in
+blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,21 +20,21 @@ _WORD = (1 << 64) - 1
 def order_of(shuffle: Shuffle, length: int, seed: int, epoch: int) -> Order:
     """The order of this epoch, for positions 0...length-1."""
     if shuffle is False or not length:
-        return _straight
+        return _in_order
     if shuffle == "exact":
         return Exact(length, seed, epoch)
     return Stream(length, seed, epoch)
 
 
-def _straight(positions: torch.Tensor) -> torch.Tensor:
+def _in_order(positions: torch.Tensor) -> torch.Tensor:
     return positions
 
 
 class Exact:
     """The order of torch.utils.data.DistributedSampler for the same seed and epoch.
 
-    Holds 4 bytes per index (8 from 2**31 on), made once: torch.randperm draws the same order for
-    int32 and int64.
+    It is made once and holds 4 bytes per index, 8 from 2**31 on: torch.randperm draws the same
+    order for int32 and int64.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
@@ -49,11 +50,11 @@ class Exact:
 class Stream:
     """A permutation keyed by seed and epoch, computed index by index, for up to 2**62 indices.
 
-    A Feistel network on pairs (left, right) with left < a and right < b, where
-    a * b is the smallest such product >= length for a near its root; it adds modulo a and b where
-    the classic adds bits, and walks the cycle past the few values from `length` on (Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Not a cipher for secrets: the round
-    function is a keyed multiplicative hash.
+    It is a Feistel network on pairs (left, right) with left < a and right < b, where a * b is the
+    smallest such product >= length for a near its root. It adds modulo a and b where the classic
+    adds bits, and walks the cycle past the few values from `length` on (Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). It keeps no secrets: the round function is a keyed
+    multiplicative hash.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
@@ -63,29 +64,29 @@ class Stream:
         self._a = isqrt(length - 1) + 1
         self._b = -(-length // self._a)
         rounds = 8 if length > 1 << 16 else 24  # small domains take more to look uniform
-        words = _splitmix64(_hash(seed) ^ epoch)
+        words = _splitmix64(next(_splitmix64(seed)) ^ epoch)
         self._keys = [(next(words) | 1, next(words), next(words) | 1) for _ in range(rounds)]
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        indices = self._once(positions)
+        indices = self._permute_once(positions)
         while True:
             outside = (indices >= self.length).nonzero().flatten()
             if not len(outside):
                 return indices
-            indices[outside] = self._once(indices[outside])
+            indices[outside] = self._permute_once(indices[outside])
 
-    def _once(self, values: torch.Tensor) -> torch.Tensor:
+    def _permute_once(self, values: torch.Tensor) -> torch.Tensor:
         left = torch.div(values, self._b, rounding_mode="trunc")
         right = values - left * self._b
         for number, key in enumerate(self._keys):
             if number % 2:
-                _add(right, _hashed(left, key, self._b), self._b)
+                _add_modulo(right, _hash_below(left, key, self._b), self._b)
             else:
-                _add(left, _hashed(right, key, self._a), self._a)
+                _add_modulo(left, _hash_below(right, key, self._a), self._a)
         return left.mul_(self._b).add_(right)
 
 
-def _hashed(values: torch.Tensor, key: tuple[int, int, int], below: int) -> torch.Tensor:
+def _hash_below(values: torch.Tensor, key: tuple[int, int, int], below: int) -> torch.Tensor:
     """Hash of each value to 0...below-1; int64 products wrap, which is the point of them."""
     factor, term, factor2 = (_signed(word) for word in key)
     h = values * factor
@@ -99,7 +100,7 @@ def _hashed(values: torch.Tensor, key: tuple[int, int, int], below: int) -> torc
     return h
 
 
-def _add(values: torch.Tensor, terms: torch.Tensor, modulus: int) -> None:
+def _add_modulo(values: torch.Tensor, terms: torch.Tensor, modulus: int) -> None:
     values += terms
     values -= modulus
     values += (values >> 63) & modulus  # back where it went below zero
@@ -107,10 +108,6 @@ def _add(values: torch.Tensor, terms: torch.Tensor, modulus: int) -> None:
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
-
-
-def _hash(seed: int) -> int:
-    return next(_splitmix64(seed))
 
 
 def _splitmix64(state: int) -> Iterator[int]:

@@ -1,42 +1,55 @@
 """ee.run: training that outlives its world.
 
-A worker goes through one world after another: form the process group, synchronise the state,
-train. When the world changes or breaks it drops the group, keeps its process with all that is in
-it, and waits at a barrier in its agent for the next one. A newly started worker takes the same
-path from its beginning.
+A worker goes through one world after another: it initialises the process group, synchronises the
+state, and trains. When the world changes or breaks, it tears the group down, keeps its process with
+all that is in it, and waits at a barrier in its agent for the next one. A newly started worker
+takes the same path from its beginning.
 """
 
 import functools
-import gc
 import itertools
 import logging
 import os
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
+import torch
 import torch.distributed as dist
 
+from elastic_etcd import protocol
+from elastic_etcd.core.peers import names_lost_peer
 from elastic_etcd.errors import AgentGone
-from elastic_etcd.train.boundary import WorldBroken, WorldChanged
 from elastic_etcd.train.channel import Channel, agent
-from elastic_etcd.train.failures import is_communication_failure
-from elastic_etcd.train.world import World, form_alone
+from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
+from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
+
+_RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_Order: TypeAlias = protocol.World | protocol.Bye | protocol.Gone
 
 
 class State(Protocol):
     """What `run` asks of a training's state; ElasticState is one."""
 
     def sync(self) -> bool:
-        """All ranks get the newest committed state among them; whether another world's. Collective.
+        """Give all ranks the newest committed state among them; a collective.
 
-        The same answer on all ranks.
+        It returns whether that is of another world, alike on all ranks.
         """
 
     def _rewind(self) -> None:
@@ -59,15 +72,16 @@ def run(
 def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> Any:
     """Decorate `train(state, ...)`: it is called once for each world, and goes on from `state`.
 
-    Before each call the default process group is made, with `backend` (NCCL and gloo if there are
-    GPUs, else gloo) and torch's other `options` of init_process_group, and the state is
-    synchronised. The group is run's: make none before, and none is left after.
+    Before each call, run makes the default process group, with `backend` (None: NCCL and gloo if
+    there are GPUs, else gloo) and torch's other `options` of init_process_group, and synchronises
+    the state. The group is run's: make none before, and none is left after.
 
-    What `train` returns ends it. A collective that fails because a peer is gone does not: the
-    state goes back to its last commit, and another world follows. Nor does a planned change,
-    for which `state.check()` stops all ranks. Any other exception is the user's, and is raised.
-    SystemExit(0) says that this worker is not needed any more: its node leaves or the job has
-    ended. Raises AgentGone when the agent has ended and a world with it.
+    When `train` returns, all is done, and what it returns is returned. Two things begin another
+    world instead: a collective that fails because a peer is gone, after which the state goes back
+    to its last commit; and a planned change, for which `state.check()` stops all ranks. Any other
+    exception is the user's, and is raised. Raises SystemExit(0) when this worker is not needed any
+    more, because its node leaves or the job has ended, and AgentGone when the agent has ended and a
+    world with it.
 
     Without our launcher there is nobody to recover with: `train` is called once.
     """
@@ -79,7 +93,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
         if channel is None:
-            return _once(state, body, backend, options)
+            return _run_without_agent(state, body, backend, options)
         return _Worker(channel, state, body, backend, options).live()
 
     return elastic
@@ -88,7 +102,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 class _Worker:
     """This process's way through the worlds."""
 
-    _begun: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(itertools.count)
+    _attempts: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(itertools.count)
 
     def __init__(
         self,
@@ -100,90 +114,107 @@ class _Worker:
     ) -> None:
         self._channel, self._state, self._body = channel, state, body
         self._backend, self._options = backend, options
-        self._next: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._world = self._make(channel.generation, os.environ)
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._group = self._next_group(channel.generation, os.environ)
         self._synced = False
 
     def live(self) -> Any:
         """Train in one world after the other; what the last training gives."""
-        with self._channel.listening(self._heard):
+        with self._channel.listening(self._hear):
             self._channel.elastic()
             while True:
-                world, lost = self._world, ""
+                group, lost = self._group, ""
                 try:
-                    result = self._train(world)
+                    result = self._train(group)
                 except WorldChanged:
-                    world.meet()
+                    group.barrier()
                 except BaseException as error:
-                    lost = _why_lost(world, error)
+                    lost = _why_world_lost(group, error)
                     if not lost:
-                        world.drop(broken=True)
-                        world.collect()
+                        group.teardown(broken=True)
+                        group.release()
                         raise
                 else:
-                    world.drop(broken=False)
-                    world.collect()
+                    group.teardown(broken=False)
+                    group.release()
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
-                world.drop(broken=bool(lost))
-                self._park(world, lost)
+                group.teardown(broken=bool(lost))
+                self._park(group, lost)
 
-    def _train(self, world: World) -> Any:
-        world.form(self._backend, self._options)
+    def _train(self, group: ProcessGroup) -> Any:
+        group.init(self._backend, self._options)
         changed = self._state.sync()
         self._synced = True
         if changed:
             self._state._reset()  # noqa: SLF001 - ours, and not the user's to call
         return self._body()
 
-    def _park(self, world: World, lost: str) -> None:
+    def _park(self, group: ProcessGroup, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
-        self._channel.parked("" if world.broken else lost)  # when leaving, too: an end takes time
-        world.collect()  # while others still park
-        if world.leaving:
+        self._channel.parked("" if group.broken else lost)  # when leaving, too: an end takes time
+        group.release()  # while others still park
+        if group.leaving:
             raise SystemExit(0)
         if lost and self._synced:
             self._state._rewind()  # noqa: SLF001
-        message = self._next.get()
-        if message["type"] == "bye":
-            raise SystemExit(0)
-        if message["type"] == "gone":
-            raise AgentGone(message["reason"])
-        os.environ.update(message["env"])
-        self._channel.generation = message["generation"]
+        match self._orders.get():
+            case protocol.World(generation, _, env):
+                os.environ.update(env)
+                self._channel.generation = generation
+            case protocol.Bye():
+                raise SystemExit(0)
+            case protocol.Gone(reason):
+                raise AgentGone(reason)
 
-    def _make(self, generation: int, env: Mapping[str, str]) -> World:
-        return World(generation, env, next(self._begun[generation]))
+    def _next_group(self, generation: int, env: Mapping[str, str]) -> ProcessGroup:
+        return ProcessGroup(generation, env, next(self._attempts[generation]))
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: protocol.FromAgent | protocol.Gone) -> None:
         """What the agent says, in the channel's thread."""
-        here = message.get("generation") == self._world.generation
-        match message["type"]:
-            case "change" if here:
-                self._world.change(leaving=message["leaving"])
-            case "interrupt" if here:
-                self._world.interrupt(message["reason"])
-            case "world":
+        match message:
+            case protocol.Change(generation) if generation == self._group.generation:
+                self._group.change(leaving=message.leaving)
+            case protocol.Interrupt(generation, reason) if generation == self._group.generation:
+                self._group.interrupt(reason)
+            case protocol.World(generation, _, env):
                 # Before anything else is heard that may be about it.
-                self._world = self._make(message["generation"], os.environ | message["env"])
-                self._next.put(message)
-            case "bye" | "gone":
-                self._next.put(message)
+                self._group = self._next_group(generation, os.environ | env)
+                self._orders.put(message)
+            case protocol.Bye() | protocol.Gone():
+                self._orders.put(message)
 
 
-def _why_lost(world: World, error: BaseException) -> str:
-    """Why the world is lost; "" when the error is none of the world's."""
+def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
+    """Whether `error`, or an error that it was raised from, comes from a collective that failed.
+
+    All others are the user's own. In a world that is known to be `broken` any RuntimeError of
+    torch's is taken for a result of that: what is aborted in the middle fails in many ways.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        # QueueEmptyError and time-outs of a store come from its users' keys, too.
+        if isinstance(cause, dist.DistError):
+            return True
+        if type(cause) in _RUNTIME_ERRORS and (broken or names_lost_peer(str(cause))):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _why_world_lost(group: ProcessGroup, error: BaseException) -> str:
+    """Why the world is lost; "" when the error is the user's own."""
     if isinstance(error, WorldBroken):
         return str(error)
-    if not is_communication_failure(error, broken=bool(world.broken)):
+    if not is_communication_failure(error, broken=bool(group.broken)):
         return ""
     first = next(iter(str(error).splitlines()), "")  # what may follow are stacks of C++
     text = f"{type(error).__name__}: {first}"
-    log.warning("rank %d leaves generation %d: %s", world.rank, world.generation, text)
+    log.warning("rank %d leaves generation %d: %s", group.rank, group.generation, text)
     return text
 
 
-def _once(
+def _run_without_agent(
     state: State, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
 ) -> Any:
     """Without an agent."""
@@ -193,10 +224,9 @@ def _once(
     )
     ours = not dist.is_initialized()
     if ours:
-        form_alone(backend, options)
+        init_alone(backend, options)
     state.sync()
     result = body()
     if ours:
-        gc.collect()
-        dist.destroy_process_group()
+        teardown_alone()
     return result

@@ -1,14 +1,14 @@
-"""Tensors on their way to a snapshot, a batch at a time.
+"""Brings a GPU's tensors into host memory, on their way to a snapshot, a batch at a time.
 
-Those of a GPU go through page-locked memory, on a stream of their own. Two buffers take turns:
-while one is copied on into the snapshot, the GPU fills the other.
+They go through page-locked memory, on a stream of their own. Two buffers take turns: while one is
+copied on into the snapshot, the GPU fills the other.
 """
 
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from elastic_etcd.train.image import Piece
+from elastic_etcd.train.snapshot import Piece
 
 BUFFER = 32 << 20  # bytes, of a batch
 
@@ -24,21 +24,21 @@ class Staging:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def through(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """The same pieces in the same order, those of `device_type` now in host memory.
+        """Yield the same pieces in the same order, those of `device_type` now in host memory.
 
         A batch is good until the next is asked for.
         """
         coming = None
-        for turn, batch in enumerate(self._batches(pieces)):
+        for turn, batch in enumerate(self._split_batches(pieces)):
             # With the batch itself: a tensor that is only in it must live until it is copied.
-            filling = (*self._fill(turn % 2, batch), batch)
+            filling = (*self._copy_batch(turn % 2, batch), batch)
             if coming is not None:
-                yield _arrived(*coming[:2])
+                yield _wait_copied(*coming[:2])
             coming = filling
         if coming is not None:
-            yield _arrived(*coming[:2])
+            yield _wait_copied(*coming[:2])
 
-    def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    def _split_batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         """Pieces that fit one buffer together."""
         batch: list[Piece] = []
         room = self.size
@@ -56,8 +56,10 @@ class Staging:
         if batch:
             yield batch
 
-    def _fill(self, turn: int, batch: list[Piece]) -> tuple[list[Piece], list[torch.cuda.Event]]:
-        """Ask for the copies. The events tell when they are there."""
+    def _copy_batch(
+        self, turn: int, batch: list[Piece]
+    ) -> tuple[list[Piece], list[torch.cuda.Event]]:
+        """Begin the copies; the events tell when they are done."""
         moved: list[Piece] = []
         streams: list[torch.cuda.Stream] = []
         end = 0
@@ -65,34 +67,39 @@ class Staging:
             if piece.device.type != self.device_type:
                 moved.append((start, piece))
                 continue
-            size = len(piece) * piece.element_size()
-            room = self._buffer(turn)[end : end + size].view(piece.dtype)
-            end += -(-size // 64) * 64
-            if self._pinned:
-                stream = self._stream(piece.device)
-                if stream not in streams:  # what the training has queued comes first
-                    stream.wait_stream(torch.cuda.current_stream(piece.device))
-                    streams.append(stream)
-                with torch.cuda.stream(stream):
-                    room.copy_(piece, non_blocking=True)
-            else:
-                room.copy_(piece)
+            room = self._buffer_of(turn)[end : end + piece.nbytes].view(piece.dtype)
+            end += -(-piece.nbytes // 64) * 64
+            self._copy_piece(piece, room, streams)
             moved.append((start, room))
         return moved, [stream.record_event() for stream in streams]
 
-    def _buffer(self, turn: int) -> torch.Tensor:
+    def _copy_piece(
+        self, piece: torch.Tensor, room: torch.Tensor, streams: list[torch.cuda.Stream]
+    ) -> None:
+        """Copy on the device's stream, which is added to `streams`; without one at once."""
+        if not self._pinned:
+            room.copy_(piece)
+            return
+        stream = self._copy_stream(piece.device)
+        if stream not in streams:  # what the training has queued comes first
+            stream.wait_stream(torch.cuda.current_stream(piece.device))
+            streams.append(stream)
+        with torch.cuda.stream(stream):
+            room.copy_(piece, non_blocking=True)
+
+    def _buffer_of(self, turn: int) -> torch.Tensor:
         while len(self._buffers) <= turn:
             buffer = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._pinned)
             self._buffers.append(buffer)
         return self._buffers[turn]
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
 
-def _arrived(pieces: list[Piece], events: list[torch.cuda.Event]) -> list[Piece]:
+def _wait_copied(pieces: list[Piece], events: list[torch.cuda.Event]) -> list[Piece]:
     for event in events:
         event.synchronize()
     return pieces

@@ -1,7 +1,7 @@
 """All ranks agree on the newest snapshot, and those who lack it get it from those who hold it.
 
-Collectives and point-to-point transfers of the default process group, gloo or NCCL; what travels is
-the snapshot's bytes, and none go to a rank that has them.
+They do so by collectives and point-to-point transfers of the default process group, gloo or NCCL.
+What travels is the snapshot's bytes, and none go to a rank that has them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,51 +10,45 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
-from elastic_etcd.train.image import Header, Version
-from elastic_etcd.train.snapshot import Snapshot
+from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.snapshot import Header, MemfdPair, StateSnapshot, Version
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 _HEADER = 128  # bytes; a packed header and room
 
 
-def world() -> tuple[int, int]:
-    """(rank, world size); (0, 1) without a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def agree(mine: Version | None) -> list[Version | None]:
+def gather_versions(mine: Version | None) -> list[Version | None]:
     """Each rank's version, in rank order. Collective."""
-    _, size = world()
+    _, size = rank_and_size(launched=False)
     if size == 1:
         return [mine]
     fields = [-1, -1, -1] if mine is None else [mine.generation, mine.counter, mine.lineage]
-    device = _device()
-    found = [torch.empty(3, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(found, torch.tensor(fields, device=device))
-    versions = [Version(*row.tolist()) for row in found]
+    versions = [Version(*row) for row in gather(fields)]
     return [None if version.generation < 0 else version for version in versions]
 
 
-def spread(snapshot: Snapshot, holders: Sequence[int]) -> None:
+def spread(memfds: MemfdPair, holders: Sequence[int]) -> StateSnapshot:
     """Copy the newest snapshot of the ranks in `holders` to all others. Collective.
 
-    A transfer that breaks off leaves the receiver's older snapshot as it was. Raises
-    MalformedState for one that does not arrive as it was sent.
+    It returns the snapshot. A transfer that breaks off leaves the receiver's older one as it was.
+    Raises MalformedState for one that does not arrive as it was sent.
     """
-    rank, size = world()
-    for sender, receiver in rounds(holders, size):
-        if rank == sender:
-            _send(snapshot, receiver)
-        elif rank == receiver:
-            _receive(snapshot, sender)
+    rank, size = rank_and_size(launched=False)
+    newest = memfds.newest() if rank in holders else None
+    for sender, receiver in transfers(holders, size):
+        if rank == receiver:
+            newest = _receive_snapshot(memfds, sender)
+        elif rank == sender:
+            assert newest is not None
+            _send_snapshot(newest, receiver)
+    assert newest is not None
+    return newest
 
 
-def rounds(holders: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+def transfers(holders: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
     """Who sends to whom, in an order in which each holder sends at the same time as the others.
 
-    Who has received sends on: with h holders all have it after log2(size / h) rounds.
+    Who has received sends on: with h holders all have it after log2(size / h) in sequence.
     """
     having = list(holders)
     lacking = [rank for rank in range(size) if rank not in having]
@@ -65,41 +59,41 @@ def rounds(holders: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
         del lacking[: len(pairs)]
 
 
-def _send(snapshot: Snapshot, receiver: int) -> None:
-    slot = snapshot.newest()
-    header = slot.header() if slot else None
-    assert slot is not None and header is not None
-    device = _device()
-    packed = header.pack().ljust(_HEADER, b"\0")
-    dist.send(torch.tensor(list(packed), dtype=torch.uint8, device=device), receiver)
-    for bucket in slot.body(header.size).split(BUCKET):
+def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
+    device = device_of()
+    header = snapshot.header.pack().ljust(_HEADER, b"\0")
+    dist.send(torch.tensor(list(header), dtype=torch.uint8, device=device), receiver)
+    for bucket in snapshot.body.split(BUCKET):
         dist.send(bucket.to(device), receiver)
 
 
-def _receive(snapshot: Snapshot, sender: int) -> None:
-    device = _device()
-    packed = torch.empty(_HEADER, dtype=torch.uint8, device=device)
+def _receive_snapshot(memfds: MemfdPair, sender: int) -> StateSnapshot:
+    header = _receive_header(sender)
+    memfd = memfds.older()
+    for bucket in memfd.clear(header.size).split(BUCKET):
+        _receive_bucket(bucket, sender)
+    snapshot = memfd.set(header)
+    if not snapshot.is_intact():
+        memfd.clear()
+        raise MalformedState(f"the snapshot from rank {sender} did not arrive as it was sent")
+    memfds.prefer(snapshot)
+    return snapshot
+
+
+def _receive_header(sender: int) -> Header:
+    packed = torch.empty(_HEADER, dtype=torch.uint8, device=device_of())
     dist.recv(packed, sender)
     header = Header.unpack(bytes(packed.tolist()))
     if header is None:
         raise MalformedState(f"rank {sender} sent no header of a snapshot")
-    slot = snapshot.other()
-    for bucket in slot.clear(header.size).split(BUCKET):
-        if device.type == "cpu":
-            dist.recv(bucket, sender)
-        else:
-            arrived = torch.empty_like(bucket, device=device)
-            dist.recv(arrived, sender)
-            bucket.copy_(arrived)
-    slot.set(header)
-    if not slot.whole():
-        slot.clear(0)
-        raise MalformedState(f"the snapshot from rank {sender} did not arrive as it was sent")
-    snapshot.prefer(slot)
+    return header
 
 
-def _device() -> torch.device:
-    """Where the default process group takes tensors."""
-    if "cpu" in str(dist.get_backend_config()):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def _receive_bucket(bucket: torch.Tensor, sender: int) -> None:
+    device = device_of()
+    if device.type == "cpu":
+        dist.recv(bucket, sender)
+    else:
+        arrived = torch.empty_like(bucket, device=device)
+        dist.recv(arrived, sender)
+        bucket.copy_(arrived)

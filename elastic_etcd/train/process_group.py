@@ -1,0 +1,209 @@
+"""One generation's process group in this worker: initialised, aborted if need be, torn down."""
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+# The first DDP module imports it in its constructor, and what that leaves behind holds the process
+# group of that time for ever (torch 2.13).
+import torch._dynamo
+import torch.distributed as dist
+
+from elastic_etcd.errors import UsageError
+from elastic_etcd.times import SYNC_PATIENCE
+from elastic_etcd.train import ddp, sync_point
+from elastic_etcd.train.abort import abort_gloo, abort_nccl, uses_nccl
+from elastic_etcd.train.sync_point import SyncPoint
+
+_OURS = 3  # references to a group that nobody else holds: a list's, the loop's, and who counts
+_AGAIN = 0.05  # seconds: what is connected after an abort has to be shut down, too
+
+log = logging.getLogger(__name__)
+
+
+class ProcessGroup:
+    """torch's default process group of one generation, from its beginning to its end.
+
+    `env` has torchrun's variables for this worker. `attempt` counts the groups that a script makes
+    in one generation: one after the other, with keys of their own in the same store.
+    The training loop calls `init`, `barrier`, `teardown` and `release`; `change` and `interrupt`
+    come from another thread, at any time.
+    """
+
+    def __init__(self, generation: int, env: Mapping[str, str], attempt: int = 0) -> None:
+        self.generation = generation
+        self.leaving = False  # this node leaves the job: no other generation follows
+        self.broken = ""  # why
+        self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        self._local_rank = int(env["LOCAL_RANK"])
+        self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        self._prefix = f"elastic_etcd/{generation}/{attempt}"
+        self._sync_point = SyncPoint(self.rank, self.world_size, self._connect, self.interrupt)
+        self._ending = threading.Lock()
+        self._torn_down = threading.Event()
+        self._aborter: threading.Thread | None = None
+        self._groups: list[Any] = []  # that are destroyed, and not released
+        self._aborted: list[Any] = []
+
+    def init(self, backend: str | None, options: Mapping[str, Any]) -> None:
+        """Call init_process_group. Raises torch's errors, WorldBroken and UsageError."""
+        if dist.is_initialized():
+            raise UsageError("there is a process group already, but ee.run is to make it")
+        backend = _prepare(backend, self._local_rank)
+        # Else NCCL's watchdog would end the process at the first error.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        store = self._connect(timedelta(seconds=300))
+        sync_point.install(self._sync_point)
+        if self.broken:  # before there was a connection that could be shut down
+            raise sync_point.WorldBroken(self.broken)
+        # One that failed in here has used up a name, by which the others' keys are not found.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, **options
+        )
+
+    def change(self, leaving: bool) -> None:
+        """A planned change: all ranks stop at the same step."""
+        with self._ending:
+            if not self._torn_down.is_set():
+                self.leaving = self.leaving or leaving
+                self._sync_point.stop()
+
+    def interrupt(self, reason: str) -> None:
+        """The world is broken: free the loop, wherever in a collective it waits."""
+        with self._ending:
+            if self.broken or self._torn_down.is_set():
+                return
+            self.broken = reason
+            self._sync_point.interrupt(reason)
+            self._aborter = threading.Thread(target=self._keep_aborting, name="elastic_etcd abort")
+            self._aborter.start()
+
+    def barrier(self) -> None:
+        """At a planned end: wait until no rank is in the last step's collectives any more."""
+        with suppress(RuntimeError):  # a peer is done or has broken off; everything is committed
+            dist.barrier()
+        abort_gloo(self._endpoint[1])  # gloo closes a connection 10 ms faster when it has failed
+
+    def teardown(self, *, broken: bool) -> None:
+        """Destroy the process group, with nobody waiting for us in it if it is `broken`.
+
+        It is gone when `release` has been called, too.
+        """
+        sync_point.install(None)
+        ddp.forget()
+        if broken:
+            self._sync_point.interrupt("the process group is torn down")
+            self._abort()
+        with self._ending:
+            self._torn_down.set()
+        if self._aborter:
+            self._aborter.join()
+        if dist.is_initialized():
+            self._groups = _groups()
+            self._destroy(broken=broken)
+        self._sync_point.join()
+
+    def release(self) -> None:
+        """Free the destroyed group, and first what else holds it: DDP modules in cycles.
+
+        What holds it longer is the user's: then it is freed with a later world, see `_free`.
+        """
+        _free(self._groups)
+
+    def _destroy(self, *, broken: bool) -> None:
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6
+        try:
+            if broken and abort and self._aborted:
+                abort()
+            else:
+                dist.destroy_process_group()
+        except RuntimeError as error:
+            if dist.is_initialized():
+                raise
+            log.debug("the process group ended with: %s", error)  # of a broken one no news
+
+    def _connect(self, timeout: timedelta = timedelta(seconds=SYNC_PATIENCE)) -> dist.Store:
+        address, port = self._endpoint
+        client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        return dist.PrefixStore(self._prefix, client)
+
+    def _keep_aborting(self) -> None:
+        self._abort()
+        while not self._torn_down.wait(_AGAIN):
+            self._abort()
+
+    def _abort(self) -> None:
+        abort_gloo(self._endpoint[1])
+        abort_nccl(self._aborted)
+
+
+def init_alone(backend: str | None, options: Mapping[str, Any]) -> None:
+    """Without an agent: build the process group that torchrun describes, or else of one rank."""
+    backend = _prepare(backend, int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, **options)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def teardown_alone() -> None:
+    """Destroy the process groups of a world without an agent, and free them as `release` does."""
+    groups = _groups()
+    dist.destroy_process_group()
+    _free(groups)
+
+
+def _groups() -> list[Any]:
+    """The default process group and those that the user has made beside it."""
+    return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no public list
+
+
+_outlived: list[Any] = []  # groups that were torn down while something else held them
+
+
+def _free(groups: list[Any]) -> None:
+    """Free destroyed groups, each once nothing else holds it; `groups` is empty afterwards.
+
+    A group goes after its DDP modules. A module's end keeps the GIL; with the group's last
+    reference it would wait there for gloo's threads, one of which may wait for the GIL (torch
+    2.13). So a group stays here as long as a module has it: one that the user keeps, or one in the
+    traceback of the user's own error.
+
+    Modules in cycles are collected first: their hooks are still in their parameters. A collection
+    takes as long as there are objects, 0.1 s and more where nothing is frozen.
+    """
+    if _held_elsewhere(groups):
+        gc.collect()
+    _outlived.extend(groups)
+    groups.clear()
+    _outlived[:] = _held_elsewhere(_outlived)
+
+
+def _held_elsewhere(groups: list[Any]) -> list[Any]:
+    return [group for group in groups if sys.getrefcount(group) > _OURS]
+
+
+@atexit.register
+def _keep_for_good() -> None:
+    """At exit: what is held still is never freed, since gloo's aborts the process after this."""
+    for group in _outlived:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _prepare(backend: str | None, local_rank: int) -> str:
+    """Make this worker's device the current one; the backend to use."""
+    if not uses_nccl():
+        return backend or "gloo"
+    torch.cuda.set_device(local_rank)
+    return backend or "cpu:gloo,cuda:nccl"
