@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elastic_etcd.core.keys import PREFIX, Keys, decode
+from elastic_etcd.core.schema import PREFIX, History, Keys, decode, plain
 from elastic_etcd.core.txn import Get
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
@@ -62,7 +62,7 @@ class Node:
 
 
 class Demo:
-    """The story, told on the console while it happens."""
+    """The job, shown on the console while it runs."""
 
     def __init__(self, endpoint: str, directory: str) -> None:
         self._endpoint, self._directory = endpoint, directory
@@ -128,7 +128,8 @@ async def history(endpoint: str) -> list[dict[str, Any]]:
     keys = Keys(f"{PREFIX}/{JOB}")
     async with Client(EtcdConfig((endpoint,))) as client:
         found = await client.range(Get(keys.history(), prefix=True), timeout=10)
-    return sorted((decode(kv.value) for kv in found.kvs.values()), key=lambda e: e["generation"])
+    entries = (plain(decode(History, kv.value)) for kv in found.kvs.values())
+    return sorted(entries, key=lambda entry: entry["generation"])
 
 
 def account(entries: list[dict[str, Any]]) -> Table:
@@ -147,7 +148,7 @@ def say(text: str) -> None:
     console.print(f"\n[bold]{text}[/]")
 
 
-async def story(endpoint: str, directory: str) -> list[str]:
+async def show(endpoint: str, directory: str) -> list[str]:
     """Run the demo; what went otherwise than it must."""
     demo = Demo(endpoint, directory)
     try:
@@ -179,7 +180,7 @@ async def main() -> int:
     with tempfile.TemporaryDirectory(prefix="elastic_etcd-demo-") as directory:
         async with EmbeddedEtcd() as etcd:
             say(f"An etcd of our own runs at {etcd.endpoint}.")
-            wrong = await story(etcd.endpoint, directory)
+            wrong = await show(etcd.endpoint, directory)
     for what in wrong:
         console.print(f"[bold red]Not as it must be:[/] {what}")
     return 1 if wrong else 0

@@ -9,7 +9,7 @@ NAMES = {
     "load": "many jobs that come and go on one etcd: memory, keys, leases, watch lag",
     "sampler": "the sampler, at up to 10^10 indices",
     "state": "commit, restore and sync of a training's state",
-    "warm": "a warm worker's start and memory",
+    "prefork": "start and memory of a worker that is forked ahead",
 }
 
 

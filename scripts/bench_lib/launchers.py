@@ -1,16 +1,25 @@
-"""The launchers that are compared: how each starts an agent of a job, default settings."""
+"""The launchers that are compared: how each starts an agent of a job, default settings.
+
+What the peers need and this program does not is a venv each, and an etcd with the v2 API. A venv
+lies within the one that runs the benchmark and sees its packages, so that all launchers run the
+same torch; only what a peer adds (python-etcd, nvidia-resiliency-ext) is its own.
+"""
 
 import os
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_etcd.etcd.embedded import free_ports
+from tests.support.etcd import EtcdServer
 
-PLAIN = Path(__file__).with_name("worker.py")
-ELASTIC = Path(__file__).with_name("elastic_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 LIMITS = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
 
 Command = Callable[[int], list[str]]  # node 0, 1, ...: its agent's command line, less the script
@@ -22,7 +31,7 @@ class Launcher:
 
     name: str
     job: Callable[[bool], Command]
-    worker: Path = PLAIN
+    script: tuple[str, ...] = (str(WORKER),)
     environment: Mapping[str, str] = field(default_factory=dict)
     ours: bool = False
 
@@ -80,8 +89,8 @@ def _last_call(alone: bool) -> str:
 
 def elastic(name: str, endpoint: str, *more: str, root: str = "") -> Launcher:
     """This program; `root` is a job id that is known beforehand, else each job has a new one."""
-    method = "exec" if name == "exec" else "warm"
-    worker = ELASTIC if name == "in process" else PLAIN
+    method = "exec" if name == "exec" else "prefork"
+    script = (str(WORKER), *["--in-process"][: name == "in process"])
 
     def job(_: bool) -> Command:
         known = root or f"bench-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -89,4 +98,51 @@ def elastic(name: str, endpoint: str, *more: str, root: str = "") -> Launcher:
         rest = ("--etcd", endpoint, "--job", known, *more)
         return lambda index: [*agent, *rest, "--node-name", f"node{index}"]
 
-    return Launcher(name, job, worker, ours=True)
+    return Launcher(name, job, script, ours=True)
+
+
+# --- what the peers need
+
+
+class Unavailable(Exception):
+    """A peer can't be measured here; why."""
+
+
+def venv(name: str, requirement: str) -> Path:
+    """The Python of a venv that has `requirement`. Raises Unavailable."""
+    folder = Path(sys.prefix) / "peers" / name
+    python, done = folder / "bin" / "python", folder / f"has-{requirement}"
+    if not done.exists():
+        _do(sys.executable, "-m", "venv", "--clear", str(folder))
+        shared = sysconfig.get_path("purelib")
+        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
+        (Path(site) / "shared.pth").write_text(shared + "\n")
+        _do(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement)
+        done.touch()
+    return python
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise Unavailable(f"`{' '.join(command[1:])}`: {' '.join(last)}")
+
+
+@contextmanager
+def etcd_with_v2() -> Iterator[str]:
+    """The endpoint of an etcd with --enable-v2, which 3.5 is the last to have.
+
+    Raises Unavailable.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        server = EtcdServer(Path(folder), "v2", ("--enable-v2",))
+        try:
+            server.start()
+        except AssertionError as error:
+            server.kill()
+            raise Unavailable(f"etcd --enable-v2: {str(error).splitlines()[-1]}") from None
+        try:
+            yield server.endpoint
+        finally:
+            server.kill()

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -18,21 +19,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from elastic_etcd.core.keys import PREFIX
+from elastic_etcd.core.schema import PREFIX
 from elastic_etcd.core.txn import Delete, Put, Txn
 from elastic_etcd.etcd.client import Client
-from tests.etcd.server import EtcdServer
+from tests.support.etcd import EtcdServer
+from tests.support.processes import resident
 
-from .load_agents import PROBE
-from .load_fleet import Job, Processes, Told
-from .load_samples import Course, Sample, courses, distribution, late, missed, table, times
+from .figures import grid
+from .simulated import Processes, Setup, SimulatedJob, Told
 
 # What a user should set, with a longer retention: without it etcd keeps every revision on disk, and
 # (before 3.6) the last 100,000 writes in memory.
@@ -42,7 +44,117 @@ BOUNDED = (
     "--snapshot-count=10000",
 )
 CHANGES = 4  # of a job, on average
-WARM = 0.3  # of the time, at the beginning
+BEGINNING = 0.3  # of the time: what is sampled then is not told
+PROBE = "/probe"
+LAG = 0.1  # seconds, the goal
+FLAT = 0.01  # of the mean, a minute
+LIFE = 16e3  # bytes that a process may keep of an agent that came and went
+LONG = 5  # minutes; a slope of less says little
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What there is at one time; memory is resident, sizes are in bytes."""
+
+    at: float
+    etcd_memory: float
+    agents_memory: float
+    keys: float
+    leases: float
+    database: float
+    database_used: float
+
+    @classmethod
+    def take(cls, etcd: EtcdServer, agents: Iterable[int]) -> "Sample":
+        """From /proc and from etcd's own metrics."""
+        assert etcd.process
+        values = etcd.metrics()
+        return cls(
+            at=time.monotonic(),
+            etcd_memory=1e6 * resident(etcd.process.pid),
+            agents_memory=sum(1e6 * resident(pid) for pid in agents),
+            keys=values["etcd_debugging_mvcc_keys_total"],
+            leases=values["etcd_debugging_lease_granted_total"]
+            - values["etcd_debugging_lease_revoked_total"],
+            database=values["etcd_mvcc_db_total_size_in_bytes"],
+            database_used=values["etcd_mvcc_db_total_size_in_use_in_bytes"],
+        )
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one thing went: first, last and largest value, and its slope a minute."""
+
+    first: float
+    last: float
+    most: float
+    slope: float
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], name: str) -> "Course":
+        values = [getattr(sample, name) for sample in samples]
+        times = [sample.at / 60 for sample in samples]
+        x, y = sum(times) / len(times), sum(values) / len(values)
+        spread = sum((t - x) ** 2 for t in times)
+        slope = sum((t - x) * (v - y) for t, v in zip(times, values, strict=True))
+        return cls(values[0], values[-1], max(values), slope / spread if spread else 0.0)
+
+    @property
+    def share(self) -> float:
+        """The slope as a share of the middle value."""
+        middle = (self.first + self.last) / 2
+        return self.slope / middle if middle else 0.0
+
+
+class Job(SimulatedJob):
+    """One run of a job: `begin`, some `change`s, `finish`."""
+
+    def __init__(self, processes: Processes, name: str, agents: int) -> None:
+        super().__init__(processes, name)
+        self.live: set[int] = set()
+        self._agents = agents
+        self._next = agents
+        self._final: dict[int, float] = {}
+
+    async def begin(self) -> None:
+        """All agents start and form the first world."""
+        self.live = set(range(self._agents))
+        self.command("start", self.live)
+        await self._world(time.monotonic())
+
+    async def change(self, chance: random.Random) -> tuple[str, float]:
+        """One agent comes, goes or fails; which, and the seconds to the next final world."""
+        kinds = ["leave", "kill", "fail"] if len(self.live) > 1 else ["fail"]
+        what = "start" if len(self.live) < self._agents else chance.choice(kinds)
+        number = chance.choice(sorted(self.live))
+        if what == "start":
+            number, self._next = self._next, self._next + 1
+            self.live.add(number)
+        elif what != "fail":
+            self.live.remove(number)
+        began = time.monotonic()
+        self.command(what, [number])
+        await self._world(began)
+        return what, max(self._final[n] for n in self.live) - began
+
+    async def finish(self) -> None:
+        """All workers exit 0, the run is over and every agent ends."""
+        self.command("finish", self.live)
+        await self.until(lambda: not self.live, "the end")
+        del self._processes.heard[self.name]
+
+    async def _world(self, since: float) -> None:
+        def whole() -> bool:
+            return all(self._final.get(n, 0) > since for n in self.live)
+
+        await self.until(whole, "a world")
+
+    def _heard(self, told: Told) -> None:
+        if told.what == "final":
+            self._final[told.number] = told.at
+        elif told.what == "left":
+            self.live.discard(told.number)
+        super()._heard(told)
 
 
 class Load:
@@ -60,7 +172,7 @@ class Load:
 
     async def run(self, processes: Processes) -> None:
         """For the minutes that were asked for, and until the last job has ended."""
-        processes.heard[""] = self._saw
+        processes.heard[""] = self._seen.append
         async with asyncio.TaskGroup() as group:
             for number in range(self._args.jobs):
                 group.create_task(self._slot(processes, number))
@@ -106,17 +218,12 @@ class Load:
             self.puts.append(self._answered[value] - began)
             await self._pause(0.2)
 
-    def _saw(self, told: Told) -> None:
-        if told.what == "probe":
-            self._seen.append(told)
-
     async def _sample(self, processes: Processes) -> None:
         assert self._etcd.process
-        pid, port = self._etcd.process.pid, self._etcd.metrics_port
         while not self.stop.is_set():
             if (code := self._etcd.process.poll()) is not None:
                 raise RuntimeError(f"etcd exited {code}:\n{self._etcd.log.read_text()[-4000:]}")
-            self.samples.append(await asyncio.to_thread(Sample.take, pid, port, processes.pids))
+            self.samples.append(await asyncio.to_thread(Sample.take, self._etcd, processes.pids))
             await self._pause(max(0.5, self._args.minutes * 60 / 200))
 
 
@@ -126,7 +233,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         etcd = EtcdServer(Path(folder), arguments=BOUNDED)
         await etcd.start_async()
         try:
-            processes = Processes(etcd.endpoint, args.agents, args.ttl, args.processes)
+            setup = Setup(etcd.endpoint, args.agents, args.ttl, settle=1.0, probe=PROBE)
+            processes = Processes(setup, args.processes)
             async with Client(etcd.config) as client, processes:
                 load = Load(args, etcd, client)
                 await load.run(processes)
@@ -135,8 +243,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             etcd.kill()
     lives = load.counts["start"] + load.counts["jobs"] * args.agents
-    warm = [s for s in load.samples if s.at > load.samples[0].at + WARM * args.minutes * 60]
-    found = courses(warm)
+    steady = [s for s in load.samples if s.at > load.samples[0].at + BEGINNING * args.minutes * 60]
+    found = courses(steady)
     return {
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
         "load_average": os.getloadavg(),
@@ -154,6 +262,72 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "changes": {name: distribution(found) for name, found in load.changes.items()},
         "left": {"keys": len(left), "leases": len(leases)},
     }
+
+
+# --- tables
+
+
+def courses(samples: Sequence[Sample]) -> dict[str, Course]:
+    """Of everything that is sampled."""
+    return {f.name: Course.of(samples, f.name) for f in fields(Sample) if f.name != "at"}
+
+
+def table(found: dict[str, Course]) -> Table:
+    """A row for each."""
+    rows = []
+    for name, course in found.items():
+        scale, unit = (1.0, "") if name in ("keys", "leases") else (1e6, " MB")
+        cells = [f"{v / scale:.1f}{unit}" for v in (course.first, course.last, course.most)]
+        slope = f"{course.slope / scale:+.2f}{unit}"
+        rows.append((name.replace("_", " "), *cells, slope, f"{course.share:+.1%}"))
+    columns = ("", "first", "last", "most", "slope a minute", "")
+    return grid("while jobs and agents come and go, but for the beginning", columns, rows)
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """How many, and in milliseconds what half, 99 % and all of them are below."""
+    ordered = sorted(values) or [math.nan]
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    last = len(ordered) - 1
+    found = {
+        name: 1000 * ordered[min(last, int(share * len(ordered)))] for name, share in shares.items()
+    }
+    return {"count": len(values), **found}
+
+
+def late(values: Sequence[float]) -> int:
+    """How many of these lags are above the goal."""
+    return sum(value > LAG for value in values)
+
+
+def times(rows: dict[str, dict[str, float]]) -> Table:
+    """A row for each distribution."""
+    shares = ("p50", "p99", "max")
+    cells = [
+        (name, str(of["count"]), *(f"{of[share]:.1f} ms" for share in shares))
+        for name, of in rows.items()
+    ]
+    return grid("times", ("", "count", *shares), cells)
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """The goals that are not reached."""
+    said = []
+    if found["late"]:
+        said.append(f"{found['late']} times a watch lag above {LAG * 1000:.0f} ms")
+    if found["minutes"] >= LONG and found["life"] > LIFE:
+        said.append(f"{found['life'] / 1e3:.0f} kB kept of each agent that came, goal {LIFE / 1e3}")
+    for name in ("etcd_memory", "keys", "leases", "database"):
+        share = Course(**found["courses"][name]).share
+        if found["minutes"] >= LONG and share > FLAT:
+            said.append(f"{name} grows by {share:.1%} a minute, goal {FLAT:.0%}")
+    for what, count in found["left"].items():
+        if count:
+            said.append(f"{count} {what} left when all jobs had ended")
+    return said
+
+
+# --- the command
 
 
 def arguments() -> argparse.Namespace:

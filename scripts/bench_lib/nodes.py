@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
-from tests.e2e.processes import MARK, Changes, marked, send
+from tests.support.processes import MARK, Changes, marked, send
 
 from .launchers import Launcher
 
@@ -92,7 +92,7 @@ class Run:
         with self._log(index) as log:
             started = time.monotonic()
             process = subprocess.Popen(
-                [*self._command(index), str(self._launcher.worker), str(self.directory)],
+                [*self._command(index), *self._launcher.script, str(self.directory)],
                 env=os.environ | self._environment | {MARK: mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -169,13 +169,16 @@ class Run:
         shutil.rmtree(self.directory)
 
     def _wait(self, until: Callable[[], T | None], seconds: float) -> T:
-        def ready() -> T | str | None:
+        def ready() -> T | None:
             lost = all(node.process.poll() is not None for node in self.nodes)
-            return until() or ("job lost" if lost else None)
+            value = until()
+            if lost and not value:
+                raise NotRecovered("job lost")
+            return value
 
         value = self._changes.wait(ready, seconds)
-        if value is None or isinstance(value, str):
-            raise NotRecovered(value or f"> {seconds:g} s")
+        if value is None:
+            raise NotRecovered(f"> {seconds:g} s")
         return value
 
 

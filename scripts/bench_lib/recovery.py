@@ -20,11 +20,11 @@ from rich.console import Console
 
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
-from . import faults, launchers, peers, plot, timeline
+from . import faults, figures, launchers, timeline
+from .figures import Sample, Samples
 from .launchers import Launcher
-from .table import Sample, Samples, markdown, table
 
-NAMES = ("torchrun c10d", "torchrun etcd-v2", "ft_launcher", "exec", "warm", "in process")
+NAMES = ("torchrun c10d", "torchrun etcd-v2", "ft_launcher", "exec", "prefork", "in process")
 PEERS = {"torchrun etcd-v2": "python-etcd==0.4.5", "ft_launcher": "nvidia-resiliency-ext==0.4.1"}
 SLOW = 20.0  # seconds: what takes longer is not measured in each repetition
 
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.repeat, args.bound, args.idle = 1, 20.0, 5.0
-    args.only = args.only or (("exec", "warm", "in process") if args.timeline else NAMES)
+    args.only = args.only or (("exec", "prefork", "in process") if args.timeline else NAMES)
     return args
 
 
@@ -96,11 +96,11 @@ async def run(args: argparse.Namespace) -> int:
 
             measure(runners, samples, etcd.endpoint, plan, progress.log, save)
     ours = [launcher.name for launcher in runners if launcher.ours]
-    console.print(table(title, faults.MEASURES, samples, ours))
+    console.print(figures.table(title, faults.MEASURES, samples, ours))
     if args.markdown:
-        args.markdown.write_text(markdown(faults.MEASURES, samples, ours))
+        args.markdown.write_text(figures.markdown(faults.MEASURES, samples, ours))
     if args.plot:
-        plot.bars(title, faults.MEASURES, samples, args.plot)
+        figures.bars(title, faults.MEASURES, samples, args.plot)
     return 0
 
 
@@ -111,11 +111,11 @@ def find(name: str, endpoint: str, scope: ExitStack, say: Say) -> Launcher | Non
     if name not in PEERS:
         return launchers.elastic(name, endpoint)
     try:
-        python = peers.venv(name.replace(" ", "-"), PEERS[name])
+        python = launchers.venv(name.replace(" ", "-"), PEERS[name])
         if name == "ft_launcher":
             return launchers.ft_launcher(python)
-        return launchers.etcd_v2(python, scope.enter_context(peers.etcd_v2()))
-    except peers.Unavailable as why:
+        return launchers.etcd_v2(python, scope.enter_context(launchers.etcd_with_v2()))
+    except launchers.Unavailable as why:
         say(f"{name} is left out: {why}")
         return None
 
@@ -174,7 +174,7 @@ def request(launcher: Launcher, endpoint: str, found: Samples) -> None:
     """Only where there is something to listen for: our etcd, torchrun's store."""
     if launcher.name == "torchrun c10d":
         seconds = faults.first_request(launchers.first_request, None)
-    elif launcher.name == "warm":
+    elif launcher.name == "prefork":
         name = launcher.name
         seconds = faults.first_request(
             lambda port: launchers.elastic(name, f"127.0.0.1:{port}"), endpoint

@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -42,10 +42,10 @@ def timed(what: Callable[[], object], limit: float = 1.0) -> float:
     return median(times)
 
 
-def rate(indices: object, count: int) -> float:
+def rate(indices: Iterable[int], count: int) -> float:
     start = time.process_time()
-    taken = sum(1 for _ in islice(indices, count))  # type: ignore[call-overload]
-    return float(taken / (time.process_time() - start))
+    taken = sum(1 for _ in islice(indices, count))
+    return taken / (time.process_time() - start)
 
 
 def elastic(shuffle: str, length: int) -> dict[str, float]:
@@ -89,7 +89,7 @@ def torchs(length: int) -> dict[str, float]:
 
 
 def sets(length: int) -> dict[str, float]:
-    from tests.unit.processed_indices import ProcessedIndices  # noqa: PLC0415
+    from tests.support.processed_indices import ProcessedIndices  # noqa: PLC0415
 
     def first() -> None:
         sampler = ProcessedIndices(length, 0, WORLD)
@@ -136,7 +136,7 @@ def figures(name: str, length: int, seconds: float, bound: float) -> dict[str, A
     if (name == "exact" and 4e-9 * length > bound) or (name in ("torch", "sets") and length > 1e9):
         return f"needs more than {bound:g} GB"
     options = ["--case", name, str(length), "--memory", str(bound)]
-    command = [sys.executable, "-m", "bench_lib.sampler", *options]
+    command = [sys.executable, "-m", "scripts.bench_lib.sampler", *options]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

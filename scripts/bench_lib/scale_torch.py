@@ -78,7 +78,7 @@ class Formation:
 async def measure(nodes: int, processes: int, bound: float) -> Formation | None:
     """One formation of `nodes` handlers; None: not within `bound` seconds."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = (sys.executable, "-m", "bench_lib.scale_torch", str(nodes), str(processes))
+    command = (sys.executable, "-m", "scripts.bench_lib.scale_torch", str(nodes), str(processes))
     children = [
         await asyncio.create_subprocess_exec(
             *(*command, str(bound), str(i), str(server.port)),

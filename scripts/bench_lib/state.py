@@ -22,9 +22,10 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from elastic_etcd.train.state import ElasticState
+
+from .figures import grid
 
 WIDTH = 1024
 
@@ -136,12 +137,12 @@ def peer(rank: int, folder: Path, megabytes: int, repeat: int) -> None:
 
 def forget(state: ElasticState) -> None:
     """As a worker that begins: its memory is there, and nothing in it."""
-    for slot in state._open().slots:  # noqa: SLF001
-        slot.clear(0)
+    for memfd in state._open_memfds().memfds:  # noqa: SLF001
+        memfd.clear()
 
 
 def between(megabytes: int, repeat: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench_lib.state", "--megabytes", str(megabytes)]
+    command = [sys.executable, "-m", "scripts.bench_lib.state", "--megabytes", str(megabytes)]
     command += ["--repeat", str(repeat)]
     with TemporaryDirectory() as folder:
         ranks = [
@@ -179,12 +180,9 @@ def main() -> int:
     title = (
         f"state of {size / 1e9:.2f} GB: torch {torch.__version__}, {threads} of {os.cpu_count()}"
     )
-    table = Table(title=f"{title} cores, medians of {args.repeat}")
-    for column in ("", "seconds", "x memcpy"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, took in found.items():
-        table.add_row(name, f"{took:.3g}", f"{took / found['memcpy']:.3g}")
-    Console(width=100).print(table)
+    rows = [(name, f"{t:.3g}", f"{t / found['memcpy']:.3g}") for name, t in found.items()]
+    columns = ("", "seconds", "x memcpy")
+    Console(width=100).print(grid(f"{title} cores, medians of {args.repeat}", columns, rows))
     return 0
 
 

@@ -4,27 +4,79 @@ Nothing is added to the program for it. The stamps come from the agents' debug l
 etcd's watch events, as processes of the benchmark see them arrive, and from the worker script.
 """
 
+import base64
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from elastic_etcd.core.keys import PREFIX
+from elastic_etcd.core.schema import PREFIX
+from tests.support.etcd import tool
 
-from . import launchers
-from .nodes import Run, Stream
-from .rounds import RoundsWatch, Written
+from . import figures, launchers
+from .nodes import STAMP, Run, Stream
 
 # As many kills in a row as it takes, one right after the other.
 FLAGS = ("--log-level", "debug", "--max-restarts", "1000", "--min-uptime", "0.1")
 INFORMED = r"claim generation|setup:|generation \d+ is over"
+
+
+@dataclass(frozen=True)
+class Written:
+    """One key of one commit. `at` is CLOCK_MONOTONIC; no value: removed."""
+
+    at: float
+    revision: int
+    key: str
+    value: dict[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """Such as "acks" or "round"."""
+        return self.key.split("/")[0]
+
+
+class RoundsWatch:
+    """Watches a job from its first key on; a process of its own stamps each answer's arrival."""
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        self._root = root
+        self._seen = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until close()
+        watch = [tool("etcdctl"), "--endpoints", endpoint, "watch", "--prefix", root, "-w", "json"]
+        self._watch = subprocess.Popen(watch, stdout=subprocess.PIPE)
+        stamp = [sys.executable, "-S", "-c", STAMP]
+        self._stamp = subprocess.Popen(stamp, stdin=self._watch.stdout, stdout=self._seen)
+        assert self._watch.stdout
+        self._watch.stdout.close()
+
+    def close(self) -> list[Written]:
+        """All that was written, in order."""
+        self._watch.send_signal(signal.SIGTERM)
+        self._watch.wait()
+        self._stamp.wait()
+        self._seen.seek(0)
+        found = []
+        for line in self._seen:
+            stamp, _, answer = line.partition(" ")
+            for event in json.loads(answer).get("Events", []):
+                kv = event["kv"]
+                key = base64.b64decode(kv["key"]).decode()[len(self._root) + 1 :]
+                value = json.loads(base64.b64decode(kv["value"])) if "value" in kv else None
+                found.append(Written(float(stamp), kv["mod_revision"], key, value))
+        self._seen.close()
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,9 +100,7 @@ def show(
             console.print(f"  {chain.count('→') + 1}: {chain}")
         console.print()
     if png:
-        from . import plot  # noqa: PLC0415 - matplotlib only where it draws
-
-        plot.stages({name: medians(each) for name, each in found.items()}, png)
+        figures.stages({name: medians(each) for name, each in found.items()}, png)
     return 0
 
 
@@ -132,7 +182,7 @@ def _sequence(commits: list[Written]) -> list[str]:
     for revision in sorted({w.revision for w in commits}):
         puts = [w for w in commits if w.revision == revision and w.value is not None]
         names = [w.value["phase"] if w.kind == "round" else w.kind for w in puts if w.value]
-        main = next((n for n in names if n not in ("generation", "history")), "other")
+        main = next((n for n in names if n not in ("ledger", "history")), "other")
         if main not in chain:
             chain.append(main)
         if main == "final":
@@ -141,13 +191,11 @@ def _sequence(commits: list[Written]) -> list[str]:
 
 
 def _table(name: str, kills: list[Kill]) -> Table:
-    table = Table(title=f"worker SIGKILLed, {name}: {len(kills)} kills, ms after SIGKILL")
-    for column in ("stage", "median", "more than before", "range"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    last = 0.0
+    rows, last = [], 0.0
     for stage, value in medians(kills).items():
         all_of = [1e3 * kill.stages[stage] for kill in kills if stage in kill.stages]
         spread = f"{min(all_of):.1f}-{max(all_of):.1f}"
-        table.add_row(stage, f"{1e3 * value:.1f}", f"+{1e3 * (value - last):.1f}", spread)
+        rows.append((stage, f"{1e3 * value:.1f}", f"+{1e3 * (value - last):.1f}", spread))
         last = value
-    return table
+    title = f"worker SIGKILLed, {name}: {len(kills)} kills, ms after SIGKILL"
+    return figures.grid(title, ("stage", "median", "more than before", "range"), rows)

@@ -2,16 +2,19 @@
 
 It writes DIR/PID-NUMBER.steps: lines "name at" for what it passes on the way to its first step,
 then "step at world_size" for each step. `at` is CLOCK_MONOTONIC, one clock for all processes of
-a machine. It ends when DIR/stop exists.
+a machine. It ends when DIR/stop exists. With --in-process it does the same under `@ee.run`.
 """
 
 import time
 
 BEGUN = time.monotonic()  # before the imports, which are most of a cold start
 
+import argparse  # noqa: E402
 import gc  # noqa: E402
+import itertools  # noqa: E402
 import os  # noqa: E402
-import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -51,28 +54,73 @@ class Steps:
         self._file.close()
 
 
-def train(steps: Steps) -> None:
-    model = DistributedDataParallel(torch.nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    steps.passed("DDP")
-    stop = False
-    while not stop:
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        stop = steps.stop()
-        steps.step()
-
-
-def main() -> None:
-    steps = Steps(Path(sys.argv[1]))
+def plain(directory: Path) -> None:
+    """One world, which the launcher starts anew for each."""
+    steps = Steps(directory)
     steps.passed("script", BEGUN)
     steps.passed("imports", IMPORTED)
     dist.init_process_group("gloo")
     steps.passed("process group")
-    train(steps)
+    train(steps, *model_and_optimizer())
     gc.collect()  # DDP is in reference cycles; a gloo group that they keep aborts at exit
     dist.destroy_process_group()
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(8, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def train(
+    steps: Steps,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    commit: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """One world; `commit` follows each optimizer step, and `check` the log of the step."""
+    ddp = DistributedDataParallel(model)
+    steps.passed("DDP")
+    stop = False
+    while not stop:
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        commit()
+        stop = steps.stop()
+        steps.step()
+        check()
+
+
+def in_process(directory: Path) -> None:
+    """One world after the other in the same process."""
+    import elastic_etcd as ee  # noqa: PLC0415 - no part of what the peers run
+
+    worlds = itertools.count()  # of this process; the state is the job's
+
+    @ee.run
+    def live(state: ee.ElasticState) -> None:
+        world = next(worlds)
+        steps = Steps(directory, world)
+        if world == 0:
+            steps.passed("script", BEGUN)
+            steps.passed("imports", ready)
+        steps.passed("process group")
+        train(steps, model, optimizer, partial(state.commit, every=5), state.check)
+        steps.close()
+
+    ready = time.monotonic()  # ee.run and ee.ElasticState are loaded when they are first named
+    model, optimizer = model_and_optimizer()
+    live(ee.ElasticState(model=model, optimizer=optimizer))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--in-process", action="store_true")
+    args = parser.parse_args()
+    run = in_process if args.in_process else plain
+    run(args.directory)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import story
-from .cluster import Cluster
-from .report import Report
-from .schedule import MAX_NODES, Burst, schedule
+from .nemesis import Burst, schedule
+from .nodes import MAX_NODES, Etcd
+from .report import Outcome, Report
+from .run import Run
 
 EPILOG = """
 what is done:
-  Bursts of faults hit a job that trains: workers, agents, whole nodes, guardians and warm pools
+  Bursts of faults hit a job that trains: workers, agents, whole nodes, guardians and fork servers
   are killed, stopped and continued, nodes leave and join, etcd's three members die, freeze and
   come back, alone or all together, and etcd is compacted. After each burst the job must be whole
   again within 90 s. In the end it must succeed.
@@ -99,12 +99,12 @@ class Interrupted:
         signal.signal(number, signal.default_int_handler)
 
 
-def torment(args: argparse.Namespace, directory: Path, report: Report) -> story.Outcome:
+def torment(args: argparse.Namespace, directory: Path, report: Report) -> Outcome:
     """One job after the other until the time is up."""
-    bursts, agents, total = schedule(args.seed, MAX_NODES), MAX_NODES, story.Outcome()
+    bursts, agents, total = schedule(args.seed, MAX_NODES), MAX_NODES, Outcome()
     jobs = max(2, round(args.minutes / JOB_MINUTES)) if args.mode == "both" else 1
     asked = Interrupted()
-    with Cluster(directory) as etcd:
+    with Etcd(directory) as etcd:
         for number in range(1, jobs + 1):
             deadline = time.monotonic() + 60 * args.minutes / jobs
             plain = args.mode == "plain" or (args.mode == "both" and number % 2 == 0)
@@ -115,8 +115,8 @@ def torment(args: argparse.Namespace, directory: Path, report: Report) -> story.
             how = "workers are restarted in each world" if plain else "workers in ee.run"
             report.say(f"\n[bold]job {number} of {jobs}[/]: {agents} nodes, {how}")
             (directory / f"job-{number}").mkdir()
-            one = story.Story(etcd, directory / f"job-{number}", report, asked, over)
-            agents = one.play(f"chaos-{number}", bursts, agents, plain=plain)
+            one = Run(etcd, directory / f"job-{number}", report, asked, over)
+            agents = one.go(f"chaos-{number}", bursts, agents, plain=plain)
             total.add(one.outcome)
             if asked() or one.outcome.violations:
                 break

@@ -1,22 +1,36 @@
-"""What etcd's own history must show: I1, I2, I4, I5 of design, from every event of a job.
+"""etcd's own history: a process that records every event under a prefix, and how it is read.
 
-The events are replayed one Txn after the other. What is wrong is returned, not raised, so that
-one violation does not hide the others.
+`python -m scripts.chaos_lib.history ENDPOINTS PREFIX FILE` writes a line of JSON for each event
+from the first revision on. It outlives whatever happens to etcd's members; version numbers in the
+lines prove that none is missing.
 """
 
+import asyncio
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import groupby
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Never, TextIO
 
-PHASES = ("setup", "joinable", "frozen", "final", "closed")
+from elastic_etcd.core.txn import Get
+from elastic_etcd.etcd import wire
+from elastic_etcd.etcd._grpc import WATCH
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.etcd.mirror import HAS_LEADER
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.retry import Attempts, now
+
+LOOK = 1.0  # seconds between two looks at whether the endpoint in use answers
 
 
 @dataclass(frozen=True)
-class Event:
-    """A line of recorder.py."""
+class Recorded:
+    """One event of one key: a line of the file. `time`: when it was seen."""
 
     time: float
     revision: int
@@ -27,146 +41,81 @@ class Event:
     lease: int
 
 
-@dataclass(frozen=True)
-class World:
-    """A final round."""
-
-    generation: int
-    nodes: tuple[tuple[str, int], ...]  # name and number of workers, in rank order
-    master: str
-    claimed: float  # when the recorder saw the claim that ended it
-
-    @property
-    def size(self) -> int:
-        return sum(nproc for _, nproc in self.nodes)
-
-
-@dataclass
-class Replay:
-    """A job's keys as they were after each Txn, and what was not as it must be."""
-
-    minimum: int
-    maximum: int
-    wrong: list[str] = field(default_factory=list)
-    finals: dict[int, dict[str, Any]] = field(default_factory=dict)
-    claims: dict[int, float] = field(default_factory=dict)  # generation -> seen at
-    keys: dict[str, Event] = field(default_factory=dict)
-    round: dict[str, Any] = field(default_factory=dict)  # the last one, though it be deleted
-    handed_out: int = 0
-    outcomes: int = 0
-
-    def worlds(self) -> dict[int, World]:
-        """All final rounds, and when each was seen to be over."""
-        found = {}
-        for generation, final in self.finals.items():
-            later = [seen for g, seen in self.claims.items() if g > generation]
-            nodes = tuple((p["node"], p["nproc"]) for p in final["participants"])
-            master = f"{final['master']['addr']}:{final['master']['port']}"
-            over = min(later, default=float("inf"))
-            found[generation] = World(generation, nodes, master, over)
-        return found
-
-    def take(self, txn: list[Event]) -> None:
-        """All events of one revision."""
-        for event in txn:
-            before = self.keys.get(event.key)
-            version = before.version + 1 if before else 1
-            if not event.deleted and event.version != version:
-                self._say(event, f"version {event.version} instead of {version}: events missed")
-        members = {k.split("/")[1] for k in self.keys if k.startswith("members/")}
-        for event in txn:
-            if not event.deleted:
-                self._put(event, json.loads(event.value), members, txn)
-        for event in txn:
-            if event.deleted:
-                self.keys.pop(event.key, None)
-            else:
-                self.keys[event.key] = event
-
-    def _put(
-        self, event: Event, value: dict[str, Any], members: set[str], txn: list[Event]
-    ) -> None:
-        kind, *rest = event.key.split("/")
-        match kind:
-            case "members" if f"{event.lease:016x}" != rest[0]:
-                self._say(event, "a member key that is bound to another lease")
-            case "round":
-                self._round(event, value, members, txn)
-            case "generation":
-                if value["generation"] < self.handed_out:
-                    self._say(event, f"I1: generation {self.handed_out} was handed out before")
-                self.handed_out = value["generation"]
-            case "acks":
-                self._ack(event, int(rest[0]), rest[1], members)
-            case "reports" if value["failure"] and not value["victim"]:
-                if int(rest[0]) != self.round.get("generation"):
-                    self._say(event, "I5: a culprit's report of a world that was over")
-            case "outcome":
-                self.outcomes += 1
-                if self.outcomes > 1 or value["state"] != "succeeded":
-                    self._say(event, f"I7: outcome {self.outcomes} is {value}")
-
-    def _round(
-        self, event: Event, now: dict[str, Any], members: set[str], txn: list[Event]
-    ) -> None:
-        last, self.round = self.round, now
-        generation, phase = now["generation"], now["phase"]
-        order = (generation, PHASES.index(phase))
-        if last and order <= (last["generation"], PHASES.index(last["phase"])):
-            was = f"generation {last['generation']} was {last['phase']}"
-            self._say(event, f"I1: {phase} of generation {generation} when {was}: a stale write")
-        if now["coordinator"] not in members:
-            self._say(event, "I5: its coordinator's lease was gone")
-        if not last or generation != last["generation"]:
-            self.claims[generation] = event.time
-            with_it = [json.loads(e.value)["generation"] for e in txn if e.key == "generation"]
-            if phase != "setup" or with_it != [generation]:
-                self._say(event, f"I5: a claim in phase {phase} with generation {with_it}")
-        elif phase != "closed" and now["coordinator"] != last["coordinator"]:
-            self._say(event, f"I5: coordinator was {last['coordinator']}")
-        if phase in ("frozen", "final"):
-            self._world(event, now, last)
-
-    def _world(self, event: Event, now: dict[str, Any], last: dict[str, Any]) -> None:
-        generation, participants = now["generation"], now["participants"]
-        leases = [p["lease"] for p in participants]
-        if not self.minimum <= len(leases) <= self.maximum or len(set(leases)) < len(leases):
-            self._say(event, f"I4: participants {leases}")
-        for lease in leases:
-            if f"acks/{generation}/{lease}" not in self.keys:
-                self._say(event, f"I2: {lease} has not acked, or its lease is gone")
-        if now["phase"] == "final":
-            if participants != last.get("participants"):
-                self._say(event, "I8: other participants than when it was frozen")
-            if generation in self.finals:
-                self._say(event, "I1: a second world of this generation")
-            first = self.keys.get(f"acks/{generation}/{leases[0]}")
-            if first and json.loads(first.value)["master"] != now["master"]:
-                self._say(event, "I8: the master is not where group rank 0 listens")
-            self.finals[generation] = now
-
-    def _ack(self, event: Event, generation: int, lease: str, members: set[str]) -> None:
-        if generation != self.round.get("generation"):
-            self._say(event, f"I5: an ack in generation {self.round.get('generation')}")
-        if lease not in members or f"{event.lease:016x}" != lease:
-            self._say(event, "I5: an ack of a member that is gone")
-
-    def _say(self, event: Event, what: str) -> None:
-        value = event.value[:300]
-        self.wrong.append(f"{what}\n  at revision {event.revision}: {event.key} = {value}")
-
-
-def read(path: Path, root: str) -> Iterator[Event]:
+def read(path: Path, root: str) -> Iterator[Recorded]:
     """The recorded events of the job whose keys are under `root`, without that."""
     with path.open() as file:
         for line in file:
             if line.endswith("\n") and (fields := json.loads(line))["key"].startswith(root):
-                yield Event(**fields | {"key": fields["key"].removeprefix(root)})
+                yield Recorded(**fields | {"key": fields["key"].removeprefix(root)})
 
 
-def replay(events: Iterable[Event], minimum: int, maximum: int) -> Replay:
-    """Go through a job's events."""
-    replayed = Replay(minimum, maximum)
-    for _, txn in groupby(events, key=lambda event: event.revision):
-        replayed.take(list(txn))
-    return replayed
+class Recorder:
+    """Follows `prefix` and writes its events to `file`."""
+
+    def __init__(self, client: Client, prefix: str, file: TextIO) -> None:
+        self._client, self._prefix, self._file = client, prefix, file
+        self._next = 1
+        self._attempts = Attempts()
+
+    async def record(self) -> None:
+        """Until cancelled."""
+        await self._attempts.run(self._watch)
+
+    async def _watch(self) -> Never:
+        """Follow one stream to its end. Raises Unanswered."""
+        async with self._client.stream(WATCH, self._prefix, HAS_LEADER) as stream:
+            create = pb.WatchCreateRequest(
+                key=wire.encode(self._prefix),
+                range_end=wire.range_end(self._prefix, True),
+                start_revision=self._next,
+            )
+            await stream.write(pb.WatchRequest(create=create))
+            while True:
+                self._take(await stream.read())
+                stream.began = now()
+                self._attempts.start_over()
+
+    async def look(self, recording: asyncio.Task[None]) -> None:
+        """Ask now and then: a frozen member's silence on the stream is no error by itself."""
+        while not recording.done():
+            await self._client.range(Get(self._prefix))
+            await asyncio.wait({recording}, timeout=LOOK)
+
+    def _take(self, response: pb.WatchResponse) -> None:
+        if response.canceled:
+            if response.compact_revision:
+                raise RuntimeError(f"compacted at {response.compact_revision}, at {self._next}")
+            raise Unanswered(response.cancel_reason or "cancelled")
+        for event in response.events:
+            kv = event.kv
+            line = Recorded(
+                time=time.time(),
+                revision=kv.mod_revision,
+                deleted=event.type == pb.Event.DELETE,
+                key=wire.decode(kv.key),
+                value=wire.decode(kv.value),
+                version=kv.version,
+                lease=kv.lease,
+            )
+            self._file.write(json.dumps(asdict(line)) + "\n")
+            self._next = kv.mod_revision + 1
+        self._file.flush()
+
+
+async def main(endpoints: str, prefix: str, file: TextIO) -> None:
+    config = EtcdConfig(tuple(endpoints.split(",")))
+    async with Client(config) as client, asyncio.TaskGroup() as tasks:
+        recorder = Recorder(client, prefix, file)
+        recording = tasks.create_task(recorder.record())
+        looking = tasks.create_task(recorder.look(recording))
+
+        def stop() -> None:
+            recording.cancel()
+            looking.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+
+
+if __name__ == "__main__":
+    with Path(sys.argv[3]).open("a") as output:
+        asyncio.run(main(sys.argv[1], sys.argv[2], output))

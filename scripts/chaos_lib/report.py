@@ -1,19 +1,42 @@
 """What the user sees: each burst as it happens, and the summary at the end."""
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .journal import Journal
-from .schedule import Burst, Fault
-
-if TYPE_CHECKING:
-    from .story import Outcome
+from .nemesis import Burst, Fault
+from .nodes import WorkerLogs
 
 SHOWN = 60  # lines of a violation
+
+
+@dataclass
+class Outcome:
+    """What came of a job, or of several."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    generations: int = 0
+    steps: int = 0
+    samples: int = 0
+    again: int = 0  # steps that were rolled back and trained again
+    pause: float = 0.0  # the longest without a step of any rank, seconds
+    recoveries: list[float] = field(default_factory=list)  # from the end of a burst, seconds
+    violations: list[str] = field(default_factory=list)
+
+    def add(self, other: "Outcome") -> None:
+        self.faults += other.faults
+        self.generations += other.generations
+        self.steps += other.steps
+        self.samples += other.samples
+        self.again += other.again
+        self.pause = max(self.pause, other.pause)
+        self.recoveries += other.recoveries
+        self.violations += other.violations
 
 
 class Report:
@@ -32,12 +55,12 @@ class Report:
     def __exit__(self, *_: object) -> None:
         self._status.stop()
 
-    def progress(self, journal: Journal) -> None:
+    def progress(self, logs: WorkerLogs) -> None:
         """What the job does now."""
-        if self._shown != journal.step:
-            self._shown = journal.step
-            text = f"generation {journal.generation}, step {journal.step}"
-            self._status.update(f"{text}, {len(journal.world)} ranks on {_nodes(journal)}")
+        if self._shown != logs.step:
+            self._shown = logs.step
+            text = f"generation {logs.generation}, step {logs.step}"
+            self._status.update(f"{text}, {len(logs.world)} ranks on {_nodes(logs)}")
 
     def say(self, text: str) -> None:
         self._console.print(text)
@@ -49,22 +72,22 @@ class Report:
             for fault in burst.faults:
                 self.say(f"  +{fault.at:5.2f} s  {escape(str(fault))}")
 
-    def burst(self, burst: Burst, journal: Journal) -> None:
+    def burst(self, burst: Burst, logs: WorkerLogs) -> None:
         self.say(
-            f"[bold]burst {burst.number}[/]  generation {journal.generation}, "
-            f"step {journal.step}, {_nodes(journal)} train"
+            f"[bold]burst {burst.number}[/]  generation {logs.generation}, "
+            f"step {logs.step}, {_nodes(logs)} train"
         )
 
     def fault(self, fault: Fault, whom: str, at: float) -> None:
         self.say(f"  +{at:5.2f} s  {escape(str(fault))}  [cyan]{escape(whom)}[/]")
 
-    def recovered(self, seconds: float, journal: Journal) -> None:
+    def recovered(self, seconds: float, logs: WorkerLogs) -> None:
         self.say(
-            f"  whole again after {seconds:.1f} s: generation {journal.generation}, "
-            f"{len(journal.world)} ranks on {_nodes(journal)}"
+            f"  whole again after {seconds:.1f} s: generation {logs.generation}, "
+            f"{len(logs.world)} ranks on {_nodes(logs)}"
         )
 
-    def summary(self, outcome: "Outcome", seed: int, logs: str) -> None:
+    def summary(self, outcome: Outcome, seed: int, folder: str) -> None:
         """The figures, and each violation with an excerpt of the logs that show it."""
         table = Table(title=f"chaos with seed {seed}", show_header=False)
         for kind, count in sorted(outcome.faults.items()):
@@ -84,12 +107,12 @@ class Report:
             table.add_row(name, str(value))
         self._console.print(table)
         for number, text in enumerate(outcome.violations, 1):
-            self.say(f"[bold red]violation {number}[/], logs in {logs}")
+            self.say(f"[bold red]violation {number}[/], logs in {folder}")
             lines = text.splitlines()
             self._console.print("\n".join(lines[:SHOWN]), markup=False)
             if len(lines) > SHOWN:
                 self.say(f"... and {len(lines) - SHOWN} more lines")
 
 
-def _nodes(journal: Journal) -> str:
-    return " ".join(journal.nodes())
+def _nodes(logs: WorkerLogs) -> str:
+    return " ".join(logs.nodes())

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 TARGETS = {
     "value": "one value of a key",
     "view": "all of a job's keys, and what its coordinator does and writes then",
-    "line": "the worker channel's bytes, as lines and messages",
-    "socket": "the same at the agent's end, with descriptors",
-    "encoding": "the encoded objects of a snapshot",
-    "image": "a snapshot's header and table of tensors, sums right and wrong",
+    "packet": "a message of a worker, of an agent or of a fork server",
+    "socket": "packets at the agent's end of a worker's channel, with descriptors",
+    "codecs": "the encoded objects of a snapshot",
+    "snapshot": "a snapshot's header and table of tensors, sums right and wrong",
 }
 
 
@@ -31,7 +31,7 @@ def fuzz(name: str, seconds: int, corpus: Path) -> None:
     import atheris  # noqa: PLC0415 - only here
 
     with atheris.instrument_imports(include=["elastic_etcd"], enable_loader_override=False):
-        from fuzz_lib import targets  # noqa: PLC0415 - instrumented
+        from . import targets  # noqa: PLC0415 - instrumented
 
     for number, seed in enumerate(targets.SEEDS[name]):
         (corpus / str(number)).write_bytes(seed)
@@ -45,7 +45,7 @@ def fuzz(name: str, seconds: int, corpus: Path) -> None:
 
 def one(name: str, seconds: int) -> bool:
     """Whether it went well; prints one line about it, and all that was said if it did not."""
-    command = [sys.executable, "-m", "fuzz_lib", name, f"--seconds={seconds}", "--here"]
+    command = [sys.executable, "-m", "scripts.fuzz_lib", name, f"--seconds={seconds}", "--here"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     found = re.search(r"number_of_executed_units: (\d+)", said)

@@ -5,25 +5,43 @@ import contextlib
 import os
 import socket
 import struct
-from typing import Any
 
 import torch
 
-from elastic_etcd.agent.channel import Channels, Peer
-from elastic_etcd.core import history, values
-from elastic_etcd.core.keys import decode as decode_value
-from elastic_etcd.core.messages import FROM_AGENT, FROM_WORKER, Lines, decode, encode
+from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
+from elastic_etcd.core import schema
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire
-from elastic_etcd.train import encoding, image
-from elastic_etcd.train.snapshot import Snapshot
-from tests.security.spoilt import JOBS, ME, acts
+from elastic_etcd.protocol import (
+    LONGEST_TEXT,
+    AskCurrent,
+    CannotImport,
+    Current,
+    Disconnected,
+    Forked,
+    FromWorker,
+    Hello,
+    Keep,
+    World,
+    encode,
+    from_agent,
+    from_fork_server,
+    from_forked,
+    from_worker,
+)
+from elastic_etcd.train import codecs, snapshot
+from tests.support.spoilt import JOBS, LOCAL, acts
 
-HELLO = b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":7}\n'
-KEEP = b'{"type":"keep","id":1,"name":"s"}\n'
+HELLO = encode(Hello(1, 1, 0, 7))
+KEEP = encode(Keep(1, "s"))
+ASK = encode(AskCurrent(1))
+KINDS: tuple[type[schema.Value], ...] = (
+    *(schema.Spec, schema.Round, schema.Ledger, schema.Outcome, schema.Member),
+    *(schema.Ack, schema.Report, schema.History),
+)
 _tensors: list[torch.Tensor] = []
-_OBJECTS = encoding.encode({"a": [1, 2.5, None, True, "x", b"y"], ("k", 1): (1 << 80,)}, _tensors)
-_TABLE, _ = image.pack({"a": b"x"}, [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)])
+_OBJECTS = codecs.encode({"a": [1, 2.5, None, True, "x", b"y"], ("k", 1): (1 << 80,)}, _tensors)
+_TABLE, _ = snapshot.pack({"a": b"x"}, [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)])
 _loop = asyncio.new_event_loop()
 SEEDS: dict[str, list[bytes]] = {
     "value": [value.encode() for job in JOBS for value in job.values()],
@@ -32,34 +50,22 @@ SEEDS: dict[str, list[bytes]] = {
         for which, job in enumerate(JOBS)
         for key, (_, value) in enumerate(sorted(job.items()))
     ],
-    "line": [HELLO + KEEP, encode({"type": "world", "generation": 8, "reason": "", "env": {}})],
-    "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + b'{"type":"current","id":1}\n'],
-    "encoding": [_OBJECTS, _TABLE],
-    "image": [struct.pack("<QQ", len(_TABLE), 4096) + _TABLE],
+    "packet": [HELLO, *map(encode, (World(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7)))],
+    "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
+    "codecs": [_OBJECTS, _TABLE],
+    "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + _TABLE],
 }
 
 
 def fuzz_value(data: bytes) -> None:
     """A value, read as each kind of key."""
     text = wire.decode(data)
-    try:
-        fields = decode_value(text)
-    except ValueError:
-        return
-    kinds = (values.Spec, values.Round, values.Ledger, values.Outcome)
-    for kind in kinds:
+    for kind in KINDS:
+        from_key = dict.fromkeys(kind.FROM_KEY, 1)
         with contextlib.suppress(ValueError):
-            read = kind.decode(fields)
-            again = kind.decode(decode_value(read.encode()))
+            read = schema.decode(kind, text, **from_key)
+            again = schema.decode(kind, schema.encode(read), **from_key)
             assert again == read, (read, again)
-    with contextlib.suppress(ValueError):
-        values.Member.decode(1, fields).encode().encode()
-    with contextlib.suppress(ValueError):
-        values.Ack.decode(1, fields).encode().encode()
-    with contextlib.suppress(ValueError):
-        values.Report.decode(1, 1, fields).encode().encode()
-    with contextlib.suppress(ValueError):
-        history.read(text)
 
 
 def fuzz_view(data: bytes) -> None:
@@ -70,77 +76,76 @@ def fuzz_view(data: bytes) -> None:
     for place, part in enumerate(data[2:].split(b"\0", 1)):
         key = sorted(found)[(data[1] + place) % len(found)]
         found[key] = wire.decode(part)
-    acts(found, ME)
+    acts(found, LOCAL)
 
 
-def fuzz_line(data: bytes) -> None:
-    """In two pieces."""
-    lines = Lines()
-    with contextlib.suppress(ValueError):
-        for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
-            for each in lines.feed(piece):
-                for table in (FROM_WORKER, FROM_AGENT):
-                    with contextlib.suppress(ValueError):
-                        encode(decode(each, table))
+def fuzz_packet(data: bytes) -> None:
+    """What is read can be written, and is read as the same message again."""
+    for read in (from_worker, from_agent, from_fork_server, from_forked):
+        with contextlib.suppress(ValueError):
+            message = read(data)
+            again = read(encode(message))
+            assert again == message or len(data) > LONGEST_TEXT, (message, again)
 
 
 def fuzz_socket(data: bytes) -> None:
-    """After hello, with as many descriptors as the first byte says."""
+    """One packet for each line after hello, the last with as many descriptors as a byte says."""
     _loop.run_until_complete(_throw(data))
 
 
 async def _throw(data: bytes) -> None:
-    heard: list[Any] = []
+    def heard(channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+        assert channel.local_rank >= 0
+        if isinstance(message, AskCurrent):
+            channel.send(Current(message.id, True, ""))
 
-    def current(peer: Peer, number: int) -> None:
-        peer.send({"type": "current", "id": number, "current": True, "reason": ""})
-
-    channels = Channels(lambda _, message: heard.append(message), current)
-    ours, theirs = socket.socketpair()
-    peer = Peer(channels, theirs, 1)
-    channels.peers.add(peer)
+    server = ChannelServer(heard)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = WorkerChannel(server, theirs, 1)
+    server.channels.add(channel)
     null = os.open(os.devnull, os.O_RDONLY)
-    greeting = b"" if data[:1] >= b"\x80" else HELLO
     fds = [null] * (data[0] % 8 if data else 0)
-    socket.send_fds(ours, [greeting + data[1:] or b"\n"], fds)
+    packets = [] if data[:1] >= b"\x80" else [HELLO]
+    packets += filter(None, data[1:].split(b"\n")[:40])
+    for packet in packets[:-1]:
+        ours.send(packet)
+    if packets:
+        socket.send_fds(ours, packets[-1:], fds)
     ours.shutdown(socket.SHUT_WR)
     for _ in range(100):
-        if peer not in channels.peers:
+        if channel not in server.channels:
             break
-        peer._read()  # noqa: SLF001 - as the loop would
-    assert peer not in channels.peers
+        channel._readable()  # noqa: SLF001 - as the loop would
+    assert channel not in server.channels
     ours.close()
     os.close(null)
-    channels.close()
+    server.close()
 
 
-def fuzz_encoding(data: bytes) -> None:
+def fuzz_codecs(data: bytes) -> None:
     """What is read can be written, and is read as the same bytes again."""
     try:
-        read = encoding.decode(data, (torch.zeros(1),))
+        read = codecs.decode(data, (torch.zeros(1),))
     except MalformedState:
         return
     tensors: list[torch.Tensor] = []
-    again = encoding.encode(read, tensors)
-    assert encoding.encode(encoding.decode(again, tensors), []) == again
+    again = codecs.encode(read, tensors)
+    assert codecs.encode(codecs.decode(again, tensors), []) == again
 
 
-def fuzz_image(data: bytes) -> None:
-    """A slot with a header whose sums are right, but nothing else need be."""
+def fuzz_snapshot(data: bytes) -> None:
+    """A memfd with a header whose sums are right, but nothing else need be."""
     if len(data) < 16:
         return
-    image.Header.unpack(data)
+    snapshot.Header.unpack(data)
     objects, size = struct.unpack("<QQ", data[:16])
     body = data[16:].ljust(-(-max(len(data) - 16, 1) // 64) * 64, b"\0")
-    snapshot = Snapshot([os.memfd_create("fuzz") for _ in range(2)])
-    slot = snapshot.other()
-    slot.clear(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    digest = image.digest_of(slot.body(len(body)))
+    memfds = snapshot.MemfdPair([os.memfd_create("fuzz") for _ in range(2)])
+    memfd = memfds.older()
+    memfd.clear(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    digest = snapshot.digest_of(memfd.body(len(body)))
     for length in (size, len(body)):
-        slot.set(image.Header(image.Version(1, 1, 1), objects, length, digest))
-        if (newest := snapshot.check()) is None:
-            continue
-        header = newest.header()
-        assert header is not None
-        with contextlib.suppress(MalformedState):
-            image.unpack(newest.read(header.objects), newest.body(header.size))
+        memfd.set(snapshot.Header(snapshot.Version(1, 1, 1), objects, length, digest))
+        if newest := memfds.newest_intact():
+            with contextlib.suppress(MalformedState):
+                newest.load()

@@ -1,6 +1,6 @@
 """A small model in sums that are the same in every world, with ee.run or without.
 
-Lines are as those of tests/e2e/digits_trainer.py, in one file for each node. With --plain the
+Lines are as those of tests/support/trainers/digits.py, in one file for each node. With --plain the
 worker is restarted in each new world, as any script; its state is what its node's agent kept.
 """
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import elastic_etcd as ee
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration
-from tests.e2e.digits_trainer import (
+from tests.support.trainers.digits import (
     GLOBAL_BATCH,
     LENGTH,
     SEED,

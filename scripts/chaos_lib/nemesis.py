@@ -1,4 +1,4 @@
-"""What happens when: bursts of faults as a pure function of the seed.
+"""The nemesis: what goes wrong and when, in bursts that are a pure function of the seed.
 
 A burst begins some seconds after the job has recovered from the one before, so that the same seed
 gives the same faults in the same order on a machine of any speed. In each burst at least one node
@@ -6,13 +6,19 @@ of the world stays whole, because the training's state is in the memory of the w
 """
 
 import random
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-TTL = 5
-MIN_NODES, MAX_NODES = 2, 4  # of a world
-FEWEST, MOST = 3, 5  # agents after each burst; the surplus is a spare
+from tests.support.etcd import EtcdServer
+from tests.support.job import GUARDIAN, Agent
+from tests.support.processes import send
+
+from .nodes import FEWEST, MAX_NODES, MOST, TTL, Etcd, Nodes, forkserver
+
+Undo = Callable[[], None]
 
 
 class Kind(StrEnum):
@@ -25,7 +31,7 @@ class Kind(StrEnum):
     NODE_FREEZE = "node frozen for a while"
     NODE_KILL = "node killed, agent and all"
     GUARDIAN_KILL = "guardian killed"
-    POOL_KILL = "warm pool killed"
+    FORKSERVER_KILL = "fork server killed"
     LEAVE = "node leaves on SIGTERM"
     JOIN = "node joins"
     ETCD_KILL = "etcd member killed for a while"
@@ -43,11 +49,15 @@ NODE_FAULTS = {  # the node is not there for some time, or for ever
     Kind.LEAVE: 4,
 }
 LOST = {Kind.AGENT_KILL, Kind.NODE_KILL, Kind.LEAVE}
-PART_FAULTS = {Kind.WORKER_KILL: 8, Kind.WORKER_STOP: 4, Kind.GUARDIAN_KILL: 2, Kind.POOL_KILL: 1}
+PART_FAULTS = {
+    Kind.WORKER_KILL: 8,
+    Kind.WORKER_STOP: 4,
+    Kind.GUARDIAN_KILL: 2,
+    Kind.FORKSERVER_KILL: 1,
+}
 MEMBER_FAULTS = {Kind.ETCD_KILL: 4, Kind.ETCD_STOP: 4}  # etcd goes on without the member
 OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3}
 ETCD_GONE = {*MEMBER_FAULTS, *OUTAGES}  # one at a time
-OF_ETCD = {*ETCD_GONE, Kind.COMPACTION}
 WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | {Kind.COMPACTION: 3, Kind.JOIN: 4}
 
 
@@ -55,7 +65,7 @@ WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | {Kind.COMPACTION
 class Fault:
     """`at` seconds after its burst begins, and over `lasts` seconds later, if it ends.
 
-    target: which node, by its place among the world's nodes when the burst begins; or the role of
+    target: the group rank that a node of the world has when the burst begins; or the role of
     an etcd member ("leader", "follower"). Nothing for what has no target.
     """
 
@@ -143,3 +153,107 @@ def _with_enough(chance: random.Random, number: int, faults: list[Fault], agents
     if not faults:
         faults = [Fault(0.0, Kind.WORKER_KILL, str(chance.randrange(FEWEST)))]
     return Burst(number, round(chance.uniform(0.5, 4), 1), tuple(sorted(faults)), agents)
+
+
+class Nemesis:
+    """Injects a burst's faults at their times, and ends those that end.
+
+    `asked()` says that the user wants to stop: then nothing more is injected.
+    """
+
+    def __init__(self, etcd: Etcd, nodes: Nodes, asked: Callable[[], bool]) -> None:
+        self._etcd, self._nodes, self._asked = etcd, nodes, asked
+        self._targets: list[str] = []  # the world's nodes when the burst began
+
+    def burst(self, burst: Burst, tell: Callable[[Fault, str, float], None]) -> None:
+        """`tell` is told each fault, whom it has hit, and after how many seconds."""
+        began = time.monotonic()
+        self._nodes.logs.read()
+        self._targets = self._nodes.logs.nodes()
+        faults = list(burst.faults)
+        ends: list[tuple[float, Undo]] = []
+        while faults or ends:
+            ends.sort(key=lambda end: end[0])
+            fault = faults[0] if faults and (not ends or faults[0].at <= ends[0][0]) else None
+            at = fault.at if fault else ends[0][0]
+            self._nodes.rest(began + at - time.monotonic(), self._asked)
+            if fault is None:
+                ends.pop(0)[1]()
+            elif self._asked():
+                faults.clear()
+            else:
+                faults.pop(0)
+                whom, undo = self._inject(fault)
+                tell(fault, whom, time.monotonic() - began)
+                if undo:
+                    ends.append((time.monotonic() - began + fault.lasts, undo))
+
+    def _inject(self, fault: Fault) -> tuple[str, Undo | None]:
+        """Whom it has hit, and what ends it."""
+        if fault.kind is Kind.JOIN:
+            return self._nodes.join(), None
+        if fault.kind is Kind.COMPACTION:
+            return self._etcd.compact(), None
+        if fault.kind in ETCD_GONE:
+            return self._hit_etcd(fault)
+        node = self._targets[int(fault.target)]
+        agent = next((a for a in self._nodes.running if a.node == node), None)
+        if agent is None:
+            return f"{node}, which is gone", None
+        return node, self._hit_node(agent, fault.kind)
+
+    def _hit_node(self, agent: Agent, kind: Kind) -> Undo | None:
+        logs = self._nodes.logs
+        match kind:
+            case Kind.AGENT_KILL:
+                self._nodes.expect(agent, -signal.SIGKILL)
+                agent.kill()
+            case Kind.NODE_KILL:
+                self._nodes.expect(agent, -signal.SIGKILL)
+                agent.node_kill()
+            case Kind.LEAVE:
+                self._nodes.expect(agent, 0)
+                agent.terminate()
+            case Kind.NODE_FREEZE:
+                agent.freeze()
+                return agent.thaw
+            case Kind.AGENT_STOP:
+                return _stop([agent.pid])
+            case Kind.WORKER_STOP:
+                return _stop(logs.pids(agent.node)[:1])
+            case Kind.WORKER_KILL:
+                logs.read()
+                send(signal.SIGKILL, logs.pids(agent.node)[-1:])
+            case Kind.GUARDIAN_KILL:
+                send(signal.SIGKILL, agent.programs(GUARDIAN))
+            case Kind.FORKSERVER_KILL:
+                send(signal.SIGKILL, forkserver(agent))
+        return None
+
+    def _hit_etcd(self, fault: Fault) -> tuple[str, Undo]:
+        match fault.kind:
+            case Kind.ETCD_STOP:
+                member = self._etcd.member(fault.target)
+                member.freeze()
+                return member.name, member.thaw
+            case Kind.ETCD_KILL:
+                victims: Sequence[EtcdServer] = [self._etcd.member(fault.target)]
+            case Kind.ETCD_MAJORITY:
+                victims = self._etcd.members[:2]
+            case _:
+                victims = self._etcd.members
+        for member in victims:
+            member.kill()
+        return " ".join(m.name for m in victims), lambda: _start(victims)
+
+
+def _stop(pids: list[int]) -> Undo:
+    send(signal.SIGSTOP, pids)
+    return lambda: send(signal.SIGCONT, pids)
+
+
+def _start(members: Sequence[EtcdServer]) -> None:
+    """Without waiting until they serve, which they may not do without the others."""
+    for member in members:
+        with member.launch():
+            pass

@@ -1,4 +1,4 @@
-"""`scripts/bench warm`: what a warm worker saves, in time to its first line and in memory.
+"""`scripts/bench prefork`: what forking workers ahead saves, in time and in memory.
 
 Workers are started by the agent's own code: forked ahead (one waits), forked when asked for, and
 exec'd. Memory is the proportional set size (PSS), read while all workers of that kind are there.
@@ -11,15 +11,23 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 from rich.console import Console
-from rich.table import Table
 
-from elastic_etcd.agent.warm import WarmPool
-from elastic_etcd.agent.worker import Started, Starter, WorkerSpec, execute
+from elastic_etcd.agent.logs import WorkerLog
+from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.agent.worker import WorkerSpec, execute
+from elastic_etcd.process import Process, end
+from tests.support.processes import proportional
+
+from .figures import grid
+
+Starter: TypeAlias = Callable[[WorkerSpec, WorkerLog], Awaitable[Process]]
 
 SCRIPT = """\
 import time
@@ -47,18 +55,17 @@ class Bench:
         self.command = (sys.executable, "-u", str(folder / "script.py"))
         self.env = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    def pool(self, size: int) -> WarmPool:
-        return WarmPool((*self.command, "step"), self.env, [], size)
+    def prefork(self, size: int) -> Prefork:
+        return Prefork((*self.command, "step"), self.env, [], size)
 
-    async def started(self, starter: Starter, until: str) -> tuple[Started, list[float]]:
+    async def started(self, starter: Starter, until: str) -> tuple[Process, list[float]]:
         """A worker, and the milliseconds from the request to each of STAGES."""
         read, write = os.pipe()
-        process: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         spec = WorkerSpec((*self.command, until), self.env, 0, 0, "")
         streams = SimpleNamespace(child_fd=write)
+        output: Any = SimpleNamespace(out=streams, err=streams)
         asked = time.monotonic()
-        starter(spec, SimpleNamespace(out=streams, err=streams), process.set_result)
-        worker = await process
+        worker = await starter(spec, output)
         times = [time.monotonic()]
         os.close(write)
         with os.fdopen(read) as file:
@@ -67,88 +74,83 @@ class Bench:
 
     async def times(self, starter: Starter) -> list[float]:
         worker, times = await self.started(starter, "step")
-        await self.end(worker)
+        end(worker)
         return times
 
     async def memory(self, starter: Starter, until: str, workers: int) -> float:
-        """MiB for each of so many workers."""
+        """MB for each of so many workers."""
         running = [(await self.started(starter, until))[0] for _ in range(workers)]
-        size = sum(pss(worker.pid) for worker in running) / workers
+        size = proportional(worker.pid for worker in running) / workers
         for worker in running:
-            await self.end(worker)
+            end(worker)
         return size
 
-    async def end(self, worker: Started) -> None:
-        pidfd, ended = os.pidfd_open(worker.pid), asyncio.Event()
-        asyncio.get_running_loop().add_reader(pidfd, ended.set)
-        os.kill(worker.pid, 9)
-        await ended.wait()
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        worker.poll()
+
+async def executed(spec: WorkerSpec, output: WorkerLog) -> Process:
+    return execute(spec, output)
 
 
-def pss(pid: int) -> float:
-    with Path(f"/proc/{pid}/smaps_rollup").open() as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
+def forked(prefork: Prefork) -> Starter:
+    async def start(spec: WorkerSpec, output: WorkerLog) -> Process:
+        return await prefork.fork(spec.argv, spec.env, output.out.child_fd, output.err.child_fd)
+
+    return start
 
 
-async def warmed(pool: WarmPool) -> WarmPool:
-    pool.start()
-    await pool.warm()
-    for spare in pool._spares:  # noqa: SLF001 - nobody else has to know them
-        while spare.pid is None:  # noqa: ASYNC110 - before the clock runs
+async def ready(prefork: Prefork) -> Prefork:
+    prefork.start()
+    await prefork.warm()
+    for worker in prefork._waiting:  # noqa: SLF001 - nobody else has to know them
+        while worker.pid is None:  # noqa: ASYNC110 - before the clock runs
             await asyncio.sleep(0.01)
-    return pool
+    return prefork
 
 
 async def measure(folder: Path, repeats: int, workers: int) -> dict[str, object]:
     bench = Bench(folder)
     ways: dict[str, list[list[float]]] = {"forked ahead": [], "forked when asked": [], "exec": []}
     begun = time.monotonic()
-    on_demand = await warmed(bench.pool(0))
-    warming = time.monotonic() - begun
+    on_demand = await ready(bench.prefork(0))
+    loading = time.monotonic() - begun
     for _ in range(repeats):
-        ahead = await warmed(bench.pool(1))
-        ways["forked ahead"].append(await bench.times(ahead.start_worker))
+        ahead = await ready(bench.prefork(1))
+        ways["forked ahead"].append(await bench.times(forked(ahead)))
         ahead.close()
-        ways["forked when asked"].append(await bench.times(on_demand.start_worker))
-        ways["exec"].append(await bench.times(execute))
+        ways["forked when asked"].append(await bench.times(forked(on_demand)))
+        ways["exec"].append(await bench.times(executed))
     memory = {
         until: {
-            "forked": await bench.memory(on_demand.start_worker, until, workers),
-            "exec": await bench.memory(execute, until, workers),
+            "forked": await bench.memory(forked(on_demand), until, workers),
+            "exec": await bench.memory(executed, until, workers),
         }
         for until in ("import", "step")
     }
     assert on_demand.pid is not None
-    alone = pss(on_demand.pid)
+    alone = proportional([on_demand.pid])
     on_demand.close()
-    return {"warming": warming, "ways": ways, "memory": memory, "pool": alone, "workers": workers}
+    return {"loading": loading, "ways": ways, "memory": memory, "server": alone, "workers": workers}
 
 
-def show(found: dict) -> None:
+def show(found: dict[str, Any]) -> None:
     console = Console()
-    table = Table("", *STAGES, title="milliseconds after the request: median (least-most)")
+    rows = []
     for way, runs in found["ways"].items():
-        cells = [
-            f"{statistics.median(c):.1f} ({min(c):.1f}-{max(c):.1f})"
-            for c in zip(*runs, strict=True)
-        ]
-        table.add_row(way, *cells)
-    console.print(table)
-    table = Table(
-        "PSS, MiB", "forked", "exec", title=f"memory for each of {found['workers']} workers"
-    )
+        stages = zip(*runs, strict=True)
+        cells = (f"{statistics.median(s):.1f} ({min(s):.1f}-{max(s):.1f})" for s in stages)
+        rows.append((way, *cells))
+    console.print(grid("milliseconds after the request: median (range)", ("", *STAGES), rows))
+    kinds = ("forked", "exec")
+    rows = []
     for until, name in (("import", "torch imported"), ("step", "after a step")):
         sizes = found["memory"][until]
-        table.add_row(name, *(f"{sizes[way]:.0f}" for way in ("forked", "exec")))
-    console.print(table)
-    print(f"the pool: warm after {found['warming']:.1f} s, {found['pool']:.0f} MiB by itself")
+        rows.append((name, *(f"{sizes[kind]:.0f}" for kind in kinds)))
+    title = f"memory for each of {found['workers']} workers"
+    console.print(grid(title, ("PSS, MB", *kinds), rows))
+    print(f"fork server: ready after {found['loading']:.1f} s, {found['server']:.0f} MB by itself")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench warm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/bench prefork", description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--workers", type=int, default=4, help="at a time, for the memory")
     parser.add_argument("--json", metavar="FILE", help="write the samples there as well")

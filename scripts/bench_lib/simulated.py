@@ -1,0 +1,390 @@
+"""Simulated agents of many jobs, in a few processes; only their workers are simulated.
+
+Client, session, mirror, rules and loop are the real ones; each agent has a connection of its own.
+Commands go to a process's standard input, [what, job, numbers], and what happened comes from its
+standard output, each as one JSON list a line.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from elastic_etcd.agent import membership
+from elastic_etcd.agent.agent import Agent
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.inbox import Inbox, Incoming, Tasks
+from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.recorder import FlightRecorder, Step
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.lifecycle import Event, State, WorkerEnded, WorkersGone
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Failure, Master, Round
+from elastic_etcd.core.txn import Get
+from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.mirror import Mirror
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from elastic_etcd.protocol import Change, Interrupt
+
+
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the agents of one etcd have in common; seconds."""
+
+    endpoint: str
+    max_nodes: int
+    lease_ttl: int
+    settle: float
+    nproc: int = 1
+    reconcile: float = 30.0  # from one comparison of a mirror with etcd to the next
+    tells: tuple[str, ...] = ("member", "final")  # these, "left" and "error"
+    probe: str = ""  # a key each of whose values is told as "probe" when it is seen
+
+
+class Told(NamedTuple):
+    """What an agent told; `at` is CLOCK_MONOTONIC in seconds, which all processes share."""
+
+    at: float
+    what: str
+    job: str = ""
+    number: int = 0
+    detail: str = ""
+    generation: int = 0
+
+
+class Processes:
+    """`async with Processes(setup, count) as processes`: agents in `count` of them.
+
+    `heard` of a job gets what its agents tell, and of no name what the probe shows. With a probe
+    there is one process more, `bystander`, that has no agents: it sees news as late as they are,
+    while the others may be busy.
+    """
+
+    def __init__(self, setup: Setup, count: int) -> None:
+        self.heard: dict[str, Callable[[Told], None]] = {}
+        self.pids: list[int] = []
+        self.bystander = 0
+        self._setup, self._count = setup, count
+        self._inputs: list[asyncio.StreamWriter] = []
+        self._scope = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for _ in range(self._count + bool(self._setup.probe)):
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", __name__, json.dumps(asdict(self._setup))),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "GRPC_VERBOSITY": "NONE"},
+            )
+            assert process.stdin is not None
+            self._inputs.append(process.stdin)
+            self.pids.append(process.pid)
+            reader = asyncio.create_task(self._read(process))
+            self._scope.push_async_callback(self._end, process, reader)
+        if self._setup.probe:
+            self.bystander = self.pids.pop()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._scope.aclose()
+
+    def command(self, what: str, job: str, numbers: "Iterable[int]") -> None:
+        """Have these agents of the job started, killed, failed, left or finished."""
+        shares: dict[int, list[int]] = {}
+        for number in numbers:
+            shares.setdefault(number % self._count, []).append(number)
+        for index, share in shares.items():
+            self._inputs[index].write(json.dumps([what, job, share]).encode() + b"\n")
+
+    def cpu(self) -> float:
+        """Seconds on a processor so far, of all agents."""
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.pids]
+        times = [stat.rpartition(")")[2].split()[11:13] for stat in stats]  # user, system
+        return sum(int(ticks) for each in times for ticks in each) / os.sysconf("SC_CLK_TCK")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            told = Told(*json.loads(line))
+            if heard := self.heard.get(told.job):
+                heard(told)
+
+    async def _end(self, process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.close()
+        await process.wait()
+        await reader
+
+
+class SimulatedJob:
+    """What the agents of one job have told so far, and waiting for it."""
+
+    def __init__(self, processes: Processes, name: str) -> None:
+        self.name = name
+        self.told: list[Told] = []
+        self._processes = processes
+        self._news = asyncio.Event()
+        processes.heard[name] = self._heard
+
+    def command(self, what: str, numbers: "Iterable[int]") -> None:
+        """As that of Processes."""
+        self._processes.command(what, self.name, numbers)
+
+    async def until(self, ready: "Callable[[], bool]", what: str) -> None:
+        """Wait until they have told enough. Raises TimeoutError, or what one of them says."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not ready():
+                    self._news.clear()
+                    await self._news.wait()
+                    said = next((t for t in self.told if t.what == "error"), None)
+                    assert said is None, f"{self.name}, node{said.number}: {said.detail}"
+        except TimeoutError:
+            raise TimeoutError(f"{self.name}: not within {PATIENCE:g} s: {what}") from None
+
+    def _heard(self, told: Told) -> None:
+        self.told.append(told)
+        self._news.set()
+
+
+# --- in such a process
+
+
+class NoGuardian:
+    """There are no worker processes to end."""
+
+    def guard(self, lease: int) -> None:
+        """Nothing to guard."""
+
+
+class SimulatedWorkers(Workers):
+    """Workers that start and stop at once."""
+
+    elastic = False
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.generation = 0
+        self._inbox = inbox
+        self._finishing = False
+
+    async def warm(self) -> None:
+        """Nothing is imported."""
+
+    def offer(self, generation: int, address: str) -> Master:
+        """An endpoint at which nobody will be: there is no process group to build."""
+        return Master(address, 1024 + generation)
+
+    def start(self, lease: int, now: Round) -> None:
+        assert now.group_rank(lease) is not None
+        self.generation = now.generation
+        if self._finishing:
+            self.finish()
+
+    def stop(self, grace: float, notice: "Change | Interrupt | None" = None) -> None:
+        del grace, notice
+        self._inbox.put(WorkersGone(self.generation))
+
+    def fail(self, node: str) -> None:
+        """A worker exits 1."""
+        failure = Failure(node, 0, 0, 1, 1, uptime=60.0)
+        self._inbox.put(WorkerEnded(self.generation, failure))
+
+    def finish(self) -> None:
+        """The workers exit 0, now or as soon as they run; for a node of one worker."""
+        self._finishing = True
+        if self.generation:
+            self._inbox.put(WorkerEnded(self.generation, None))
+            self._inbox.put(WorkersGone(self.generation))
+
+    async def end(self, reason: str) -> None:
+        """Nothing is parked."""
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class TimedRecorder(FlightRecorder):
+    """A flight recorder that counts the seconds which all of this process take."""
+
+    seconds: ClassVar[float] = 0.0
+
+    def record(self, before: State, at: float, event: Event) -> Step:
+        began = time.thread_time()
+        entry = super().record(before, at, event)
+        TimedRecorder.seconds += time.thread_time() - began
+        return entry
+
+
+class Simulated(Agent):
+    """An agent that tells when it joins, and of each phase of a round that it sees."""
+
+    _workers: SimulatedWorkers
+    _seen: tuple[int, str] = (0, "")
+    _member = 0
+
+    def __init__(
+        self, config: AgentConfig, client: Client, tasks: Tasks, tell: "Callable[..., None]"
+    ) -> None:
+        guardian: Any = NoGuardian()
+        inbox = Inbox()
+        membership = Membership(client, config, inbox, tasks)
+        workers = SimulatedWorkers(inbox)
+        super().__init__(config, guardian, inbox, tasks, membership, workers)
+        self._recorder = TimedRecorder(config.limits)
+        self._tell = tell
+
+    def fail(self) -> None:
+        """One of its workers fails."""
+        self._workers.fail(self._config.node)
+
+    def finish(self) -> None:
+        """Its workers have done all their work."""
+        self._workers.finish()
+
+    def leave(self) -> None:
+        """As after SIGTERM."""
+        self._signalled(signal.SIGTERM)
+
+    def abandon(self) -> None:
+        """Leave the lease as a killed process does."""
+        session = self._membership._session  # noqa: SLF001
+        if session:
+            session.orphan()
+
+    async def _take(self, incoming: Incoming) -> None:
+        await super()._take(incoming)
+        local, view = self._state.local, self._state.view
+        if local.lease != self._member:
+            self._member = local.lease
+            self._tell("member", f"{local.lease:x}")
+        now = view.round if view else None
+        if now and (now.generation, now.phase) != self._seen:
+            self._seen = (now.generation, now.phase)
+            leads = "coordinator" if now.coordinator == local.lease else ""
+            self._tell(now.phase.value, leads, now.generation)
+
+
+class Jobs:
+    """The agents of this process, by their jobs and numbers."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._etcd = EtcdConfig((setup.endpoint,))
+        self._agents: dict[tuple[str, int], Simulated] = {}
+        self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    def do(self, command: str, job: str, number: int) -> None:
+        """Do what a line of standard input asks for; an agent may have ended by itself."""
+        at = job, number
+        if command == "start":
+            self._lives[at] = asyncio.create_task(self._live(job, number))
+        elif agent := self._agents.get(at):
+            match command:
+                case "kill":
+                    agent.abandon()
+                    self._lives[at].cancel()
+                case "fail":
+                    agent.fail()
+                case "leave":
+                    agent.leave()
+                case "finish":
+                    agent.finish()
+
+    async def end(self) -> None:
+        """Kill all that still live."""
+        for job, number in tuple(self._agents):
+            self.do("kill", job, number)
+        if self._lives:
+            await asyncio.wait(self._lives.values())
+
+    async def probe(self) -> None:
+        """Tell of each value of the probe key when it is seen here."""
+        key = self._setup.probe
+        async with Client(self._etcd) as client:
+
+            def changed() -> None:
+                snapshot = mirror.snapshot()
+                if snapshot and (kv := snapshot.kvs.get(key)):
+                    _tell("probe", "", os.getpid(), kv.value)
+
+            mirror = Mirror(client, (Get(key),), changed)
+            async with mirror:
+                await mirror.failed
+
+    async def _live(self, job: str, number: int) -> None:
+        setup, at = self._setup, (job, number)
+        config = AgentConfig(
+            etcd=self._etcd,
+            job=job,
+            argv=("true",),
+            node=f"node{number}",
+            nproc=setup.nproc,
+            limits=Limits(1, setup.max_nodes, max_restarts=1 << 30, settle=setup.settle),
+            lease_ttl=setup.lease_ttl,
+            signals=(),
+        )
+        try:
+            async with Client(self._etcd) as client, Tasks() as tasks:
+                tell = partial(self._heard, job, number)
+                self._agents[at] = agent = Simulated(config, client, tasks, tell)
+                await agent.live()
+        except* ElasticEtcdError as errors:
+            _tell("error", job, number, str(errors.exceptions[0]))
+        else:
+            _tell("left", job, number)
+        finally:
+            self._agents.pop(at, None)
+            self._lives.pop(at, None)
+
+    def _heard(
+        self, job: str, number: int, what: str, detail: str = "", generation: int = 0
+    ) -> None:
+        if what in self._setup.tells:
+            _tell(what, job, number, detail, generation)
+
+
+def _tell(what: str, job: str, number: int, detail: str = "", generation: int = 0) -> None:
+    print(json.dumps(Told(time.monotonic(), what, job, number, detail, generation)))
+
+
+async def main(setup: Setup) -> None:
+    """Follow the commands until standard input ends."""
+    membership.Mirror = partial(Mirror, reconcile=setup.reconcile)  # type: ignore[assignment, attr-defined]
+    jobs = Jobs(setup)
+    watcher = asyncio.create_task(jobs.probe()) if setup.probe else None
+    commands = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(commands)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    while line := await commands.readline():
+        command, job, numbers = json.loads(line)
+        for number in numbers:
+            jobs.do(command, job, number)
+    if watcher:
+        watcher.cancel()
+        await asyncio.wait({watcher})
+    await jobs.end()
+    _tell("recorder", "", 0, f"{TimedRecorder.seconds:.6f}")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.ERROR)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    asyncio.run(main(Setup(**json.loads(sys.argv[1]))))

@@ -1,0 +1,315 @@
+"""What a job of chaos runs on: its nodes, and the members of etcd with what they record."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from elastic_etcd import trampoline
+from elastic_etcd.core.schema import PREFIX
+from tests.support.etcd import EtcdCluster, EtcdServer
+from tests.support.job import FORKSERVER, ROOT, Agent, Job
+from tests.support.processes import Changes, send
+
+from .history import Recorded, read
+
+TTL = 5
+MIN_NODES, MAX_NODES = 2, 4  # of a world
+FEWEST, MOST = 3, 5  # agents after each burst; the surplus is a spare
+WORKLOAD = Path(__file__).with_name("workload.py")
+WORKERS = {"n2": 2}  # on all other nodes one
+FLAGS: dict[str, Any] = {
+    "nnodes": f"{MIN_NODES}:{MAX_NODES}",
+    "lease_ttl": TTL,
+    "settle": TTL,
+    "max_restarts": 10**6,
+    "min_uptime": 0,
+}
+COMMIT_EVERY = 3
+
+
+@dataclass
+class Rank:
+    """A rank of a world: its process, and when it last finished a step (wall clock)."""
+
+    node: str
+    group_rank: int
+    pid: int
+    size: int
+    last: float = 0.0
+
+
+class WorkerLogs:
+    """What the workers have logged: who trains now, and how far. `read` takes in what is new."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+        self._worlds: dict[int, dict[int, Rank]] = {}  # by generation and rank
+        self.step = 0
+
+    @property
+    def generation(self) -> int:
+        """The latest that workers have begun."""
+        return max(self._worlds, default=0)
+
+    @property
+    def world(self) -> dict[int, Rank]:
+        """Its ranks so far."""
+        return self._worlds.get(self.generation, {})
+
+    def read(self) -> None:
+        for path in self._directory.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                new = file.read()
+            whole, newline, _ = new.rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole + newline)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        ranks = self._worlds.setdefault(line["generation"], {})
+        if line["event"] == "start":
+            group_rank, size = line["group_rank"], line["world_size"]
+            ranks[line["rank"]] = Rank(line["node"], group_rank, line["pid"], size)
+            for old in [g for g in self._worlds if g < self.generation - 3]:
+                del self._worlds[old]
+        elif line["event"] == "step" and line["rank"] in ranks:
+            ranks[line["rank"]].last = line["time"]
+            self.step = max(self.step, line["step"])
+
+    def nodes(self) -> list[str]:
+        """The world's nodes, in rank order."""
+        nodes = {rank.group_rank: rank.node for rank in self.world.values()}
+        return [nodes[group_rank] for group_rank in sorted(nodes)]
+
+    def pids(self, node: str) -> list[int]:
+        """Its workers', in rank order."""
+        return [rank.pid for _, rank in sorted(self.world.items()) if rank.node == node]
+
+    def trains(self, since: float) -> bool:
+        """Whether every rank of the latest world has finished a step after that moment."""
+        ranks = self.world.values()
+        complete = bool(ranks) and len(ranks) == next(iter(ranks)).size
+        return complete and all(rank.last > since for rank in ranks)
+
+
+class Nodes:
+    """Agents of one job. Raises AssertionError when one ends that should not.
+
+    `seen(logs)` is called again and again while something is waited for.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        directory: Path,
+        name: str,
+        seen: Callable[[WorkerLogs], None],
+        *,
+        plain: bool,
+    ) -> None:
+        self.job = Job(endpoints, directory, name)
+        self.logs = WorkerLogs(directory)
+        self._changes = Changes(directory)
+        self._expected: dict[Agent, int | None] = {}  # exit status of agents; None: it runs
+        self._seen, self._plain = seen, plain
+
+    @property
+    def running(self) -> list[Agent]:
+        """Agents that should run."""
+        return [agent for agent, code in self._expected.items() if code is None]
+
+    def join(self) -> str:
+        """Start an agent under the first name that is free."""
+        used = {agent.node for agent in self._expected if agent.running()}
+        node = next(n for n in (f"n{i}" for i in range(1, 2 * MOST)) if n not in used)
+        directory = self.job.directory
+        temporary = directory / f"tmp{len(self.job.agents)}"
+        temporary.mkdir()
+        script = [str(WORKLOAD), "--dir", str(directory), f"--commit-every={COMMIT_EVERY}"]
+        agent = self.job.start(
+            node,
+            nproc=WORKERS.get(node, 1),
+            script=(*script, *["--plain"][: self._plain]),
+            env={"TMPDIR": str(temporary)},
+            **FLAGS,
+        )
+        self._expected[agent] = None
+        self._changes.follow(agent.pid)
+        return node
+
+    def expect(self, agent: Agent, code: int) -> None:
+        """From now on this agent is to end, with this exit status."""
+        self._expected[agent] = code
+
+    def wait(self, what: str, until: Callable[[], bool], seconds: float) -> None:
+        """Raises AssertionError when it comes too late, or an agent ends meanwhile."""
+        if not self._changes.wait(lambda: self._look() and until(), seconds):
+            for agent in self.running:
+                send(signal.SIGUSR1, workers(agent))
+            self._changes.wait(lambda: None, 2)  # until they have said where they are
+            raise AssertionError(f"after {seconds} s not yet: {what}\n{self.job.account()}")
+
+    def rest(self, seconds: float, enough: Callable[[], bool]) -> None:
+        """Let so much time pass, or less."""
+        self._changes.wait(lambda: self._look() and enough(), max(0.0, seconds))
+
+    def _look(self) -> bool:
+        self.logs.read()
+        self._seen(self.logs)
+        for agent, code in self._expected.items():
+            status = agent.process.poll()
+            assert status in (None, code), (
+                f"{agent.node} (pid {agent.pid}) ended with {status}:\n{agent.output[-3000:]}"
+            )
+        return True
+
+    def whole(self) -> Callable[[], bool]:
+        """Whether, after now, all that leave have left, and all others train, but spares."""
+        since = time.time()
+
+        def recovered() -> bool:
+            leaving = [a for a, code in self._expected.items() if code is not None and a.running()]
+            names, trains = {agent.node for agent in self.running}, set(self.logs.nodes())
+            # One that has not come to etcd yet would give up if that were to go now.
+            spares = [a for a in self.running if a.node not in trains and "spare" in a.output]
+            return (
+                not leaving
+                and trains <= names
+                and len(trains) == min(len(names), MAX_NODES)
+                and len(trains) + len(spares) == len(names)
+                and self.logs.trains(since)
+            )
+
+        return recovered
+
+    def finish(self, seconds: float) -> None:
+        """End the training: every agent that is there exits 0."""
+        self.job.stop()
+        for agent in self.running:
+            self._expected[agent] = 0
+        self.wait("all agents end", lambda: not any(a.running() for a in self._expected), seconds)
+
+    def files(self) -> list[str]:
+        """What agents that ended in order have left of temporary files, but torch's cache."""
+        ended = [i for i, agent in enumerate(self.job.agents) if self._expected[agent] == 0]
+        folders = [self.job.directory / f"tmp{i}" for i in ended]
+        found = [path for folder in folders for path in folder.iterdir()]
+        return [str(path) for path in found if not path.name.startswith("torchinductor_")]
+
+    def close(self) -> None:
+        self.job.close()
+        self._changes.close()
+
+
+def forkserver(agent: Agent) -> list[int]:
+    """Workers are forks of it and look like it, but lead sessions of their own."""
+    return [pid for pid in agent.programs(FORKSERVER) if os.getsid(pid) == agent.pid][:1]
+
+
+def workers(agent: Agent) -> list[int]:
+    return [pid for pid in agent.programs(FORKSERVER) if os.getsid(pid) == pid]
+
+
+class Member(EtcdServer):
+    """A member that Ctrl-C in the terminal does not reach."""
+
+    def command(self) -> list[str]:
+        return ["setsid", *super().command()]
+
+
+class Etcd:
+    """`with Etcd(directory) as etcd`; all members and the recorder run, whatever happens."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        made = EtcdCluster.make(directory).members
+        self.members: Sequence[EtcdServer] = [
+            Member(directory, m.name, port=m.port, peer_port=m.peer_port, cluster=m.cluster)
+            for m in made
+        ]
+        self._cluster = EtcdCluster(self.members)
+        self._file = directory / "history.jsonl"
+
+    @property
+    def endpoints(self) -> str:
+        return ",".join(member.endpoint for member in self.members)
+
+    @property
+    def healthy(self) -> EtcdServer:
+        """Any member, once all are healed."""
+        return self.members[0]
+
+    def __enter__(self) -> Self:
+        self.heal()
+        own = (sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--")
+        recorder = (sys.executable, "-m", "scripts.chaos_lib.history", self.endpoints, PREFIX)
+        with (self._directory / "history.log").open("wb") as log:
+            self._recorder = subprocess.Popen(
+                [*own, *recorder, str(self._file)],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.terminate()
+        self._recorder.wait(10)
+        self._cluster.kill()
+
+    def heal(self) -> None:
+        """All members run and agree."""
+        self._cluster.heal()
+
+    def events(self, job: str) -> list[Recorded]:
+        """All of a job's that have been recorded."""
+        return list(read(self._file, f"{PREFIX}/{job}/")) if self._file.exists() else []
+
+    def record_all(self, seconds: float) -> None:
+        """Wait until the record is at etcd's revision. All that is written here is recorded."""
+        answer = json.loads(self.healthy.ctl("get", PREFIX, "-w", "json"))
+        last = int(answer["header"]["revision"])
+        changes = Changes(self._directory)
+        done = changes.wait(lambda: self.recorded() >= last, seconds)
+        changes.close()
+        assert done, f"only {self.recorded()} of {last} revisions are recorded after {seconds} s"
+
+    def recorded(self) -> int:
+        """The revision up to which the history has been recorded."""
+        if self._recorder.poll() is not None:
+            raise RuntimeError((self._directory / "history.log").read_text())
+        last = self._file.read_bytes().splitlines()[-1:] if self._file.exists() else []
+        return int(json.loads(last[0])["revision"]) if last else 0
+
+    def compact(self) -> str:
+        """Up to what is recorded: agents that are stopped may not have seen so much."""
+        revision = self.recorded()
+        try:
+            self.healthy.ctl("--command-timeout=3s", "compact", str(revision))
+            self.healthy.ctl("--command-timeout=3s", "defrag")
+        except subprocess.CalledProcessError as error:
+            return f"at {revision} refused: {error.stderr.strip().splitlines()[-1][-80:]}"
+        return f"at {revision}"
+
+    def member(self, role: str) -> EtcdServer:
+        """The leader, or the first member that is not; as far as it can be told."""
+        for member in self.members:
+            try:
+                answer = member.ctl("--command-timeout=1s", "endpoint", "status", "-w", "json")
+            except subprocess.CalledProcessError:
+                continue
+            status = json.loads(answer)[0]["Status"]
+            leads = status["leader"] == status["header"]["member_id"]
+            if leads == (role == "leader"):
+                return member
+        return self.members[-1]

@@ -1,0 +1,334 @@
+"""Real etcd servers: one or a cluster, that can be frozen, killed and restored; of any version."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_etcd import trampoline
+from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.embedded import find_program, free_ports
+
+START_TIMEOUT = 20.0
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+DOWNLOAD_TIMEOUT = 60.0
+# Twice as fast as the defaults, so that elections take a second; the smallest TTL is then 1 s.
+FAST = ("--heartbeat-interval=50", "--election-timeout=500")
+
+
+def tool(name: str) -> str:
+    """etcdctl or etcdutl, beside the etcd that is used."""
+    return str(Path(find_program()).with_name(name))
+
+
+@functools.cache
+def may_skip_fsync(program: str) -> bool:
+    """Whether this etcd knows the flag: 3.5 or newer."""
+    return (
+        "--unsafe-no-fsync"
+        in subprocess.run([program, "--help"], check=True, capture_output=True, text=True).stdout
+    )
+
+
+@dataclass
+class EtcdServer:
+    """One member. `start` returns when it serves; it dies with this process."""
+
+    directory: Path
+    name: str = "m0"
+    arguments: tuple[str, ...] = FAST
+    scheme: str = "http"
+    cluster: str = ""  # --initial-cluster; empty: alone
+    token: str = "tests"  # --initial-cluster-token: another one makes another cluster id
+    program: str = os.environ.get("TEST_ETCD", "")  # of another version than find_program's
+    user: str = ""  # with which `ctl` asks, as NAME:PASSWORD
+    port: int = 0
+    peer_port: int = 0
+    process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.port:
+            self.port, self.peer_port = free_ports(2)
+        self.metrics_port = free_ports(1)[0]
+        self.data = self.directory / f"{self.name}.data"
+        self.log = self.directory / f"{self.name}.log"
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    @property
+    def config(self) -> EtcdConfig:
+        return EtcdConfig((self.endpoint,))
+
+    def start(self) -> None:
+        with self.launch() as ready:
+            ready()
+
+    async def start_async(self) -> None:
+        """Start while the event loop runs. The process is a child of this very thread: it
+        dies with the thread that started it, not only with the process."""
+        with self.launch() as ready:
+            await asyncio.to_thread(ready)
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator["Ready"]:
+        """Start now; calling what it gives waits until the server is ready."""
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
+        ):
+            address = f"{folder}/notify"
+            notify.bind(address)
+            notify.settimeout(START_TIMEOUT)
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+            environment["NOTIFY_SOCKET"] = address  # etcd tells systemd when it is ready
+            with self.log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    self.command(), env=environment, stdout=output, stderr=output
+                )
+            yield Ready(self, notify)
+
+    def command(self) -> list[str]:
+        url = f"{self.scheme}://{self.endpoint}"
+        program = self.program or find_program()
+        return [
+            *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
+            program,
+            f"--name={self.name}",
+            f"--data-dir={self.data}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={self.peer_url}",
+            f"--initial-advertise-peer-urls={self.peer_url}",
+            f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
+            f"--initial-cluster-token={self.token}",
+            f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
+            *(["--unsafe-no-fsync"] if may_skip_fsync(program) else []),
+            "--logger=zap",
+            "--log-level=warn",
+            *self.arguments,
+        ]
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def guard(self, prefix: str) -> None:
+        """Ask for users from here on: `root`, whose password is secret, and `me` under prefix."""
+        for command in (
+            "user add root:secret",
+            "user grant-role root root",
+            "user add me:mine",
+            "role add training",
+            f"role grant-permission training --prefix=true readwrite {prefix}",
+            "user grant-role me training",
+            "auth enable",
+        ):
+            self.ctl(*command.split())
+
+    def freeze(self) -> None:
+        """With all of its threads: it answers nothing from here on."""
+        self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, as a machine that loses its power; the data stays."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def wipe(self) -> None:
+        shutil.rmtree(self.data)
+
+    def heal(self) -> None:
+        """Running, whatever a test has done to it."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        self.thaw()
+
+    def ctl(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        """Run etcdctl against this server."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+        clean |= {"ETCDCTL_USER": self.user} if self.user else {}
+        command = [tool("etcdctl"), f"--endpoints={self.scheme}://{self.endpoint}", *arguments]
+        return subprocess.run(
+            command, env={**clean, **(env or {})}, check=True, capture_output=True, text=True
+        ).stdout
+
+    def metrics(self) -> dict[str, float]:
+        """All that it counts, by name and labels."""
+        address = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        values = (line.rpartition(" ") for line in lines if line[0] != "#")
+        return {name: float(value) for name, _, value in values}
+
+    def metric(self, start: str) -> float:
+        """The value of the metric whose name begins with `start`, 0 if there is none."""
+        return next((v for name, v in self.metrics().items() if name.startswith(start)), 0.0)
+
+
+@dataclass
+class Ready:
+    """Call it to wait until the server serves."""
+
+    server: EtcdServer
+    notify: socket.socket
+
+    def __call__(self) -> None:
+        try:
+            while b"READY=1" not in self.notify.recv(4096):
+                pass
+        except TimeoutError:
+            raise AssertionError(f"etcd did not start:\n{self.server.log.read_text()}") from None
+
+
+@dataclass
+class EtcdCluster:
+    """Several members that know each other."""
+
+    members: Sequence[EtcdServer]
+
+    @classmethod
+    def make(cls, directory: Path, size: int = 3) -> "EtcdCluster":
+        ports = free_ports(2 * size)
+        members = [
+            EtcdServer(directory, f"m{i}", port=ports[2 * i], peer_port=ports[2 * i + 1])
+            for i in range(size)
+        ]
+        initial = ",".join(f"{member.name}={member.peer_url}" for member in members)
+        for member in members:
+            member.cluster = initial
+        return cls(members)
+
+    @property
+    def config(self) -> EtcdConfig:
+        return EtcdConfig(tuple(member.endpoint for member in self.members))
+
+    def at(self, endpoint: str) -> EtcdServer:
+        return next(member for member in self.members if member.endpoint == endpoint)
+
+    def leader(self) -> EtcdServer:
+        """The member that leads; all of them must run."""
+        return next(m for m in self.members if m.metric("etcd_server_is_leader") == 1)
+
+    def lead(self, member: EtcdServer) -> None:
+        """Make this member the leader."""
+        leader = self.leader()
+        if leader is not member:
+            listed = (line.split(", ") for line in leader.ctl("member", "list").splitlines())
+            ids = {name: number for number, _, name, *_ in listed}
+            leader.ctl("move-leader", ids[member.name])
+
+    def others(self, *members: EtcdServer) -> list[EtcdServer]:
+        return [member for member in self.members if member not in members]
+
+    def heal(self) -> None:
+        """All members run and agree; one that ends meanwhile is started again."""
+        while not self._healthy():
+            pass
+
+    def _healthy(self) -> bool:
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                if member.process is None or member.process.poll() is not None:
+                    stack.callback(stack.enter_context(member.launch()))
+                else:
+                    member.thaw()
+        endpoints = ",".join(member.endpoint for member in self.members)
+        health = (f"--endpoints={endpoints}", "endpoint", "health", "--command-timeout=20s")
+        try:
+            self.members[0].ctl(*health)
+        except subprocess.CalledProcessError:
+            if all(m.process and m.process.poll() is None for m in self.members):
+                raise
+            return False
+        return True
+
+    def kill(self) -> None:
+        for member in self.members:
+            member.kill()
+
+
+class NotToBeHad(Exception):
+    """Why there is no etcd of this kind on this machine."""
+
+
+@functools.cache
+def debian_etcd(suite: str) -> str:
+    """The etcd of a Debian suite, from the mirror that this machine uses. Raises NotToBeHad."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = Path(home, "elastic_etcd-tests", f"etcd-{suite}")
+    program = folder / "usr/bin/etcd"
+    if not program.exists():
+        try:
+            _fetch(suite, folder)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip()
+            reason = f"no etcd of Debian {suite}: {said.splitlines()[-1]}"
+            raise NotToBeHad(reason) from None
+    return str(program)
+
+
+def _fetch(suite: str, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        _unpack(suite, Path(aside))
+        Path(aside, "etcd").rename(folder)
+
+
+def _unpack(suite: str, aside: Path) -> None:
+    """Into the folder `etcd`, with lists of packages that are used for nothing else."""
+    for name in ("lists/partial", "archives/partial"):
+        (aside / name).mkdir(parents=True)
+    (aside / "sources.list").write_text(f"deb [signed-by={KEYRING}] {_mirror()} {suite} main\n")
+    apt = [
+        "apt-get",
+        f"-oDir::Etc::sourcelist={aside}/sources.list",
+        "-oDir::Etc::sourceparts=-",
+        f"-oDir::State::lists={aside}/lists",
+        f"-oDir::Cache={aside}",
+        "-oAcquire::Languages=none",
+        "-oAPT::Update::Error-Mode=any",
+        "-oAcquire::Retries=1",
+        "-oAcquire::http::Timeout=10",
+    ]
+    _run([*apt, "-qq", "update"], aside)
+    _run([*apt, "-qq", "download", "etcd-server"], aside)
+    (package,) = aside.glob("etcd-server_*.deb")
+    _run(["dpkg", "-x", str(package), "etcd"], aside)
+
+
+def _mirror() -> str:
+    """Where this machine has Debian's packages from."""
+    given = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], Path("/")).split()
+    found = next((uri for uri in given if uri.rstrip("/").endswith("/debian")), None)
+    if found is None:
+        raise FileNotFoundError("this machine has no mirror of Debian's packages")
+    return found
+
+
+def _run(command: list[str], folder: Path) -> str:
+    return subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT
+    ).stdout

@@ -1,0 +1,86 @@
+"""Real processes for tests of what runs beside torch: forked from one that has imported it."""
+
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+_last: list[Any] = []  # the latest group
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(["torch.distributed", "elastic_etcd.train.state"])
+
+
+class Child:
+    """A process that runs `function(*args)`; its result is sent back, and so is a traceback."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._results, results = _forkserver.Pipe(duplex=False)
+        self.process = _forkserver.Process(target=_run, args=(results, function, *args))
+        self.process.start()
+        results.close()
+
+    def result(self, timeout: float = 40) -> Any:
+        """What it returned; None if it was killed."""
+        if not self._results.poll(timeout):
+            self.end()
+            pytest.fail(f"a process is not done within {timeout} s")
+        try:
+            failed, value = self._results.recv()
+        except EOFError:
+            failed, value = False, None
+        self.end()
+        if failed:
+            pytest.fail(value)
+        return value
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._results.close()
+        self.process.close()
+
+
+def _run(results: Connection, function: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        results.send((False, function(*args)))
+    except BaseException:  # noqa: BLE001 - the test tells it
+        with suppress(OSError):
+            results.send((True, traceback.format_exc()))
+
+
+def ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank of a gloo group; None from the killed."""
+    children = [Child(_ranked, rank, size, folder, function, *args) for rank in range(size)]
+    return [child.result() for child in children]
+
+
+def _ranked(rank: int, size: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
+    with group(rank, size, folder):
+        return function(rank, *args)
+
+
+@contextmanager
+def group(rank: int, size: int, folder: Path) -> Any:
+    """A gloo group of `size` ranks that meet in `folder`, which is this group's own.
+
+    It is held until the next one, since the end of a DDP module that outlives it may hang in its.
+    """
+    gc.collect()
+    _last.clear()
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        _last.append(dist.group.WORLD)
+        dist.destroy_process_group()

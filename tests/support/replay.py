@@ -1,0 +1,51 @@
+"""Steps the file of a flight recorder through `step` once more, and shows the first difference.
+
+python -m tests.support.replay FILE
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from elastic_etcd.agent.recorder import Head, Step
+from elastic_etcd.core.lifecycle import from_json, step
+
+
+def replay(path: Path) -> str:
+    """The first step whose actions are others than the recorded ones, "" if none is.
+
+    Raises ValueError for a file that no flight recorder has written.
+    """
+    head, *lines = path.read_bytes().splitlines()
+    begun = from_json(Head, head)
+    state = begun.state
+    for number, line in enumerate(lines, 2):
+        entry = from_json(Step, line)
+        assert state is not None
+        try:
+            state, actions = step(state, entry.event, entry.at, begun.limits)
+        except Exception as error:
+            if entry.actions is None:
+                return f"line {number}: {entry.event}\n  as recorded, it raises {error!r}"
+            raise
+        if actions != entry.actions:
+            recorded = "it raised" if entry.actions is None else entry.actions
+            return (
+                f"line {number}: {entry.event}\n"
+                f"  recorded: {recorded}\n"
+                f"  now:      {actions}\n"
+                f"  state:    {state}"
+            )
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path, help="elastic_etcd-flight-....jsonl")
+    difference = replay(parser.parse_args().file)
+    print(difference or "each step has the recorded actions")
+    return 1 if difference else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
