@@ -17,11 +17,33 @@ if len(sys.argv) > 3:
     importlib.import_module(sys.argv[3])
     descriptor_pool.Default().FindMessageTypeByName("etcdserverpb.TxnRequest")  # it is there
 
+from elastic_etcd.core.lifecycle import Action, StartWorkers, from_json, to_json
+from elastic_etcd.core.schema import Master, Participant, Phase, Round, decode, encode
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
+
+
+def values() -> None:
+    """What keys hold, and what the recorder writes."""
+    world = (Participant(10, "n1", 2),)
+    final = Round(1, Phase.FINAL, 10, "why", "r", world, Master("n1", 80))
+    assert decode(Round, encode(final)) == final
+    assert from_json(Action, to_json(StartWorkers(final))) == StartWorkers(final)
+    assert "`$.participants[0].nproc`" in refused(encode(final).replace('"nproc": 2', '"nproc": 0'))
+    assert refused("[" * 100_000) == "nested too deeply"
+    assert refused("{")
+
+
+def refused(value: str) -> str:
+    """Why."""
+    try:
+        decode(Round, value)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it is a round")
 
 
 async def main(endpoint: str, prefix: str) -> None:
@@ -47,4 +69,5 @@ async def main(endpoint: str, prefix: str) -> None:
 
 
 if __name__ == "__main__":
+    values()
     asyncio.run(main(*sys.argv[1:3]))

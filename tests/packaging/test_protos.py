@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from tests.packaging.venv import ROOT
+from tests.support.venv import ROOT
 
 
 @pytest.mark.timeout(300)
