@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.e2e.conftest import passed, pytest_runtest_makereport
+from tests.support.job import DDP
+from tests.support.plugin import passed
 
 from .engine import Container, containers
 from .job import ENDPOINTS, ComposeJob, healthy
-
-__all__ = ["pytest_runtest_makereport"]
 
 NODES = ("node1", "node2", "node3")
 MEMBERS = ("etcd1", "etcd2", "etcd3")
@@ -44,7 +43,7 @@ def jobs(
     """Makes the job of a test; when the test has passed its nodes must end well."""
     made: list[ComposeJob] = []
 
-    def make(trainer: str = "trainer.py") -> ComposeJob:
+    def make(trainer: str = DDP) -> ComposeJob:
         made.append(ComposeJob({name: project[name] for name in NODES}, trainer))
         return made[-1]
 

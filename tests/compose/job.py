@@ -9,16 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import Job
-from tests.e2e.invariants import check
-from tests.etcd.server import tool
+from tests.support.etcd import tool
+from tests.support.invariants import check
+from tests.support.job import Job
 
 from .engine import Container
 
 CHECKPOINTS = Path("/checkpoints")
 ENDPOINTS = os.environ.get("ELASTIC_ETCD_COMPOSE", "")
 TRAINER_UID = 1000  # Dockerfile's
-TRAINERS = Path(__file__).parents[1] / "e2e"
 TTL = 4  # seconds; many times what a busy machine delays a keepalive for
 
 
@@ -30,10 +29,10 @@ class ComposeJob(Job):
         directory = CHECKPOINTS / name
         super().__init__(None, directory, f"job-{name}")
         self.nodes = nodes
-        shutil.copy(TRAINERS / trainer, directory)
+        shutil.copy(trainer, directory)
         os.chown(directory, TRAINER_UID, TRAINER_UID)
         arguments = f"--job {self.name} --nnodes 1:{len(nodes)} --settle 30 --lease-ttl {TTL} "
-        arguments += f"{directory / trainer} --dir {directory} --step-time 0.1"
+        arguments += f"{directory / Path(trainer).name} --dir {directory} --step-time 0.1"
         (CHECKPOINTS / "arguments").write_text(arguments)
 
     def begin(self) -> int:
@@ -41,10 +40,6 @@ class ComposeJob(Job):
         for node in self.nodes.values():
             node.start()
         return self.trains(len(self.nodes), seconds=120)
-
-    def processes(self, generation: int) -> dict[str, int]:
-        """The process of each node that trains in a generation; pids are a container's own."""
-        return {e.node: e.pid for e in self.events("start") if e.generation == generation}
 
     def all_train(self, steps: int, seconds: float) -> None:
         """Wait until every node has done so many more steps in worlds of all of them."""

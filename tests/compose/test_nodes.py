@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.test_in_process import each_sample_once
+from tests.support.invariants import each_sample_once
+from tests.support.job import ELASTIC
 
 from .job import ComposeJob
 
@@ -30,20 +31,20 @@ def test_a_node_is_killed_and_comes_back(jobs: Jobs) -> None:
 
 def test_a_node_is_paused_past_its_ttl(jobs: Jobs) -> None:
     """Recovering in process: a plain script's frozen rank 0 may save an old state as it wakes."""
-    job = jobs("elastic_trainer.py")
+    job = jobs(ELASTIC)
     g = job.begin()
-    before = job.processes(g)
+    before = job.begun(g)
     victim = node_of_rank(job, g, rank=0)
     job.nodes[victim].pause()
     g = job.trains(2, after=g, seconds=60)
     job.goes_on(g, steps=20)
     job.nodes[victim].unpause()
     g = job.trains(3, after=g, seconds=90)
-    after = job.processes(g)
+    after = job.begun(g)
     for name in set(job.nodes) - {victim}:
-        assert after[name] == before[name], f"the worker of {name} was started anew"
+        assert after[name].pid == before[name].pid, f"the worker of {name} was started anew"
     job.end()
-    each_sample_once(job)
+    each_sample_once(job.directory)
 
 
 def test_a_node_is_cut_off_and_connected_again(jobs: Jobs) -> None:

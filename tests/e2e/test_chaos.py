@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos_lib import schedule
+from scripts.chaos_lib import nemesis, nodes
 from scripts.chaos_lib.__main__ import main
-
-ROOT = Path(__file__).parents[2]
+from tests.support.job import ROOT
 
 
 def chaos(*arguments: str) -> "subprocess.Popen[str]":
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     return subprocess.Popen(
-        [sys.executable, "-m", "chaos_lib", *arguments],
-        env=os.environ | {"PYTHONPATH": paths},
+        [sys.executable, "-m", "scripts.chaos_lib", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,14 +75,14 @@ def test_wrong_usage(command: Callable[..., str], wrong: tuple[str, ...]) -> Non
 
 
 def test_no_burst_takes_the_state_of_all_nodes() -> None:
-    agents, kinds = schedule.MAX_NODES, set()
-    for burst in islice(schedule.schedule(3, agents), 500):
-        hit = [f.target for f in burst.faults if f.kind in schedule.NODE_FAULTS]
-        assert len(set(hit)) == len(hit) < schedule.FEWEST
-        lost = sum(f.kind in schedule.LOST for f in burst.faults)
-        joined = sum(f.kind is schedule.Kind.JOIN for f in burst.faults)
+    agents, kinds = nodes.MAX_NODES, set()
+    for burst in islice(nemesis.schedule(3, agents), 500):
+        hit = [f.target for f in burst.faults if f.kind in nemesis.NODE_FAULTS]
+        assert len(set(hit)) == len(hit) < nodes.FEWEST
+        lost = sum(f.kind in nemesis.LOST for f in burst.faults)
+        joined = sum(f.kind is nemesis.Kind.JOIN for f in burst.faults)
         agents += joined - lost
         assert agents == burst.agents
-        assert schedule.FEWEST <= agents <= schedule.MOST
+        assert nodes.FEWEST <= agents <= nodes.MOST
         kinds |= {f.kind for f in burst.faults}
-    assert kinds == set(schedule.Kind)
+    assert kinds == set(nemesis.Kind)

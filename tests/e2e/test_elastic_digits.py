@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.etcd.server import EtcdServer
-
-from . import invariants
-from .conftest import passed
-from .digits import PER_EPOCH, Uses, check_samples, same_bits, undisturbed, weights
-from .harness import Agent, Job
-from .processes import send
-from .traces import Traces
+from tests.support.digits import PER_EPOCH, Uses, check_samples, same_bits, undisturbed, weights
+from tests.support.etcd import EtcdServer
+from tests.support.invariants import check
+from tests.support.job import DIGITS, Agent, Job
+from tests.support.plugin import passed
+from tests.support.processes import send
+from tests.support.residue import Residue
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,11 +29,10 @@ EVERY = 3  # steps from commit to commit
 
 
 class Digits(Job):
-    """A job of digits_trainer.py."""
+    """A job of trainers/digits.py."""
 
     def node(self, name: str, *arguments: str, **flags: Any) -> Agent:
-        trainer = str(Path(__file__).with_name("digits_trainer.py"))
-        script = (trainer, "--dir", str(self.directory), f"--commit-every={EVERY}", *arguments)
+        script = (DIGITS, "--dir", str(self.directory), f"--commit-every={EVERY}", *arguments)
         flags = {"nnodes": "1:3", "min_uptime": 0, "preload": "sklearn.datasets", **flags}
         return self.start(name, script=script, **flags)
 
@@ -45,17 +43,17 @@ class Digits(Job):
 
     def check(self) -> None:
         """What always holds, but for steps that are trained twice, which `Uses` looks at."""
-        invariants.check(e for e in self.events() if e.event != "step")
+        check(e for e in self.events() if e.event != "step")
 
 
 @pytest.fixture
 def digits(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Digits]:
-    traces, job = Traces(etcd), Digits(etcd.endpoint, tmp_path)
+    residue, job = Residue(etcd), Digits(etcd.endpoint, tmp_path)
     try:
         yield job
         if request.node.stash.get(passed, False):
             job.check()
-            traces.assert_clean([job])
+            residue.assert_clean([job])
     finally:
         job.close()
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.etcd.client import Client
-from tests.etcd.aio import put
-from tests.etcd.server import EtcdCluster
-
-from .harness import TTL
-from .ticking import TickingJob, connected, ticking
+from tests.support.aio import put
+from tests.support.etcd import EtcdCluster
+from tests.support.job import TTL
+from tests.support.ticking import TickingJob, connected, ticking
 
 pytestmark = pytest.mark.timeout(120)
 

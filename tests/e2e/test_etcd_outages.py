@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd.proxy import Proxy, proxy_aside
-from tests.etcd.server import EtcdServer
-
-from .harness import TTL, Job
-from .ticking import ticking
-from .traces import history, member, members_are
+from tests.support.etcd import EtcdServer
+from tests.support.job import TTL, Job
+from tests.support.proxy import Proxy, proxy_aside
+from tests.support.residue import history, member, members_are
+from tests.support.ticking import ticking
 
 pytestmark = pytest.mark.timeout(120)
 

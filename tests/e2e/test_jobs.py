@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd.server import EtcdServer, tool
-
-from .harness import Job
-from .traces import history, keys
+from tests.support.etcd import EtcdServer, tool
+from tests.support.job import Job
+from tests.support.residue import history, keys
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,7 +69,7 @@ def test_embedded_etcd(tmp_path: Path) -> None:
         assert f"/elastic_etcd/{job.name}/round" in found
         job.finish(agent)
         job.check()
-        assert not job.leftovers()
+        assert not job.processes()
     finally:
         job.close()
 
@@ -94,7 +93,7 @@ def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
     read = json.loads(other.stdout)
     assert {k.removeprefix(root): json.loads(v) for k, (v, _) in read.items()} == seen
     kinds = {k.split("/")[0] for k in seen}
-    assert kinds >= {"spec", "members", "generation", "round", "acks", "history"}
+    assert kinds >= {"spec", "members", "ledger", "round", "acks", "history"}
     assert all(value["v"] == 1 for value in seen.values())
     assert all(v == json.dumps(json.loads(v), sort_keys=True) for v, _ in read.values())
     leased = {k.removeprefix(root).split("/")[0] for k, (_, lease) in read.items() if lease}

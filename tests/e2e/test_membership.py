@@ -4,10 +4,9 @@ import signal
 
 import pytest
 
-from tests.etcd.server import EtcdServer
-
-from .harness import TTL, Job
-from .traces import history, keys, members_are
+from tests.support.etcd import EtcdServer
+from tests.support.job import TTL, Job
+from tests.support.residue import history, keys, members_are
 
 pytestmark = pytest.mark.timeout(120)
 

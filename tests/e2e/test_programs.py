@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import ROOT
+from tests.support.job import ROOT
 
 pytestmark = pytest.mark.timeout(180)
 

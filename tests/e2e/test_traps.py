@@ -13,22 +13,19 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.core import joining, rules, writes
-from elastic_etcd.core.events import Write
-from elastic_etcd.core.keys import Keys
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.rules import Elapsed, Limits, Me
+from elastic_etcd.core import rules, writes
+from elastic_etcd.core.lifecycle import Life, State, Write
+from elastic_etcd.core.rules import Elapsed, Limits, Local
+from elastic_etcd.core.schema import Keys, Member, Spec
 from elastic_etcd.core.txn import Get, Snapshot, Txn
-from elastic_etcd.core.values import Member, Spec
-from elastic_etcd.core.view import covered, view_of
+from elastic_etcd.core.view import Narrow, covered, view_of
 from elastic_etcd.etcd.client import Client
-from tests.disks import small_disk
-from tests.etcd.aio import asynchronous
-from tests.etcd.server import EtcdServer
-
-from .harness import TTL, Job
-from .processes import command, send
-from .traces import history, keys
+from tests.support.aio import asynchronous
+from tests.support.disks import small_disk
+from tests.support.etcd import EtcdServer
+from tests.support.job import TTL, Job
+from tests.support.processes import command, send
+from tests.support.residue import history, keys
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -93,26 +90,26 @@ async def joined(client: Client, keys: Keys, number: int) -> State:
     lease = (await client.grant(60)).id
     member, spec = Member(lease, f"n{number}", 1), Spec("run", 1, 64)
     while True:
-        seen = await client.range(*joining.look(keys))
-        txn = joining.join(keys, seen, member, spec, again=False)
+        seen = await client.range(*writes.look(keys))
+        txn = writes.join(keys, seen, member, spec, again=False)
         assert isinstance(txn, Txn)
         reading = Txn(txn.compare, (*txn.then, Get(keys.spec), Get(keys.member(lease))))
         result = await client.txn(reading)
         if result.succeeded:
             break
     created = {kv.key: kv.create for got in result.gets for kv in got}
-    me = Me("run", lease, created[keys.member(lease)], created[keys.spec])
-    snapshot = await client.range(*covered(keys, None, lease))
-    return State(me, 1, view_of(snapshot, keys, None))
+    local = Local("run", lease, created[keys.member(lease)], created[keys.spec])
+    snapshot = await client.range(*covered(keys, Narrow(), lease))
+    return State(local, 1, Life.MEMBER, view=view_of(snapshot, keys, Narrow()))
 
 
 def claim(state: State, keys: Keys) -> Txn:
     """What the rules have a member of a job without a round write."""
     assert state.view
-    decision = rules.decide(state.view, state.me, Limits(1, 64), Elapsed(0, 0))
-    assert decision.act is rules.Act.CLAIM
-    write = Write(decision, state.me.lease)
-    return writes.build(keys, state, write, Member(state.me.lease, "n", 1), None, "")
+    decision = rules.decide(state.view, state.local, Limits(1, 64), Elapsed(0, 0))
+    assert isinstance(decision, rules.Claim)
+    write = Write(decision, state.local.lease)
+    return writes.build(keys, state, write, Member(state.local.lease, "n", 1), None, "")
 
 
 @asynchronous
@@ -125,13 +122,13 @@ async def test_two_agents_claiming_the_same_generation(etcd: EtcdServer, prefix:
         won = [result.succeeded for result in await asyncio.gather(*map(client.txn, txns))]
         assert sum(won) == 1
         assert not any(r.succeeded for r in await asyncio.gather(*map(client.txn, txns)))
-        seen: Snapshot = await client.range(*covered(names, None, 0))
-        now = view_of(seen, names, None).round
+        seen: Snapshot = await client.range(*covered(names, Narrow(), 0))
+        now = view_of(seen, names, Narrow()).round
         assert now
         assert now.generation == 1
-        assert now.coordinator == states[won.index(True)].me.lease
+        assert now.coordinator == states[won.index(True)].local.lease
         for state in states:
-            await client.revoke(state.me.lease)
+            await client.revoke(state.local.lease)
 
 
 @pytest.mark.parametrize("how", ["no space left", "files may not grow"])

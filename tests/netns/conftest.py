@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import passed, pytest_runtest_makereport
-from tests.e2e.harness import Agent, Job
-from tests.etcd.server import EtcdServer
+from tests.support.etcd import EtcdServer
+from tests.support.job import Agent, Job
+from tests.support.plugin import passed
 
 from .wire import INTERFACE, Wire
-
-__all__ = ["pytest_runtest_makereport"]
 
 NODES = ("n1", "n2", "n3", "n4")
 TTL = 3
@@ -95,7 +93,7 @@ def job(wire: Wire, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[
         yield job
         if request.node.stash.get(passed, False):
             job.check()
-            job.wait("nothing is left", lambda: not job.leftovers(), 10)
+            job.wait("nothing is left", lambda: not job.processes(), 10)
     finally:
         job.close()
         etcd.kill()

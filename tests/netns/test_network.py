@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.e2e.test_in_process import TRAINER, begun, each_sample_once
+from tests.support.invariants import each_sample_once
+from tests.support.job import ELASTIC
 
 from .conftest import TTL, NetJob
 from .wire import Wire
@@ -99,15 +100,15 @@ def test_etcd_is_reachable_for_half_of_the_nodes(job: NetJob, wire: Wire) -> Non
 def test_a_node_sees_nobody(job: NetJob, wire: Wire) -> None:
     """No connection breaks, and still its peers recover in process, and so does it."""
     for name in ALL:
-        job.node(name, script=(TRAINER, "--dir", str(job.directory)))
+        job.node(name, script=(ELASTIC, "--dir", str(job.directory)))
     g = job.trains(3, seconds=90)
-    before = begun(job, g)
+    before = job.begun(g)
     wire.cut_both_ways(["n2"], ["n1", "n3", "etcd"])
     g = job.trains(2, after=g, seconds=TTL + 60)
     job.goes_on(g, steps=20)
     wire.heal()
     g = job.trains(3, after=g, seconds=90)
     for node in ("n1", "n3"):
-        assert begun(job, g)[node].pid == before[node].pid, "a survivor was started anew"
+        assert job.begun(g)[node].pid == before[node].pid, "a survivor was started anew"
     job.finish(*job.agents)
-    each_sample_once(job)
+    each_sample_once(job.directory)

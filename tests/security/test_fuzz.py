@@ -1,26 +1,10 @@
 """What scripts/fuzz runs for hours, for a moment: without coverage, so that it needs no more."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FILE = Path(__file__).parents[2] / "scripts" / "fuzz_lib" / "targets.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz_targets", FILE)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-targets = load()
+from scripts.fuzz_lib import targets
 
 
 @st.composite

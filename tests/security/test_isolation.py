@@ -11,16 +11,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_etcd.cli import status
-from elastic_etcd.core.joining import look
-from elastic_etcd.core.keys import PARTS, Keys, valid_job, valid_prefix
+from elastic_etcd.core.schema import PARTS, Keys, Outcome, valid_job, valid_prefix
 from elastic_etcd.core.txn import Delete, Get
-from elastic_etcd.core.values import Outcome
-from elastic_etcd.core.view import EVERYTHING, covered
-from elastic_etcd.core.writes import _end
+from elastic_etcd.core.view import Everything, Narrow, covered
+from elastic_etcd.core.writes import _end_run, look
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd import wire
 from elastic_etcd.launch import parse
-from tests.etcd.server import EtcdServer
+from tests.support.etcd import EtcdServer
 
 numbers = st.integers(0, 1 << 40)
 near = st.text(st.sampled_from("ab/.-_%\0\n *\u00e4"), max_size=4) | st.sampled_from(sorted(PARTS))
@@ -73,16 +71,16 @@ roots = st.tuples(st.lists(segments, min_size=1, max_size=4), segments).map(
 
 def ranges(keys: Keys, generation: int, lease: int) -> list[tuple[bytes, bytes]]:
     """All that a job ever reads of others or removes by range, as etcd takes it."""
-    removed = [d for d in _end(keys, Outcome("", "", "", 0, 0)) if isinstance(d, Delete)]
+    removed = [d for d in _end_run(keys, Outcome("", "", "", 0, 0)) if isinstance(d, Delete)]
     removed += [Delete(keys.acks(generation), prefix=True)]
     removed += [Delete(keys.reports(generation), prefix=True)]
-    read = [*look(keys), *covered(keys, lease, lease), Get(keys.history(), prefix=True)]
+    read = [*look(keys), *covered(keys, Narrow(lease), lease), Get(keys.history(), prefix=True)]
     every: list[Get | Delete] = [*removed, *read]
     return [(wire.encode(of.key), wire.range_end(of.key, of.prefix)) for of in every]
 
 
 def own(keys: Keys, generation: int, lease: int) -> list[bytes]:
-    names = [keys.spec, keys.generation, keys.round, keys.outcome, keys.member(lease)]
+    names = [keys.spec, keys.ledger, keys.round, keys.outcome, keys.member(lease)]
     names += [keys.ack(generation, lease), keys.report(generation, lease), keys.history(generation)]
     return [wire.encode(name) for name in names]
 
@@ -107,7 +105,7 @@ def test_what_one_job_reads_and_removes_is_never_anothers(
 
 
 def test_the_whole_of_one_job_is_not_the_whole_of_another() -> None:
-    (a,) = covered(Keys("/p/a"), EVERYTHING)
+    (a,) = covered(Keys("/p/a"), Everything())
     end = wire.range_end(a.key, a.prefix)
     for other in ("ab", "a-", "a.", "a0", "b", "A"):
         assert not wire.encode(a.key) <= wire.encode(f"/p/{other}/spec") < end
@@ -134,7 +132,7 @@ def test_status_of_one_job_shows_and_changes_no_other(etcd: EtcdServer, prefix: 
         value = f'{{"v": 1, "generation": 1, "ended": "of {job}"}}'
         etcd.ctl("put", f"{prefix}/{job}/history/1", value)
     before = etcd.ctl("get", "--prefix", prefix, "-w=json")
-    argv = [sys.executable, "-m", "elastic_etcd.cli.main", "status", "a", f"--prefix={prefix}"]
+    argv = [sys.executable, "-m", "elastic_etcd", "status", "a", f"--prefix={prefix}"]
     done = subprocess.run(
         [*argv, f"--etcd={etcd.endpoint}"], capture_output=True, text=True, check=True
     )

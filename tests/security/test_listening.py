@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
-from tests.e2e.harness import Job
+from tests.support.job import Job
 
 LISTEN = "0A"
 LOOPBACK = "0100007F"  # 127.0.0.1, as /proc has it

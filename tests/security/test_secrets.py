@@ -13,10 +13,10 @@ import pytest
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.launch import parse
-from tests.e2e.harness import Job
-from tests.e2e.processes import command, marked
-from tests.etcd.server import FAST, EtcdServer, tool
-from tests.etcd.tls import Authority, Files
+from tests.support.etcd import FAST, EtcdServer, tool
+from tests.support.job import Job
+from tests.support.processes import command, marked
+from tests.support.tls import Authority, Files
 
 SECRET, WRONG, ROOT = "Zq7-secret-of-the-trainer", "Zq7-a-wrong-one", "Zq7-secret-of-root"
 
@@ -164,7 +164,7 @@ def processes(job: Job) -> list[str]:
 
 
 def status(etcd: EtcdServer, job: Job, flags: dict[str, str], file: Path) -> list[str]:
-    argv = [sys.executable, "-m", "elastic_etcd.cli.main", "status", job.name]
+    argv = [sys.executable, "-m", "elastic_etcd", "status", job.name]
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--etcd=https://{etcd.endpoint}", f"--password-file={file}", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.core.messages import FROM_AGENT, FROM_WORKER, LONGEST, decode, encode
+from elastic_etcd.protocol import LONGEST, Interrupt, Parked, encode, from_agent, from_worker
 
 TRACEBACK = b"Traceback (most recent call last):\nRuntimeError: the cause\n"
 
@@ -40,12 +40,12 @@ def test_an_error_file_that_fills_the_disk(tmp_path: Path) -> None:
 def test_a_long_reason_still_goes_to_the_workers(character: str) -> None:
     """It comes from etcd, where it may be as long as a value may be."""
     reason = character * LONGEST
-    told = {"type": "interrupt", "generation": 7, "reason": reason}
-    line = encode(told)
-    assert len(line) <= LONGEST
-    assert reason.startswith(decode(line, FROM_AGENT)["reason"])
+    packet = encode(Interrupt(7, reason))
+    assert len(packet) <= LONGEST
+    told = from_agent(packet)
+    assert isinstance(told, Interrupt)
+    assert told.reason == reason[:4096].encode(errors="replace").decode()
 
 
 def test_a_long_error_still_goes_to_the_agent() -> None:
-    told = {"type": "parked", "generation": 7, "error": "x" * LONGEST}
-    assert decode(encode(told), FROM_WORKER)["error"] == "x" * 4096
+    assert from_worker(encode(Parked(7, "x" * LONGEST))) == Parked(7, "x" * 4096)

@@ -12,43 +12,63 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import pytest
+from msgspec import Struct
 
 from elastic_etcd.agent import channel as agent_end
-from elastic_etcd.agent.channel import Channels, Peer
-from elastic_etcd.agent.workers import Notice
-from elastic_etcd.core.messages import FROM_AGENT, FROM_WORKER, decode, encode
+from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration
+from elastic_etcd.protocol import (
+    AskCurrent,
+    Bye,
+    Change,
+    Current,
+    Disconnected,
+    Elastic,
+    FromAgent,
+    FromWorker,
+    Gone,
+    Hello,
+    Interrupt,
+    Keep,
+    Parked,
+    Recall,
+    World,
+    encode,
+    from_agent,
+    from_worker,
+)
 from elastic_etcd.train import channel as worker_end
 from elastic_etcd.train.channel import Channel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
-HELLO = {"type": "hello", "v": 1, "pid": 1, "local_rank": 0, "generation": 7}
+HELLO = Hello(1, 1, 0, 7)
+Heard: TypeAlias = FromWorker | Disconnected
+H = TypeVar("H", bound=Heard)
 
 
 class Agent:
     """The agent's end, and what it has heard; `answer` is what it says of a generation."""
 
     def __init__(self) -> None:
-        self.channels = Channels(self._heard, self._current)
-        self.path = self.channels.open()
-        self.heard: asyncio.Queue[tuple[Peer, dict[str, Any]]] = asyncio.Queue()
-        self.answer: dict[str, Any] | None = {"current": True, "reason": ""}
+        self.server = ChannelServer(self._heard)
+        self.path = self.server.open()
+        self.heard: asyncio.Queue[tuple[WorkerChannel, Heard]] = asyncio.Queue()
+        self.answer: tuple[bool | None, str] | None = True, ""
 
-    def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
-        self.heard.put_nowait((peer, message))
+    def _heard(self, channel: WorkerChannel, message: Heard) -> None:
+        if not isinstance(message, AskCurrent):
+            self.heard.put_nowait((channel, message))
+        elif self.answer:
+            channel.send(Current(message.id, *self.answer))
 
-    def _current(self, peer: Peer, number: int) -> None:
-        if self.answer:
-            peer.send({"type": "current", "id": number, **self.answer})
-
-    async def hears(self, kind: str) -> tuple[Peer, dict[str, Any]]:
+    async def hears(self, kind: type[H]) -> tuple[WorkerChannel, H]:
         async with asyncio.timeout(20):
-            peer, message = await self.heard.get()
-        assert message["type"] == kind
-        return peer, message
+            channel, message = await self.heard.get()
+        assert isinstance(message, kind)
+        return channel, message
 
 
 @pytest.fixture
@@ -58,7 +78,7 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "7")
     monkeypatch.setenv("LOCAL_RANK", "0")
     yield agent
-    agent.channels.close()
+    agent.server.close()
 
 
 @pytest.fixture
@@ -96,15 +116,15 @@ async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
             agent().keep("state", fd)
     """
     await process(keep)
-    await agent.hears("disconnected")
+    await agent.hears(Disconnected)
     recall = """
         import os
         from elastic_etcd.train.channel import agent
         print(os.pread(agent().recall("state"), 5, 0), agent().recall("other"))
     """
     assert await process(recall) == "b'newer' None\n"
-    (fd,) = agent.channels.kept.values()
-    agent.channels.close()
+    (fd,) = agent.server.kept.values()
+    agent.server.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     assert not Path(agent.path).parent.exists()
@@ -124,10 +144,10 @@ async def test_a_generation_is_current_or_not_or_nobody_knows(
     agent: Agent, worker: Channel
 ) -> None:
     await asyncio.to_thread(worker.current)
-    agent.answer = {"current": False, "reason": "the job is in generation 8"}
+    agent.answer = False, "the job is in generation 8"
     with pytest.raises(StaleGeneration, match="generation 7: the job is in generation 8"):
         await asyncio.to_thread(worker.current)
-    agent.answer = {"current": None, "reason": "etcd is away"}
+    agent.answer = None, "etcd is away"
     with pytest.raises(EtcdUnreachable, match="etcd is away"):
         await asyncio.to_thread(worker.current)
     agent.answer = None
@@ -142,10 +162,10 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
     def late_then_again() -> None:
         with pytest.raises(EtcdUnreachable):
             worker.current(0.01)
-        agent.answer = {"current": True, "reason": ""}
-        peer = next(iter(agent.channels.peers))
-        stale = {"type": "current", "id": worker._number, "current": False, "reason": "stale"}
-        loop.call_soon_threadsafe(peer.send, stale)
+        agent.answer = True, ""
+        channel = next(iter(agent.server.channels))
+        stale = Current(worker._number, False, "stale")
+        loop.call_soon_threadsafe(channel.send, stale)
         worker.current()
 
     loop = asyncio.get_running_loop()
@@ -158,45 +178,45 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
 
 
 async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> None:
-    heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    heard: asyncio.Queue[FromAgent | Gone] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def hear(message: dict[str, Any]) -> None:
+    def hear(message: FromAgent | Gone) -> None:
         loop.call_soon_threadsafe(heard.put_nowait, message)
 
     fd = memory(b"mine")
-    change = {"type": "change", "generation": 7, "reason": "n3 joins", "leaving": False}
+    change = Change(7, "n3 joins", leaving=False)
     with worker.listening(hear):
         worker.elastic()
-        peer, _ = await agent.hears("elastic")
-        assert (peer.pid, peer.local_rank, peer.generation) == (os.getpid(), 0, 7)
-        peer.send(change)
+        channel, _ = await agent.hears(Elastic)
+        assert (channel.pid, channel.local_rank, channel.generation) == (os.getpid(), 0, 7)
+        channel.send(change)
         await asyncio.to_thread(worker.keep, "state", fd)
         again = await asyncio.to_thread(worker.recall, "state")
         assert again is not None
         assert os.pread(again, 4, 0) == b"mine"
         assert await heard.get() == change
         worker.parked("a lone surrogate \ud800" + "x" * 10000)
-        _, parked = await agent.hears("parked")
-        assert parked["error"] == ("a lone surrogate ?" + "x" * 10000)[:4096]
-        env = {"RANK": "0"}
-        peer.send({"type": "world", "generation": 8, "reason": "n3 joins", "env": env})
-        assert (await heard.get())["env"] == env
-        assert peer.generation == 8
+        _, parked = await agent.hears(Parked)
+        assert parked.error == ("a lone surrogate ?" + "x" * 10000)[:4096]
+        world = World(8, "n3 joins", {"RANK": "0"})
+        channel.send(world)
+        assert await heard.get() == world
+        assert channel.generation == 8
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
     await asyncio.to_thread(worker.current)
 
 
 async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
-    heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    heard: asyncio.Queue[FromAgent | Gone] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def hear(message: dict[str, Any]) -> None:
+    def hear(message: FromAgent | Gone) -> None:
         loop.call_soon_threadsafe(heard.put_nowait, message)
 
     with worker.listening(hear):
-        agent.channels.close()
-        assert (await heard.get())["type"] == "gone"
+        agent.server.close()
+        assert isinstance(await heard.get(), Gone)
         for ask in (worker.current, worker.elastic, worker.parked):
             with pytest.raises(AgentGone, match="has hung up"):
                 await asyncio.to_thread(ask)
@@ -221,8 +241,8 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
         mine.elastic()
     """
     assert "this process was forked from a worker" in await process(forked)
-    await agent.hears("elastic")
-    await agent.hears("disconnected")
+    await agent.hears(Elastic)
+    await agent.hears(Disconnected)
     spawned = """
         import multiprocessing
         from elastic_etcd.train import channel
@@ -260,10 +280,10 @@ async def test_a_long_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    channels = Channels(print, print)
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(channels.open())
-    channels.close()
+    server = ChannelServer(print)
+    with seqpacket() as sock:
+        sock.connect(server.open())
+    server.close()
     assert not list(deep.iterdir())
 
 
@@ -274,7 +294,7 @@ async def test_another_user_is_not_answered(agent: Agent, caplog: pytest.LogCapt
     nobody = f"""
         import os, socket
         os.setuid(65534)
-        sock = socket.socket(socket.AF_UNIX)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect({agent.path!r})
         print(sock.recv(1))
     """
@@ -285,12 +305,13 @@ async def test_another_user_is_not_answered(agent: Agent, caplog: pytest.LogCapt
 async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
-    sent: dict[str, dict[str, dict[str, Any]]] = {"worker": {}, "agent": {}}
+    sent: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
     for module, who in ((worker_end, "worker"), (agent_end, "agent")):
 
-        def record(message: dict[str, Any], who: str = who) -> bytes:
-            sent[who][message["type"]] = dict(message)
-            return encode(message)
+        def record(message: Struct, who: str = who) -> bytes:
+            packet = encode(message)
+            sent[who][kind_of(type(message))] = packet
+            return packet
 
         monkeypatch.setattr(module, "encode", record)
     again = await asyncio.to_thread(Channel, agent.path)
@@ -299,39 +320,63 @@ async def test_the_document_shows_what_is_sent(
     await asyncio.to_thread(again.current)
     again.elastic()
     again.parked("")
+    channel, _ = await agent.hears(Elastic)
+    for told in (Change(7, "", leaving=False), Interrupt(7, ""), World(8, "", {}), Bye("")):
+        assert channel.send(told)
     again._socket.close()
-    for kind in ("change", "interrupt"):
-        sent["agent"][kind] = Notice(kind, "n3 joins").message(7)
 
-    shown: dict[str, dict[str, dict[str, Any]]] = {"worker": {}, "agent": {}}
+    shown: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
     who = ""
     for line in DOCUMENT.read_text().splitlines():
         if line.startswith("## From the "):
             who = line.split()[-1]
         elif line.startswith("    {"):
-            message = json.loads(line)
-            assert encode(message).decode() == line.strip() + "\n"
-            decode(line.encode(), FROM_AGENT if who == "agent" else FROM_WORKER)
-            shown[who][message["type"]] = message
-    assert shown["worker"].keys() == FROM_WORKER.keys()
-    assert shown["agent"].keys() == FROM_AGENT.keys()
-    assert sent["worker"].keys() == FROM_WORKER.keys()
-    for end, messages in sent.items():
-        for kind, message in messages.items():
-            example = shown[end][kind]
-            assert {k: type(v) for k, v in example.items()} == {
-                k: type(v) for k, v in message.items()
-            }
+            packet = line.strip().encode()
+            message = (from_agent if who == "agent" else from_worker)(packet)
+            assert encode(message) == packet
+            shown[who][kind_of(type(message))] = packet
+    assert shown["worker"].keys() == sent["worker"].keys() == kinds(FromWorker)
+    assert shown["agent"].keys() == sent["agent"].keys() == kinds(FromAgent)
+    for end, packets in sent.items():
+        for kind, packet in packets.items():
+            assert types(shown[end][kind]) == types(packet)
+
+
+def kind_of(message: type[Struct]) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def kinds(union: object) -> set[str]:
+    return {kind_of(message) for message in get_args(union)}
+
+
+def types(packet: bytes) -> dict[str, type]:
+    return {name: type(value) for name, value in json.loads(packet).items()}
+
+
+def seqpacket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 async def test_hello_comes_first_and_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
-    for lines in ([{"type": "elastic"}], [HELLO, HELLO], [HELLO | {"v": 2}]):
-        with socket.socket(socket.AF_UNIX) as sock:
+    for messages in ([Elastic()], [HELLO, HELLO], [Hello(2, 1, 0, 7)]):
+        with seqpacket() as sock:
             sock.connect(agent.path)
-            sock.sendall(b"".join(map(encode, lines)))
+            for message in messages:
+                sock.sendall(encode(message))
             await hung_up(sock)
     assert caplog.text.count("hello comes first, and once") == 2
     assert "it speaks version 2, this agent 1" in caplog.text
+
+
+async def test_no_local_rank_is_negative(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent has -1 for one that has not said hello."""
+    with seqpacket() as sock:
+        sock.connect(agent.path)
+        sock.sendall(b'{"type":"hello","v":1,"pid":1,"local_rank":-1,"generation":7}')
+        await hung_up(sock)
+    assert "Expected `int` >= 0 - at `$.local_rank`" in caplog.text
+    assert agent.heard.empty()
 
 
 async def hung_up(sock: socket.socket) -> None:
@@ -349,30 +394,36 @@ async def hung_up(sock: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("flood", "why"),
     [
-        (b"x" * (1 << 17), "a line of more than 65536 bytes"),
-        (b'{"type":"current","id":1}\n' * 3, ""),
-        (b"".join(b'{"type":"current","id":%d}\n' % i for i in range(100)), "too many questions"),
-        (b'{"type":"recall","id":1,"name":"%s"}\n' % (b"x" * 60000) * 40, "does not read"),
-        (b'{"type":"keep","id":1,"name":"x"}\n', "a keep without a descriptor"),
-        (b"[" * 60000 + b"\n", "nested too deeply"),
-        (b'{"type":"parked","generation":true,"error":""}\n', "wrong or missing 'generation'"),
+        ([b"x" * (1 << 17)], "more than 65536 bytes at once"),
+        ([b'{"type":"current","id":1}'] * 3, ""),
+        ([b'{"type":"current","id":%d}' % i for i in range(100)], "too many questions"),
+        ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 250)] * 4000, "does not read"),
+        ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 257)], "length <= 256 - at `$.name`"),
+        ([b'{"type":"keep","id":1,"name":"x"}'], "a keep has one descriptor"),
+        ([b"[" * 60000], "malformed"),
+        ([b'{"type":"elastic","x":' + b"[" * 60000 + b"}"], "nested too deeply"),
+        ([b'{"type":"parked","generation":true,"error":""}'], "got `bool` - at `$.generation`"),
+        ([b'{"type":"elastic"}\n{"type":"elastic"}'], "malformed"),
     ],
+    ids=lambda of: of or "none" if isinstance(of, str) else "",
 )
 async def test_floods(
-    agent: Agent, caplog: pytest.LogCaptureFixture, flood: bytes, why: str
+    agent: Agent, caplog: pytest.LogCaptureFixture, flood: list[bytes], why: str
 ) -> None:
     agent.answer = None
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX) as sock:
+    with seqpacket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         sock.connect(agent.path)
         sock.setblocking(False)
         try:
-            await loop.sock_sendall(sock, encode(HELLO) + flood)
+            for packet in (encode(HELLO), *flood):
+                await loop.sock_sendall(sock, packet)
         except (BrokenPipeError, ConnectionResetError):
             assert why
         if not why:
             sock.shutdown(socket.SHUT_WR)
-        await agent.hears("disconnected")
+        await agent.hears(Disconnected)
     assert why in caplog.text
     assert bool(why) == ("hanging up on the worker of local rank 0" in caplog.text)
 
@@ -383,24 +434,56 @@ async def test_descriptors_that_nobody_asked_for(
 ) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     fd = os.open("/dev/null", os.O_RDONLY)
-    for line, count in ((b'{"type":"elastic"}\n', 1), (b'{"type":"elastic"}\n', 200)):
-        with socket.socket(socket.AF_UNIX) as sock:
+    for message, count in ((Elastic(), 1), (Elastic(), 200), (Keep(1, "x"), 2)):
+        with seqpacket() as sock:
             sock.connect(agent.path)
-            socket.send_fds(sock, [encode(HELLO) + line], [fd] * count)
+            sock.sendall(encode(HELLO))
+            socket.send_fds(sock, [encode(message)], [fd] * count)
             await hung_up(sock)
-    keeps = [b'{"type":"keep","id":%d,"name":"%d"}\n' % (i, i) for i in range(17)]
-    with socket.socket(socket.AF_UNIX) as sock:
+    with seqpacket() as sock:
+        sock.connect(agent.path)
+        socket.send_fds(sock, [encode(HELLO)], [fd])
+        await hung_up(sock)
+    with seqpacket() as sock:
         sock.connect(agent.path)
         sock.sendall(encode(HELLO))
-        for line in keeps:
-            socket.send_fds(sock, [line], [fd])
+        for number in range(17):
+            socket.send_fds(sock, [encode(Keep(number, str(number)))], [fd])
         await hung_up(sock)
     os.close(fd)
-    assert "a descriptor without a keep" in caplog.text
+    assert caplog.text.count("a descriptor without a keep") == 2
+    assert "a keep has one descriptor" in caplog.text
     assert "too many descriptors at once" in caplog.text
     assert "more than 16 descriptors to keep" in caplog.text
-    assert len(agent.channels.kept) == 16
+    assert len(agent.server.kept) == 16
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 16
+
+
+@pytest.mark.usefixtures("no_garbage")
+async def test_descriptors_that_nobody_takes(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One worker must not use up those that its agent may have."""
+    fd = memory(b"kept")
+    before = most = len(list(Path("/proc/self/fd").iterdir()))
+    loop = asyncio.get_running_loop()
+    with seqpacket() as sock:
+        sock.setblocking(False)
+        sock.connect(agent.path)
+        await loop.sock_sendall(sock, encode(HELLO))
+        socket.send_fds(sock, [encode(Keep(1, "x"))], [fd])
+        try:
+            for number in range(5000):
+                await loop.sock_sendall(sock, encode(Recall(number, "x")))
+                await asyncio.sleep(0)
+                if number % 100 == 0:
+                    most = max(most, len(list(Path("/proc/self/fd").iterdir())))
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    await agent.hears(Disconnected)
+    os.close(fd)
+    assert "it does not read what it is told" in caplog.text
+    assert most < before + 200
 
 
 async def test_no_descriptors_are_left_for_a_call(
@@ -408,7 +491,7 @@ async def test_no_descriptors_are_left_for_a_call(
 ) -> None:
     """It is taken later, and the loop does not spin meanwhile."""
     monkeypatch.setattr(agent_end, "_ACCEPT_AGAIN", 0.01)
-    listener = agent.channels._socket
+    listener = agent.server._socket
     assert listener is not None
     refused = iter([OSError(24, "Too many open files")])
 
@@ -423,7 +506,7 @@ async def test_no_descriptors_are_left_for_a_call(
         def __getattr__(self, name: str) -> Any:
             return getattr(listener, name)
 
-    agent.channels._socket = Full()  # type: ignore[assignment]
+    agent.server._socket = Full()  # type: ignore[assignment]
     caplog.set_level(logging.WARNING)
     worker = await asyncio.to_thread(Channel, agent.path)
     await asyncio.to_thread(worker.current)

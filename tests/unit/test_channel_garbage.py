@@ -12,8 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_etcd.agent.channel import Channels, Peer
-from elastic_etcd.core.messages import FROM_WORKER
+from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
+from elastic_etcd.protocol import (
+    AskCurrent,
+    Current,
+    Disconnected,
+    Elastic,
+    FromWorker,
+    Hello,
+    Parked,
+    Welcome,
+    encode,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -21,6 +31,7 @@ json_values = st.recursive(
     max_leaves=5,
 )
 VALID: dict[str, dict[str, Any]] = {
+    "elastic": {},
     "hello": {"v": 1, "pid": 1, "local_rank": 0, "generation": 7},
     "parked": {"generation": 7, "error": "x"},
     "keep": {"id": 1, "name": "state"},
@@ -32,14 +43,14 @@ VALID: dict[str, dict[str, Any]] = {
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
     """A message of a known type, as it should be or with something wrong."""
-    kind = draw(st.sampled_from(sorted(FROM_WORKER)))
-    message: dict[str, Any] = {"type": kind, **VALID.get(kind, {})}
+    kind = draw(st.sampled_from(sorted(VALID)))
+    message: dict[str, Any] = {"type": kind, **VALID[kind]}
     for name in draw(st.lists(st.sampled_from(sorted(message)), max_size=1)):
         message[name] = draw(json_values)
-    return json.dumps(message).encode() + b"\n"
+    return json.dumps(message).encode()
 
 
-words = st.lists(messages() | st.binary(max_size=50) | st.just(b"\n"), max_size=8)
+words = st.lists(messages() | st.binary(min_size=1, max_size=50), max_size=8)
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -58,37 +69,40 @@ async def throw(parts: list[bytes], greets: bool, descriptors: list[int]) -> Non
     raised: list[Any] = []
     loop.set_exception_handler(lambda _, context: raised.append(context))
 
-    def current(peer: Peer, number: int) -> None:
-        peer.send({"type": "current", "id": number, "current": True, "reason": ""})
+    def heard(channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+        assert channel.local_rank >= 0
+        if isinstance(message, AskCurrent):
+            channel.send(Current(message.id, True, ""))
+        else:
+            assert isinstance(message, Elastic | Parked | Disconnected)
 
-    def heard(peer: Peer, message: dict[str, Any]) -> None:
-        assert peer.local_rank >= 0
-        assert message["type"] in {"elastic", "parked", "disconnected"}
-
-    channels = Channels(heard, current)
-    path = channels.open()
-    hello = json.dumps({"type": "hello", **VALID["hello"]}).encode() + b"\n"
-    with socket.socket(socket.AF_UNIX) as sock, Path(os.devnull).open() as null:
+    server = ChannelServer(heard)
+    path = server.open()
+    hello = encode(Hello(1, 1, 0, 7))
+    with seqpacket() as sock, Path(os.devnull).open() as null:
         sock.connect(path)
-        sock.sendall(hello if greets else b"")
+        if greets:
+            sock.sendall(hello)
         for number, part in enumerate(parts):
             try:
                 fds = [null.fileno()] * descriptors.count(number)
-                socket.send_fds(sock, [part or b"\n"], fds)
+                socket.send_fds(sock, [part], fds)
             except (BrokenPipeError, ConnectionResetError):
                 break
         sock.shutdown(socket.SHUT_WR)
         sock.setblocking(False)
         await ended(sock)
-    with socket.socket(socket.AF_UNIX) as sock:
+    with seqpacket() as sock:
         sock.connect(path)
         sock.sendall(hello)
         sock.setblocking(False)
-        assert (
-            await asyncio.wait_for(loop.sock_recv(sock, 100), 20) == b'{"type":"welcome","v":1}\n'
-        )
-    channels.close()
+        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 20) == encode(Welcome(1))
+    server.close()
     assert not raised, raised
+
+
+def seqpacket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 async def ended(sock: socket.socket) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.chaos_lib.history import Event, World, replay
-from scripts.chaos_lib.leftovers import tracebacks
-from scripts.chaos_lib.trainer import Small
-from scripts.chaos_lib.training import Training
-from tests.e2e.digits import global_batches, undisturbed
+from scripts.chaos_lib.checker import Workload, World, replay, tracebacks
+from scripts.chaos_lib.history import Recorded
+from scripts.chaos_lib.workload import Small
+from tests.support.digits import global_batches, undisturbed
 
 STEPS = 30  # a whole epoch and some of the next
 WORLDS = {  # generation -> the nodes, when it trains, after which step it begins, and its last one
@@ -53,7 +52,7 @@ def lines() -> list[Line]:
 
 
 def checked(directory: Path, logged: list[Line], weights: dict[str, torch.Tensor]) -> str:
-    """What Training finds in these lines."""
+    """What Workload finds in these lines."""
     for line in logged:
         name = line["node"] + (".uses" if "what" in line else ".jsonl")
         fields = {k: v for k, v in line.items() if k != "node" or "event" in line}
@@ -64,7 +63,7 @@ def checked(directory: Path, logged: list[Line], weights: dict[str, torch.Tensor
         generation: World(generation, tuple((n, 1) for n in nodes), f"h:{generation}", begin + 90)
         for generation, (nodes, begin, _, _) in WORLDS.items()
     }
-    return "\n".join(Training(directory, worlds).check())
+    return "\n".join(Workload(directory, worlds).check())
 
 
 def test_good_logs_are_not_blamed(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -172,11 +171,11 @@ def test_tracebacks(line: str, plain: bool, blamed: bool, tmp_path: Path) -> Non
 # --- what etcd has recorded
 
 
-def put(revision: int, key: str, lease: int = 0, version: int = 1, **value: Any) -> Event:
-    return Event(float(revision), revision, False, key, json.dumps(value), version, lease)
+def put(revision: int, key: str, lease: int = 0, version: int = 1, **value: Any) -> Recorded:
+    return Recorded(float(revision), revision, False, key, json.dumps(value), version, lease)
 
 
-def round_(revision: int, version: int, generation: int, phase: str, **more: Any) -> Event:
+def round_(revision: int, version: int, generation: int, phase: str, **more: Any) -> Recorded:
     who = [{"lease": f"{n:016x}", "node": f"n{n}", "nproc": 1} for n in (1, 2)]
     world = {"participants": who if phase in ("frozen", "final") else []}
     master = {"master": {"addr": "h", "port": 1} if phase == "final" else None}
@@ -185,20 +184,20 @@ def round_(revision: int, version: int, generation: int, phase: str, **more: Any
     return put(revision, "round", 1, version, **fields)
 
 
-def recorded() -> list[Event]:
+def recorded() -> list[Recorded]:
     """A job's first generation, and the claim of the second."""
     address = {"addr": "h", "port": 1}
     return [
         *(put(n + 1, f"members/{n:016x}", n, node=f"n{n}") for n in (1, 2)),
         round_(4, 1, 1, "setup"),
-        put(4, "generation", 0, 1, generation=1),
+        put(4, "ledger", 0, 1, generation=1),
         round_(5, 2, 1, "joinable"),
         *(put(n + 5, f"acks/1/{n:016x}", n, master=address) for n in (1, 2)),
         round_(8, 3, 1, "frozen"),
         round_(9, 4, 1, "final"),
-        put(9, "generation", 0, 2, generation=1),
+        put(9, "ledger", 0, 2, generation=1),
         round_(10, 5, 2, "setup"),
-        put(10, "generation", 0, 3, generation=2),
+        put(10, "ledger", 0, 3, generation=2),
     ]
 
 
@@ -208,20 +207,20 @@ def test_a_good_history_is_not_blamed() -> None:
     assert replayed.worlds() == {1: World(1, (("n1", 1), ("n2", 1)), "h:1", 10.0)}
 
 
-def deleted(revision: int, key: str) -> Event:
-    return Event(float(revision), revision, True, key, "", 0, 0)
+def deleted(revision: int, key: str) -> Recorded:
+    return Recorded(float(revision), revision, True, key, "", 0, 0)
 
 
-def gone(events: list[Event]) -> None:
+def gone(events: list[Recorded]) -> None:
     """The coordinator's lease ends before it freezes the round."""
     events.insert(7, deleted(7, f"members/{1:016x}"))
 
 
-def not_acked(events: list[Event]) -> None:
+def not_acked(events: list[Recorded]) -> None:
     del events[6]
 
 
-def one_again(events: list[Event]) -> None:
+def one_again(events: list[Recorded]) -> None:
     value = json.loads(events[8].value)
     value["participants"][1]["lease"] = value["participants"][0]["lease"]
     events[8] = replace(events[8], value=json.dumps(value))
@@ -233,7 +232,7 @@ def one_again(events: list[Event]) -> None:
         (lambda e: e.append(round_(11, 6, 1, "frozen")), "a stale write"),
         (lambda e: e.insert(9, round_(9, 5, 1, "final")), "I1: a second world"),
         (lambda e: e.append(put(11, f"acks/1/{2:016x}", 2, 2)), "I5: an ack in generation 2"),
-        (lambda e: e.append(put(11, "generation", 0, 4, generation=1)), "I1: generation 2"),
+        (lambda e: e.append(put(11, "ledger", 0, 4, generation=1)), "I1: generation 2"),
         (lambda e: e.append(put(11, "outcome", state="failed")), "I7"),
         (lambda e: e.pop(4), "events missed"),
         (gone, "I5: its coordinator's lease was gone"),
@@ -242,7 +241,7 @@ def one_again(events: list[Event]) -> None:
     ],
 )
 def test_a_tampered_history_is_found_out(
-    tamper: Callable[[list[Event]], object], found: str
+    tamper: Callable[[list[Recorded]], object], found: str
 ) -> None:
     events = recorded()
     tamper(events)

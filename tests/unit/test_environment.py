@@ -4,15 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic_etcd.agent import environment
+from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.environment import GroupRanks, without_secrets, worker_env
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Master, Participant, Phase, Round
 from elastic_etcd.errors import UsageError
 
-RANKS = GroupRanks(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
+NODES = tuple(Participant(0xA + n, f"host-{n}", size) for n, size in enumerate((4, 2, 3)))
+NOW = Round(7, Phase.FINAL, 0xA, "why", "run", NODES, Master("10.0.0.1", 1234), restarts=2)
+CONFIG = AgentConfig(None, "j", ("train",), "host-a", 2, Limits(1, 3), role="trainer")
 
 
 def env(
@@ -20,19 +27,20 @@ def env(
 ) -> dict[str, str]:
     return worker_env(
         base or {},
-        job="j",
-        generation=7,
-        node="host-a",
-        role="trainer",
-        local_rank=local_rank,
-        ranks=RANKS,
-        master=("10.0.0.1", 1234),
-        restarts=2,
-        max_restarts=3,
-        virtual_local_rank=virtual,
+        replace(CONFIG, virtual_local_rank=virtual),
+        NOW,
+        GroupRanks.of(NOW, 0xB),
+        local_rank,
         error_file="/tmp/error.json",
         socket="/run/agent",
     )
+
+
+def test_nodes_of_different_sizes_have_ranks_one_after_the_other() -> None:
+    assert GroupRanks.of(NOW, 0xB) == GroupRanks(
+        group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9
+    )
+    assert [GroupRanks.of(NOW, node.lease).first_rank for node in NODES] == [0, 4, 6]
 
 
 def test_every_variable() -> None:
@@ -103,11 +111,8 @@ def test_what_the_user_set_stays() -> None:
 
 
 def test_one_worker_may_use_every_core(caplog: pytest.LogCaptureFixture) -> None:
-    alone = GroupRanks(0, 1, 0, 1, 1)
-    found = worker_env(
-        {}, job="j", generation=1, node="n", role="r", local_rank=0, ranks=alone,
-        master=("::1", 1), restarts=0, max_restarts=0, virtual_local_rank=False, error_file="",
-    )  # fmt: skip
+    alone = msgspec.structs.replace(NOW, participants=(Participant(1, "n", 1),))
+    found = worker_env({}, CONFIG, alone, GroupRanks.of(alone, 1), 0, error_file="")
     assert "OMP_NUM_THREADS" not in found
     assert caplog.records == []
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import guard
 from elastic_etcd.agent.guardian import Guardian
+from elastic_etcd.children import guard
+from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.config import EtcdConfig
-from tests.unit.stand_in import DEADLINE, agent, ended, running, worker
+from elastic_etcd.times import GUARD_LIFE
+from tests.support.stand_in import DEADLINE, agent, ended, running, worker
 
 NOWHERE = EtcdConfig(("127.0.0.1:1",), user="me", password="hidden-word")
 MEMORY = 15_000  # kB
@@ -25,12 +28,17 @@ MEMORY = 15_000  # kB
 class Observed(Guardian):
     """Tells when it has started or lost a process, and when a thawed one has the newest state."""
 
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        super().__init__(NOWHERE, self.said.append)
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        super().__init__(NOWHERE)
+        self._caplog = caplog
         self.started, self.ended, self.drained = (asyncio.Event() for _ in range(3))
         self.full = False
         self.pids: list[int | None] = []
+
+    @property
+    def said(self) -> list[str]:
+        """What it has written into the log."""
+        return [r.getMessage() for r in self._caplog.records if r.name.endswith("agent.guardian")]
 
     def start(self) -> None:
         super().start()
@@ -83,8 +91,8 @@ async def happens(event: asyncio.Event) -> None:
 
 
 @pytest.fixture
-async def guardian() -> AsyncIterator[Observed]:
-    it = Observed()
+async def guardian(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Observed]:
+    it = Observed(caplog)
     it.start()
     yield it
     it.dismiss()
@@ -97,7 +105,7 @@ def waiting_guard() -> Iterator["tuple[subprocess.Popen[bytes], socket.socket]"]
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         ours.settimeout(DEADLINE)
-        command = [sys.executable, "-I", "-S", guard.__file__, "1"]
+        command = [sys.executable, "-I", "-S", guard.__file__, "1", str(GUARD_LIFE)]
         with subprocess.Popen(command, stdin=theirs.fileno()) as process:
             theirs.close()
             ours.send(b'{"path": []}')
@@ -159,7 +167,7 @@ async def test_each_death_is_said_once_and_a_quick_one_slows_the_next_start(
 
 async def test_the_one_that_replaces_another_guards_the_same(guardian: Observed) -> None:
     with worker() as pids:
-        guardian.guard(0, [pids[0]])
+        guardian.guard(groups=(pids[0],))
         await guardian.replaced()
         guardian.end_of_file()
         assert await asyncio.to_thread(ended, *pids)
@@ -173,7 +181,7 @@ async def test_one_that_cannot_be_started_is_tried_again(
         guardian.killed()
         await happens(guardian.started)
         assert guardian.pid is None
-        guardian.guard(0, [])
+        guardian.guard(lease=0, groups=())
     what = "the guardian can't be started (No such file or directory)"
     assert guardian.said[1:] == [f"{what}; another one is started in 1 s"]
     guardian.started.clear()
@@ -187,7 +195,7 @@ async def test_one_that_ends_at_once_is_tried_again(
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", shutil.which("false"))
         await guardian.replaced()  # by one that may be dead by now
-        guardian.guard(0, [])
+        guardian.guard(lease=0, groups=())
         await guardian.says(2)
     assert guardian.said[1].endswith("has ended (exit code 1); another one is started in 1 s")
     guardian.started.clear()
@@ -197,7 +205,7 @@ async def test_one_that_ends_at_once_is_tried_again(
 
 async def test_dismissed_it_ends_nothing(guardian: Observed) -> None:
     with worker() as pids:
-        guardian.guard(0, [pids[0]])
+        guardian.guard(groups=(pids[0],))
         pid = guardian.pid
         guardian.dismiss()
         assert guardian.pid is None
@@ -223,9 +231,9 @@ async def test_a_frozen_guardian_stops_nobody_and_hears_the_newest_when_it_thaws
     with worker() as older, worker() as newest:
         os.kill(guardian.pid, signal.SIGSTOP)
         for _ in range(5_000):
-            guardian.guard(0, [older[0]])
-            guardian.guard(0, [older[0], newest[0]])
-        guardian.guard(0, [newest[0]])
+            guardian.guard(groups=(older[0],))
+            guardian.guard(groups=(older[0], newest[0]))
+        guardian.guard(groups=(newest[0],))
         assert guardian.full
         os.kill(guardian.pid, signal.SIGCONT)
         await happens(guardian.drained)
@@ -287,3 +295,28 @@ async def test_nobody_else_holds_the_agent_s_end(guardian: Observed) -> None:
         holders = {pid for pid in (os.getpid(), child.pid, guardian.pid) if end in open_in(pid)}
         child.kill()
     assert holders == {os.getpid()}
+
+
+@pytest.mark.parametrize("dead", [["dead:1"], ["dead:1", "dead:2"]])
+def test_an_endpoint_that_fails_when_another_has_answered_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dead: list[str]
+) -> None:
+    """Nobody asked for its error any more, which asyncio then wrote to the agent's terminal."""
+    asked = []
+
+    class Endpoint:
+        def __init__(self, config: EtcdConfig) -> None:
+            (self._name,) = config.endpoints
+
+        async def revoke(self, lease: int, timeout: float) -> None:
+            assert timeout > 0
+            asked.append((self._name, lease))
+            if self._name.startswith("dead"):
+                raise EtcdUnreachable(f"{self._name} does not answer")
+
+    monkeypatch.setattr("elastic_etcd.etcd.client.Client", Endpoint)
+    assert guard._revoke({"endpoints": ["live:1", *dead]}, 7) == ""
+    assert guard._revoke({"endpoints": dead}, 7).startswith("dead:")
+    gc.collect()
+    assert {(name, 7) for name in ("live:1", *dead)} == set(asked)
+    assert caplog.records == []

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,44 +13,119 @@ import elastic_etcd
 
 ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-PARTS = {"core", "etcd", "agent", "train", "cli", "launch"}
-# Each part with the parts it may import; errors.py and the version are everybody's.
+# On the ground floor: the standard library, msgspec, and each other.
+GROUND = {"errors", "process", "protocol", "times", "trampoline", "version"}
+BELOW_AGENT = {"etcd", "core", *GROUND}
+COMMANDS = {"cli", "launch"}
+# Each part with the parts that it may import: those below it.
 MAY_IMPORT = {
-    "core": {"core"},
-    "etcd": {"etcd", "core"},
-    "agent": {"agent", "etcd", "core"},
-    "train": {"train", "core"},
-    "cli": PARTS - {"train"},
-    "launch": PARTS - {"train"},
-    "__init__": {"train"},  # what a script uses, and loaded only when it does
+    **dict.fromkeys(GROUND, GROUND),
+    "core": {"core", "times", "errors"},
+    "etcd": BELOW_AGENT,
+    "agent": {"agent", "children", *BELOW_AGENT},
+    "children": {"children", *BELOW_AGENT},  # CHILDREN says more
+    "train": {"train", "core", "protocol", "times", "errors", "version"},
+    "cli": {*COMMANDS, "agent", *BELOW_AGENT},
+    "launch": {*COMMANDS, "agent", *BELOW_AGENT},
+    "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
+    "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
+}
+# The programs that are run by their path, which no import shows, and who runs them.
+RUN_BY_PATH = {
+    "trampoline.py": "process.py",
+    "children/entry.py": "children/forkserver.py",
+    "children/forkserver.py": "agent/prefork.py",
+    "children/guard.py": "agent/guardian.py",
+    "children/store_server.py": "agent/store.py",
+}
+# What they import beside the standard library, and not at their start: their interpreter may not
+# have it, or they would grow by it.
+CHILDREN = {
+    "children/entry.py": set[str](),
+    "children/forkserver.py": {"elastic_etcd.children.entry"},  # for the type checker
+    "children/guard.py": {
+        "elastic_etcd.errors",
+        "elastic_etcd.etcd.client",
+        "elastic_etcd.etcd.config",
+        "elastic_etcd.process",
+        "elastic_etcd.times",
+    },
+    "children/store_server.py": {"torch"},
+    "trampoline.py": set[str](),
 }
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
-
-
-def part(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
-
-
-def imports(file: Path) -> Iterator[str]:
-    """Every module that the file names in an import, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def named(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+def part(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file) for file in FILES}
+
+
+def imports(file: Path, *, at_its_start: bool = False) -> Iterator[str]:
+    """Every module that the file names in an import, wherever in it, or when it is loaded."""
+    tree = ast.parse(file.read_text())
+    for node in _outer(tree) if at_its_start else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            yield from (_module(f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _module(name: str) -> str:
+    """The module that `from a import b` loads: a.b, or a, which has b."""
+    if name in MODULES or not name.startswith("elastic_etcd."):
+        return name
+    return name.rpartition(".")[0]
+
+
+def _outer(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that are run at the start: in no function, and not for the type checker only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for other in node.orelse:
+                yield from (other, *_outer(other))
+            continue
+        yield from (node, *_outer(node))
+
+
+def parts_of(names: Iterator[str]) -> set[str]:
+    """The parts of this package among modules."""
+    return {name.split(".")[1] for name in names if name.startswith("elastic_etcd.")}
+
+
 @pytest.mark.parametrize("file", FILES, ids=named)
 def test_parts_import_only_what_lies_below_them(file: Path) -> None:
-    ours = [name.split(".")[1] for name in imports(file) if name.startswith("elastic_etcd.")]
-    allowed = MAY_IMPORT.get(part(file), set())
-    assert set(ours) & PARTS <= allowed
+    assert parts_of(imports(file)) <= MAY_IMPORT[part(file)]
+
+
+def test_there_are_no_circles() -> None:
+    """Not even of imports that come late or are the type checker's."""
+    ours = {module_of(file): {name for name in imports(file) if name in MODULES} for file in FILES}
+    try:
+        order = list(TopologicalSorter(ours).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+    assert set(order) == MODULES
+
+
+def test_a_circle_would_be_found() -> None:
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"c"}, "c": {"a"}}).prepare()
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if part(f) == "core"], ids=named)
@@ -57,23 +133,89 @@ def test_core_has_no_clock_chance_or_outside(file: Path) -> None:
     assert {name.split(".")[0] for name in imports(file)} & NOT_IN_CORE == set()
 
 
-@pytest.mark.parametrize(("library", "only"), [("grpc", "etcd"), ("torch", "train")])
-def test_a_library_is_imported_by_one_part_only(library: str, only: str) -> None:
-    users = {part(f) for f in FILES for name in imports(f) if name.split(".")[0] == library}
-    assert users <= {only}
+@pytest.mark.parametrize("file", [f for f in FILES if part(f) in GROUND], ids=named)
+def test_the_ground_floor_needs_no_library_but_msgspec(file: Path) -> None:
+    libraries = {name.split(".")[0] for name in imports(file)} - sys.stdlib_module_names
+    assert libraries <= {"msgspec", "elastic_etcd"}
+
+
+@pytest.mark.parametrize(
+    ("library", "only"),
+    [("grpc", {"etcd"}), ("torch", {"train", "children"})],
+)
+def test_a_library_is_imported_by_some_parts_only(library: str, only: set[str]) -> None:
+    assert {part(file) for file in users(library)} == only
+
+
+def users(library: str) -> set[Path]:
+    return {f for f in FILES for name in imports(f) if name.split(".")[0] == library}
+
+
+@pytest.mark.parametrize(
+    ("library", "only"), [("grpc", "etcd/_grpc.py"), ("tenacity", "etcd/retry.py")]
+)
+def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
+    assert {named(file) for file in users(library)} == {only}
+
+
+def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
+    children = {named(f) for f in FILES if part(f) == "children" and f.stem != "__init__"}
+    assert RUN_BY_PATH.keys() == CHILDREN.keys() == children | {"trampoline.py"}
+    for program, runner in RUN_BY_PATH.items():
+        assert {named(file) for file in FILES if _names(file, ROOT / program)} == {runner}
+
+
+def _names(file: Path, program: Path) -> bool:
+    """Whether `file` imports the program, or has its file name as a text."""
+    texts = {node.value for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.Constant)}  # fmt: skip
+    return module_of(program) in imports(file) or program.name in texts
+
+
+@pytest.mark.parametrize("program", CHILDREN)
+def test_a_program_that_is_run_by_its_path_begins_with_the_standard_library(program: str) -> None:
+    def foreign(*, at_its_start: bool) -> set[str]:
+        names = imports(ROOT / program, at_its_start=at_its_start)
+        return {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
+
+    assert foreign(at_its_start=True) == set()
+    late = {name if name in MODULES else name.split(".")[0] for name in foreign(at_its_start=False)}
+    assert late == CHILDREN[program]
+
+
+def loaded(code: str, *flags: str) -> set[str]:
+    """The modules of a process that has run `code`."""
+    command = [sys.executable, *flags, "-c", f"import sys; {code}; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
     ("module", "without"),
     [
-        ("elastic_etcd", {"torch", "grpc", "asyncio", "elastic_etcd.train"}),
+        ("elastic_etcd", {"torch", "grpc", "asyncio", "msgspec", "elastic_etcd.train"}),
+        ("elastic_etcd.errors", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
+        ("elastic_etcd.times", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
+        ("elastic_etcd.protocol", {"torch", "grpc", "asyncio", "socket", "logging"}),
+        ("elastic_etcd.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.agent.agent", {"torch", "numpy", "rich"}),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
+        ("elastic_etcd.train.channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
     ],
 )
 def test_importing_does_not_load(module: str, without: set[str]) -> None:
-    code = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) & without == set()
+    assert loaded(f"import {module}") & without == set()
+
+
+@pytest.mark.parametrize(
+    ("program", "without"),
+    [
+        ("trampoline.py", {"asyncio", "socket", "signal", "json", "typing", "elastic_etcd"}),
+        ("children/guard.py", {"asyncio", "socket", "json", "typing", "elastic_etcd"}),
+    ],
+)
+def test_a_program_is_small_while_it_waits(program: str, without: set[str]) -> None:
+    code = f"exec(open({str(ROOT / program)!r}).read(), {{'__name__': 'program'}})"
+    assert loaded(code, "-I", "-S") & without == set()

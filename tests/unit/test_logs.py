@@ -20,12 +20,10 @@ from hypothesis import strategies as st
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
 from elastic_etcd.agent.console import Console, ConsoleHandler
 from elastic_etcd.agent.failures import failure_message, last_traceback
-from elastic_etcd.agent.lines import LinePrefixer
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.worker import WorkerSpec
-from elastic_etcd.agent.workers import WorkerExit, WorkerGroup
+from elastic_etcd.agent.logs import LinePrefixer, Logs
 from elastic_etcd.errors import UsageError
-from tests.disks import small_disk
+from tests.support.disks import small_disk
+from tests.unit.watched import Watched
 
 DEADLINE = 30.0
 
@@ -109,23 +107,25 @@ def test_the_error_file_has_the_first_word(tmp_path: Path, content: str, message
 class Run:
     """Commands run as workers, whose console is a pipe of the test's."""
 
-    def __init__(self, logs: Logs) -> None:
-        self.logs = logs
-        self.exits: list[WorkerExit] = []
-        self.empty = asyncio.Event()
+    def __init__(self, watched: Watched) -> None:
+        self.logs = watched.logs
+        self.watched = watched
 
-    def start(self, *codes: str) -> WorkerGroup:
-        specs = [
-            WorkerSpec((sys.executable, "-I", "-S", "-c", code), dict(os.environ), 4 + n, n, "")
-            for n, code in enumerate(codes)
-        ]
-        group = WorkerGroup(7, specs, self.logs, self.exits.append, lambda _: self.empty.set())
-        group.start()
-        return group
+    @property
+    def codes(self) -> list[int]:
+        return [end.failure.code if end.failure else 0 for end in self.watched.ends]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.watched.empties)
+
+    def start(self, *codes: str) -> None:
+        commands = [(sys.executable, "-I", "-S", "-c", code) for code in codes]
+        self.watched.launch(*commands, generation=7, first=4)
 
     async def run(self, *codes: str) -> None:
         self.start(*codes)
-        await asyncio.wait_for(self.empty.wait(), DEADLINE)
+        await self.watched.emptied()
 
 
 @contextmanager
@@ -144,8 +144,8 @@ def descriptor(number: int, fd: int) -> Iterator[None]:
 async def running(config: LogConfig, out: int, err: int | None = None) -> AsyncIterator[Run]:
     with descriptor(1, out), descriptor(2, out if err is None else err):
         logs = Logs.open(config, job="job", node="node0", role="trainer")
-    async with logs:
-        yield Run(logs)
+    async with logs, Watched.open(logs) as watched:
+        yield Run(watched)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -216,8 +216,8 @@ async def test_the_prefix_template_is_torchruns(tmp_path: Path) -> None:
     with (tmp_path / "o").open("wb") as o, descriptor(1, o.fileno()):
         template = "${role_name}/${rank}/${local_rank}/${generation}/${node}/$what|"
         logs = Logs.open(LogConfig(), job="j", node="n", role="trainer", template=template)
-    async with logs:
-        await Run(logs).run("print('x')")
+    async with logs, Watched.open(logs) as watched:
+        await Run(watched).run("print('x')")
     assert (tmp_path / "o").read_text() == "trainer/4/0/7/n/$what|x\n"
 
 
@@ -243,13 +243,13 @@ async def test_a_console_that_nobody_reads_holds_up_neither_the_loop_nor_an_exit
         async with running(LogConfig(), w) as run:
             os.close(w)
             endless = "while True: print('x' * 1000)"
-            group = run.start(endless, "import sys; sys.exit('not stuck')")
+            run.start(endless, "import sys; sys.exit('not stuck')")
             await until(lambda: run.logs.stdout.full)
-            await until(lambda: run.exits)
-            assert not run.empty.is_set()
-            group.stop(5)
-            await asyncio.wait_for(run.empty.wait(), DEADLINE)
-            assert sorted(e.code for e in run.exits) == [-15, 1]
+            await until(lambda: run.codes)
+            assert not run.over
+            run.watched.workers.stop(5)
+            await run.watched.emptied()
+            assert sorted(run.codes) == [-15, 1]
         # leaving the scope gives up on the console after its second, never later
         assert asyncio.get_running_loop().time() - begin < 10
     finally:
@@ -260,11 +260,11 @@ async def test_what_waits_is_written_when_the_reader_goes_on() -> None:
     r, w = os.pipe()
     async with running(LogConfig(), w) as run:
         os.close(w)
-        group = run.start("for i in range(50000): print(f'{i:0100}')")
+        run.start("for i in range(50000): print(f'{i:0100}')")
         await until(lambda: run.logs.stdout.full)
         reading = asyncio.get_running_loop().run_in_executor(None, _read_all, r)
-        await asyncio.wait_for(run.empty.wait(), DEADLINE)
-        assert not group.pids
+        await run.watched.emptied()
+        assert not run.watched.workers.pids
     lines = (await reading).splitlines()
     assert [int(line.split(b": ")[1]) for line in lines] == list(range(50000))
 
@@ -280,7 +280,7 @@ async def test_a_reader_that_goes_away_ends_the_output_not_the_training(tmp_path
         os.close(w)
         os.close(r)
         await run.run("for i in range(50000): print(i)")
-        assert [e.code for e in run.exits] == [0]
+        assert run.codes == [0]
         (text,) = filter(None, files(run.logs).values())
         assert text.count("\n") == 50000
 
@@ -290,10 +290,10 @@ async def test_a_terminal_is_written_without_blocking_and_its_mode_is_left_alone
     async with running(LogConfig(), terminal) as run:
         flags = fcntl.fcntl(terminal, fcntl.F_GETFL)
         assert not flags & os.O_NONBLOCK
-        group = run.start("while True: print('x' * 100)")
+        run.start("while True: print('x' * 100)")
         await until(lambda: run.logs.stdout.full)  # nobody reads the terminal
-        group.kill()
-        await asyncio.wait_for(run.empty.wait(), DEADLINE)
+        run.watched.workers.kill()
+        await run.watched.emptied()
         assert os.read(primary, 100).startswith(b"[node0 4]: xxx")
         assert fcntl.fcntl(terminal, fcntl.F_GETFL) == flags
     os.close(primary)
@@ -332,12 +332,11 @@ async def test_full_disk_under_log_dir_is_told_once_and_training_goes_on(
         async with running(LogConfig(log_dir=str(disk)), o.fileno()) as run:
             talk = "for i in range(50000): print(i)"
             await run.run(talk, talk)
-            assert [e.code for e in run.exits] == [0, 0]
+            assert run.codes == [0, 0]
             # The next generation can't even have a directory; it runs.
             assert [run.logs.error_file(n, 0) for n in range(100, 110)][-1] == ""
-            run.empty.clear()
             await run.run(talk)
-            assert [e.code for e in run.exits] == [0, 0, 0]
+            assert run.codes == [0]
     assert (tmp_path / "o").read_text().count("\n") == 150_000
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "No space left on device" in caplog.text
@@ -373,7 +372,7 @@ async def test_a_hundred_megabytes_never_stall_the_loop(tmp_path: Path) -> None:
         nonlocal worst, last
         now = time.process_time()
         worst, last = max(worst, now - last), now
-        if not run.empty.is_set():
+        if not run.over:
             loop.call_soon(tick)
 
     r, w = os.pipe()
@@ -384,7 +383,7 @@ async def test_a_hundred_megabytes_never_stall_the_loop(tmp_path: Path) -> None:
         block = "import sys; block = b'x' * 99 + b'\\n'\n"
         run.start(block + "for _ in range(1000): sys.stdout.buffer.write(block * 1000)")
         tick()
-        await asyncio.wait_for(run.empty.wait(), DEADLINE)
+        await run.watched.emptied()
         assert run.logs.directory is not None
         kept = run.logs.directory / "generation_7/4/stdout.log"
         assert kept.stat().st_size == 100_000_000

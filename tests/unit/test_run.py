@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,13 +16,26 @@ from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_etcd as ee
-from elastic_etcd.agent.channel import Channels, Peer
+from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.errors import AgentGone, UsageError
-from elastic_etcd.train import boundary, channel
-from elastic_etcd.train.boundary import WorldChanged
+from elastic_etcd.protocol import (
+    Bye,
+    Change,
+    Disconnected,
+    Elastic,
+    FromAgent,
+    FromWorker,
+    Interrupt,
+    Parked,
+    World,
+)
+from elastic_etcd.train import channel, sync_point
 from elastic_etcd.train.ddp import forget
-from elastic_etcd.train.failures import is_communication_failure
-from elastic_etcd.train.world import World
+from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
+from elastic_etcd.train.run import is_communication_failure
+from elastic_etcd.train.sync_point import WorldChanged
+
+Heard = TypeVar("Heard", Elastic, Parked, Disconnected)
 
 RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
@@ -52,41 +65,42 @@ class Agent:
     """An agent with one worker, and the store of its generations."""
 
     def __init__(self) -> None:
-        self.channels = Channels(self._hear, print)
+        self.channels = ChannelServer(self._hear)
         self.path = self.channels.open()
-        self.heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.heard: asyncio.Queue[FromWorker | Disconnected] = asyncio.Queue()
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trains = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    def _hear(self, _: Peer, message: dict[str, Any]) -> None:
+    def _hear(self, _: WorkerChannel, message: FromWorker | Disconnected) -> None:
         self.heard.put_nowait(message)
 
     def worker_trains(self) -> None:
         """From the worker's thread."""
         self._loop.call_soon_threadsafe(self.trains.set)
 
-    def says(self, kind: str, generation: int = 1, **fields: Any) -> None:
-        (peer,) = self.channels.peers
-        assert peer.send({"type": kind, "generation": generation, "reason": "a test", **fields})
+    def says(self, message: FromAgent) -> None:
+        (worker,) = self.channels.channels
+        assert worker.send(message)
 
-    async def hears(self, kind: str) -> dict[str, Any]:
+    async def hears(self, kind: type[Heard]) -> Heard:
         async with asyncio.timeout(20):
             message = await self.heard.get()
-        assert message["type"] == kind, message
+        assert isinstance(message, kind), message
         return message
 
     def goes_on(self, generation: int) -> None:
         self.trains.clear()
-        self.says("world", generation, env={"ELASTIC_ETCD_GENERATION": str(generation)})
+        env = {"ELASTIC_ETCD_GENERATION": str(generation)}
+        self.says(World(generation, "a test", env))
 
 
 @pytest.fixture
 async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
-    for name, value in (place | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
+    for name, value in (variables | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(channel, "_channel", None)
     yield agent
@@ -115,7 +129,7 @@ def steps(agent: Agent) -> Callable[[State], None]:
 
     def train(_: State) -> None:
         agent.worker_trains()
-        while not boundary.check():
+        while not sync_point.check():
             dist.all_reduce(torch.ones(1))
         raise WorldChanged
 
@@ -125,24 +139,24 @@ def steps(agent: Agent) -> Callable[[State], None]:
 async def test_a_planned_change_and_an_interrupt(agent: Agent) -> None:
     state = State()
     worker = begin(state, steps(agent))
-    await agent.hears("elastic")
+    await agent.hears(Elastic)
     await agent.trains.wait()
-    agent.says("interrupt", 0)  # of a generation that is long over
-    agent.says("change", leaving=False)
-    assert (await agent.hears("parked"))["error"] == ""
+    agent.says(Interrupt(0, "a test"))  # of a generation that is long over
+    agent.says(Change(1, "a test", leaving=False))
+    assert (await agent.hears(Parked)).error == ""
     assert not dist.is_initialized()
-    agent.says("interrupt")  # too late
+    agent.says(Interrupt(1, "a test"))  # too late
     agent.goes_on(2)
     await agent.trains.wait()
     assert state.asked == ["sync", "sync", "reset"]
-    agent.says("interrupt", 2)
-    parked = await agent.hears("parked")
-    assert (parked["generation"], parked["error"]) == (2, "")
+    agent.says(Interrupt(2, "a test"))
+    parked = await agent.hears(Parked)
+    assert (parked.generation, parked.error) == (2, "")
     agent.goes_on(3)
     await agent.trains.wait()
     assert state.asked[3:] == ["rewind", "sync", "reset"]
-    agent.says("change", 3, leaving=True)
-    await agent.hears("parked")
+    agent.says(Change(3, "a test", leaving=True))
+    await agent.hears(Parked)
     assert await worker == (SystemExit, "0")
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
 
@@ -153,6 +167,12 @@ def devices() -> int:
         str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
     ]
     return links.count("anon_inode:[eventpoll]")
+
+
+def devices_without_garbage() -> int:
+    """Stores have epoll instances, too, and earlier tests' may not have been collected."""
+    gc.collect()
+    return devices()
 
 
 async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
@@ -172,31 +192,82 @@ async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
 
     before = devices()
     worker = begin(Counting(), train)
-    await agent.hears("elastic")
+    await agent.hears(Elastic)
     for generation in (1, 2, 3):
         await agent.trains.wait()
-        agent.says("change", generation, leaving=False)
-        await agent.hears("parked")
+        agent.says(Change(generation, "a test", leaving=False))
+        await agent.hears(Parked)
         agent.goes_on(generation + 1)
     await agent.trains.wait()
-    agent.says("change", 4, leaving=True)
+    agent.says(Change(4, "a test", leaving=True))
     assert await worker == (SystemExit, "0")
     assert counts == [before + 1] * 4
 
 
 async def test_a_group_is_freed_after_its_modules(agent: Agent) -> None:
     """A module with the last reference keeps the GIL from gloo's threads, which may need it."""
-    world = World(1, os.environ)
-    world.form("gloo", {})
+    group = ProcessGroup(1, os.environ)
+    group.init("gloo", {})
     module = DistributedDataParallel(torch.nn.Linear(2, 1))
     module.__dict__["itself"] = module
-    world.drop(broken=False)
-    group = weakref.ref(world._group)
+    group.teardown(broken=False)
+    torchs = weakref.ref(group._groups[0])
     freed: list[bool] = []
-    weakref.finalize(module, lambda: freed.append(group() is None))
+    weakref.finalize(module, lambda: freed.append(torchs() is None))
     del module
-    world.collect()
-    assert (freed, group()) == ([False], None)
+    group.release()
+    assert (freed, torchs()) == ([False], None)
+
+
+class Last:
+    """In a module's fields after its reducer: notes what is open when that has gone."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def __del__(self) -> None:
+        self.seen.append(devices())
+
+
+def watched(seen: list[int], group: Any = None) -> DistributedDataParallel:
+    module = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    module.__dict__["last"] = Last(seen)
+    return module
+
+
+async def test_a_group_is_freed_after_a_module_that_outlives_its_world(agent: Agent) -> None:
+    """Also one that the user has made; and both go with the next world."""
+    before, seen = devices_without_garbage(), list[int]()
+    group = ProcessGroup(1, os.environ)
+    group.init("gloo", {})
+    modules = [watched(seen), watched(seen, dist.new_group([0]))]
+    group.teardown(broken=False)
+    group.release()
+    modules.clear()
+    gc.collect()
+    assert seen == [before + 2] * 2, "a module's end has freed a group"
+    group = ProcessGroup(2, os.environ)
+    group.init("gloo", {})
+    group.teardown(broken=False)
+    group.release()
+    assert devices() == before
+
+
+async def test_a_group_is_freed_after_a_module_in_a_traceback(agent: Agent) -> None:
+    """The user's own error leaves ee.run with the frames of train, and all in them."""
+    before, seen = devices_without_garbage(), list[int]()
+
+    def train(_: State) -> None:
+        module = watched(seen)
+        raise ValueError(type(module))
+
+    with pytest.raises(ValueError, match="Distributed") as error:
+        await begin(State(), train)
+    assert not seen
+    error.value.__traceback__ = None
+    del error
+    gc.collect()
+    assert seen == [before + 1], "a module's end has freed the group"
 
 
 async def test_an_interrupt_before_the_process_group_stands(agent: Agent) -> None:
@@ -204,13 +275,13 @@ async def test_an_interrupt_before_the_process_group_stands(agent: Agent) -> Non
     state = State()
     worker = begin(state, steps(agent))
     await agent.trains.wait()
-    agent.says("change", leaving=False)
-    for kind in ("elastic", "parked"):
-        await agent.hears(kind)
+    agent.says(Change(1, "a test", leaving=False))
+    await agent.hears(Elastic)
+    await agent.hears(Parked)
     agent.goes_on(2)
-    agent.says("interrupt", 2)
-    assert (await agent.hears("parked"))["generation"] == 2
-    agent.says("bye")
+    agent.says(Interrupt(2, "a test"))
+    assert (await agent.hears(Parked)).generation == 2
+    agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
 
 
@@ -222,9 +293,9 @@ async def test_a_peer_that_is_gone(agent: Agent) -> None:
 
     state = State()
     worker = begin(state, train)
-    await agent.hears("elastic")
-    assert (await agent.hears("parked"))["error"] == f"RuntimeError: {GLOO}"
-    agent.says("bye")
+    await agent.hears(Elastic)
+    assert (await agent.hears(Parked)).error == f"RuntimeError: {GLOO}"
+    agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
     assert state.asked == ["sync", "rewind"]
 
@@ -241,7 +312,7 @@ async def test_the_user_s_own_errors(agent: Agent, error: BaseException) -> None
     else:
         assert await worker == (KeyboardInterrupt, "")
     assert not dist.is_initialized()
-    await agent.hears("elastic")
+    await agent.hears(Elastic)
     assert agent.heard.empty()
 
 
@@ -258,9 +329,9 @@ async def test_what_train_returns_ends_it(agent: Agent) -> None:
 async def test_the_agent_ends(agent: Agent) -> None:
     worker = begin(State(), steps(agent))
     await agent.trains.wait()
-    agent.says("change", leaving=False)
-    for kind in ("elastic", "parked"):
-        await agent.hears(kind)
+    agent.says(Change(1, "a test", leaving=False))
+    await agent.hears(Elastic)
+    await agent.hears(Parked)
     agent.channels.close()
     with pytest.raises(AgentGone, match="has hung up"):
         await worker
@@ -295,6 +366,15 @@ def test_without_an_agent(
     assert train(State(), 10, named=100) == 111
     assert not dist.is_initialized()
     assert "python -m elastic_etcd.launch" in caplog.text
+
+
+def test_a_group_is_freed_after_a_module_that_outlives_it_without_an_agent() -> None:
+    before, seen = devices_without_garbage(), list[int]()
+    modules = ee.run(backend="gloo")(lambda _: [watched(seen)])(State())
+    assert not dist.is_initialized()
+    modules.clear()
+    gc.collect()
+    assert seen == [before + 1], "a module's end has freed the group"
 
 
 class OfTheirOwn(RuntimeError):
@@ -335,17 +415,15 @@ def test_a_module_that_is_wrapped_once() -> None:
     module = ee.ddp(inner, find_unused_parameters=True)
     assert list(module.state_dict()) == ["module.weight", "module.bias"]
     assert list(module.parameters()) == list(inner.parameters())
-    groups: list[Any] = []
     made = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         module(torch.ones(1, 2)).sum().backward()
-        groups.append(dist.group.WORLD)  # to the end: no module's end may wait for gloo's threads
         with module.no_sync():
             made.append(module.ddp)
         assert made[-1].find_unused_parameters
         assert module.ddp is made[-1]
         forget()
-        dist.destroy_process_group()
+        teardown_alone()
     assert made[0] is not made[1]
     assert list(module.state_dict()) == ["module.weight", "module.bias"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from elastic_etcd import ElasticSampler
-from elastic_etcd.train.dealing import Tail
+from elastic_etcd.train.shards import Tail
 
 
 def sampler(length: int = 100, **arguments: Any) -> ElasticSampler:
@@ -71,7 +71,7 @@ def test_different_batch_sizes_end_at_the_same_step() -> None:
     for rank, size in enumerate(sizes):
         mine = sampler(96 * 5 + 40, rank=rank, world_size=3)
         mine.reshard(batch_sizes=sizes)
-        assert len(mine) == 5 * size + {48: 18, 32: 12, 16: 6}[size]  # 40 hold 6 rounds of 3, 2, 1
+        assert len(mine) == 5 * size + {48: 18, 32: 12, 16: 6}[size]  # 40 hold 6 turns of 3, 2, 1
 
 
 def test_a_used_up_epoch_is_not_begun_again_by_itself() -> None:
@@ -188,7 +188,7 @@ def test_a_state_of_other_data_is_refused() -> None:
         sampler(100).load_state_dict(sampler(100, shuffle="stream").state_dict())
 
 
-def test_the_place_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ | {"RANK": "1", "WORLD_SIZE": "4"})
     mine = ElasticSampler(range(8), shuffle=False)
     assert list(mine) == [1, 5]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticSampler
+from elastic_etcd.train.process_group import teardown_alone
 
 Told = list[list[dict[str, Any]]]  # of each rank, for each story
 
@@ -28,7 +29,7 @@ def _start(rank: int, path: Path) -> None:
     )
     torch.save([uneven(), own_pace(rank), own_size(rank)], path / f"{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    teardown_alone()
 
 
 @pytest.fixture(scope="module")

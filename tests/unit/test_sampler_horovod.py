@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from elastic_etcd import ElasticSampler
-from tests.unit.processed_indices import ProcessedIndices, united
+from tests.support.processed_indices import ProcessedIndices, united
 
 BATCH = 4
 

@@ -114,7 +114,7 @@ def test_a_stateful_loader_goes_on_in_another_world() -> None:
 def test_a_stateful_loaders_state_within_a_step_is_refused() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     sampler = ElasticSampler(LENGTH, rank=0, world_size=2)
-    sampler.reshard(batch_sizes=[15, 10])  # rounds of 3 and 2
+    sampler.reshard(batch_sizes=[15, 10])  # turns of 3 and 2
     loader = loader_of(sampler, 0, False, stateful)
     taken(loader, 2, None)
     state = loader.state_dict()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_etcd import ElasticSampler
-from elastic_etcd.train.dealing import Tail
+from elastic_etcd.train.shards import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +64,9 @@ class Job:
         batches = [rank.train(size) for rank, size in zip(self.ranks, sizes, strict=True)]
         self.used += [index for batch in batches for index in batch]
         if agree:
-            counts = [rank.sampler._record.count for rank in self.ranks]
+            counts = [rank.sampler._progress.count for rank in self.ranks]
             for rank in self.ranks:
-                rank.sampler._record.agree(counts)  # what agree() gathers
+                rank.sampler._progress.agree(counts)  # what agree() gathers
         states = [r.sampler.state_dict() for r, b in zip(self.ranks, batches, strict=True) if b]
         assert all(state == states[0] for state in states)
         if states:
@@ -83,7 +83,7 @@ class Job:
 
 
 def check(job: Job, tail: Tail, width: int, padded: int) -> None:
-    """The promise of each tail; width: of the last world's rounds, padded: of those padded."""
+    """The promise of each tail; width: of the last world's turns, padded: of those padded."""
     length = job.arguments["dataset"]
     times = Counter(job.used)
     assert set(times) <= set(range(length))
@@ -115,7 +115,7 @@ def test_each_index_once_whatever_happens(
         # With no more than a batch for a rank, that batch does not tell what others take.
         declared = kind == "shares" or (not job.state and length // world <= same)
         job.form(sizes, declared, data.draw(st.integers(0, 30)), data.draw(st.booleans()))
-        width = job.ranks[0].sampler._deal.width
+        width = len(job.ranks[0].sampler._shards.slots)
         widths.append(width)
         kept, more = job.state, True
         steps = None if last else data.draw(st.integers(0, 8))

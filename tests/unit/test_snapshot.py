@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from multiprocessing import Pipe
@@ -17,22 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.encoding import decode, encode
-from elastic_etcd.train.image import (
+from elastic_etcd.train.codecs import decode, encode
+from elastic_etcd.train.snapshot import (
     CHUNK,
     HEADER,
     Header,
+    MemfdPair,
     Piece,
+    StateSnapshot,
     Version,
     digest_of,
     pack,
     pieces_of,
     unpack,
-    write,
+    write_body,
 )
-from elastic_etcd.train.snapshot import Slot, Snapshot
 from elastic_etcd.train.staging import Staging
-from tests.unit.processes import Child
+from tests.support.forked import Child
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -49,25 +50,21 @@ ODD = [
 ]
 
 
-def memory() -> Snapshot:
-    return Snapshot([os.memfd_create(f"test{slot}") for slot in (0, 1)])
+def memory() -> MemfdPair:
+    return MemfdPair([os.memfd_create(f"test{number}") for number in (0, 1)])
 
 
-def put(
-    snapshot: Snapshot, version: Version, tensors: Sequence[torch.Tensor], staging: Any = None
-) -> None:
-    objects, size = pack({"all": encode(list(range(len(tensors))), [])}, tensors)
-    pieces = pieces_of(objects, tensors)
-    through = staging.through(pieces) if staging else [list(pieces)]
-    snapshot.write(version, len(objects), size, through)
+def at_once(pieces: Iterator[Piece]) -> list[list[Piece]]:
+    return [list(pieces)]
 
 
-def got(slot: Slot | None) -> list[torch.Tensor]:
-    assert slot is not None
-    header = slot.header()
-    assert header is not None
-    _, tensors = unpack(slot.read(header.objects), slot.body(header.size))
-    return [tensor for tensor, _ in tensors]
+def put(memfds: MemfdPair, version: Version, tensors: list[torch.Tensor]) -> None:
+    memfds.write(version, {"all": encode(list(range(len(tensors))), [])}, tensors, at_once)
+
+
+def got(snapshot: StateSnapshot | None) -> list[torch.Tensor]:
+    assert snapshot is not None
+    return [tensor for tensor, _ in snapshot.load()[1]]
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -76,10 +73,10 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def test_tensors_of_every_kind_come_back_bit_by_bit() -> None:
-    snapshot = memory()
+    memfds = memory()
     tensors = [torch.randn(5, 3).mul(100).to(dtype) for dtype in DTYPES] + ODD
-    put(snapshot, Version(1, 1, 1), tensors)
-    for tensor, back in zip(tensors, got(snapshot.check()), strict=True):
+    put(memfds, Version(1, 1, 1), tensors)
+    for tensor, back in zip(tensors, got(memfds.newest_intact()), strict=True):
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
         assert bits(back) == bits(tensor)
 
@@ -91,8 +88,8 @@ def test_the_buffers_of_a_gpu_give_the_same_bytes_in_the_same_order(
     tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in lengths]
     objects, whole = pack({}, tensors)
     direct, staged = (torch.zeros(whole, dtype=torch.uint8) for _ in range(2))
-    digest = write(direct, [list(pieces_of(objects, tensors))])
-    assert write(staged, Staging("cpu", size).through(pieces_of(objects, tensors))) == digest
+    digest = write_body(direct, [list(pieces_of(objects, tensors))])
+    assert write_body(staged, Staging("cpu", size).through(pieces_of(objects, tensors))) == digest
     assert torch.equal(direct, staged)
 
 
@@ -113,10 +110,10 @@ def test_what_a_gpu_is_still_reading_is_not_given_back() -> None:
 
 
 def test_the_memory_is_given_back_with_the_snapshot() -> None:
-    snapshot = memory()
-    put(snapshot, Version(0, 1, 1), [torch.ones(10)])
-    fds = [slot.fd for slot in snapshot.slots]
-    del snapshot
+    memfds = memory()
+    put(memfds, Version(0, 1, 1), [torch.ones(10)])
+    fds = [memfd.fd for memfd in memfds.memfds]
+    del memfds
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -134,7 +131,7 @@ def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
 @pytest.mark.parametrize("size", [64, CHUNK - 64, CHUNK, CHUNK + 64, 2 * CHUNK + 192])
 def test_the_digest_is_of_every_byte(size: int) -> None:
     body = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    digest = write(torch.empty_like(body), [[(0, body.view(torch.int64))]])
+    digest = write_body(torch.empty_like(body), [[(0, body.view(torch.int64))]])
     assert digest_of(body) == digest
     for where in (0, size // 2, size - 1):
         body[where] ^= 16
@@ -149,14 +146,14 @@ def test_two_chunks_that_change_places_are_found() -> None:
 
 
 def test_a_commit_leaves_the_one_before_and_may_grow() -> None:
-    snapshot = memory()
-    assert snapshot.newest() is snapshot.check() is None
+    memfds = memory()
+    assert memfds.newest() is memfds.newest_intact() is None
     for count in (1, 2, 3, 4):
-        put(snapshot, Version(0, count, 5), [torch.full((count * 100_000,), float(count))])
-        assert snapshot.version() == Version(0, count, 5)
-        versions = [h.version.counter for slot in snapshot.slots if (h := slot.header())]
+        put(memfds, Version(0, count, 5), [torch.full((count * 100_000,), float(count))])
+        assert memfds.version() == Version(0, count, 5)
+        versions = [s.header.version.counter for m in memfds.memfds if (s := m.snapshot())]
         assert sorted(versions) == [count - 1, count][-len(versions) :]
-        assert bool((got(snapshot.check())[0] == count).all())
+        assert bool((got(memfds.newest_intact())[0] == count).all())
 
 
 def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
@@ -168,33 +165,33 @@ def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
 
 
 def test_the_memory_is_another_process_s_to_read() -> None:
-    snapshot = memory()
-    put(snapshot, Version(4, 2, 9), [torch.arange(100)])
-    again = Snapshot([os.dup(slot.fd) for slot in snapshot.slots])
+    memfds = memory()
+    put(memfds, Version(4, 2, 9), [torch.arange(100)])
+    again = MemfdPair([os.dup(memfd.fd) for memfd in memfds.memfds])
     assert again.version() == Version(4, 2, 9)
-    assert torch.equal(got(again.check())[0], torch.arange(100))
+    assert torch.equal(got(again.newest_intact())[0], torch.arange(100))
     put(again, Version(4, 3, 9), [torch.arange(1_000_000)])  # the file has grown since
-    assert torch.equal(got(again.check())[0], torch.arange(1_000_000))
+    assert torch.equal(got(again.newest_intact())[0], torch.arange(1_000_000))
 
 
 def test_a_damaged_snapshot_is_dropped_for_the_one_before() -> None:
-    snapshot = memory()
+    memfds = memory()
     for count in (1, 2):
-        put(snapshot, Version(0, count, 5), [torch.full((100,), float(count))])
-    newest = snapshot.newest()
+        put(memfds, Version(0, count, 5), [torch.full((100,), float(count))])
+    newest = memfds.newest()
     assert newest is not None
     got(newest)[0][50] = 0
-    assert snapshot.check() is not newest
-    assert snapshot.version() == Version(0, 1, 5)
-    got(snapshot.newest())[0][50] = 0
-    assert snapshot.check() is None
+    assert memfds.newest_intact() != newest
+    assert memfds.version() == Version(0, 1, 5)
+    got(memfds.newest())[0][50] = 0
+    assert memfds.newest_intact() is None
 
 
 def test_a_forked_process_can_not_write() -> None:
-    slot = memory().slots[0]
-    slot.pid += 1
+    memfd = memory().memfds[0]
+    memfd.pid += 1
     with pytest.raises(UsageError, match="forked"):
-        slot.clear(10)
+        memfd.clear(10)
 
 
 @given(st.binary(max_size=200))
@@ -232,24 +229,21 @@ def test_any_table_of_tensors_is_read_or_malformed(table: Any, parts: Any) -> No
 
 def commit_until(fds: list[Any], count: int, last: int) -> None:
     """Commit `count` times, then once more, to be killed after `last` pieces of it."""
-    snapshot = Snapshot([fd.detach() for fd in fds])
+    memfds = MemfdPair([fd.detach() for fd in fds])
     for n in range(1, count + 1):
-        put(snapshot, Version(0, n, 1), numbered(n))
-    tensors = numbered(count + 1)
-    objects, size = pack({}, tensors)
-    pieces = pieces_of(objects, tensors)
+        put(memfds, Version(0, n, 1), numbered(n))
 
-    def killed() -> Iterator[list[Piece]]:
+    def killed(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield from ([piece] for piece in islice(pieces, last))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    snapshot.write(Version(0, count + 1, 1), len(objects), size, killed())
+    memfds.write(Version(0, count + 1, 1), {}, numbered(count + 1), killed)
 
 
 def commit_for_ever(fds: list[Any], said: Any) -> None:
-    snapshot = Snapshot([fd.detach() for fd in fds])
+    memfds = MemfdPair([fd.detach() for fd in fds])
     for count in range(1, 1_000_000):
-        put(snapshot, Version(0, count, 1), numbered(count))
+        put(memfds, Version(0, count, 1), numbered(count))
         said.send(count)
 
 
@@ -257,19 +251,19 @@ def numbered(count: int) -> list[torch.Tensor]:
     return [torch.full((n + 64 * count,), count) for n in (1_000_000, 1_000, 0, 70_001)]
 
 
-def passed_on(snapshot: Snapshot) -> list[Any]:
-    return [DupFd(slot.fd) for slot in snapshot.slots]
+def passed_on(memfds: MemfdPair) -> list[Any]:
+    return [DupFd(memfd.fd) for memfd in memfds.memfds]
 
 
-def left_whole(snapshot: Snapshot) -> int:
+def left_whole(memfds: MemfdPair) -> int:
     """Which commit the newest snapshot is, when its process is dead; all of it is that one's."""
-    left = Snapshot([os.dup(slot.fd) for slot in snapshot.slots])
-    slot, version = left.newest(), left.version()
-    assert slot is not None
-    assert version is not None
-    assert all(one.whole() for one in left.slots if one.header())
-    assert all(bool((tensor == version.counter).all()) for tensor in got(slot))
-    return version.counter
+    left = MemfdPair([os.dup(memfd.fd) for memfd in memfds.memfds])
+    newest = left.newest()
+    assert newest is not None
+    assert all(one.is_intact() for memfd in left.memfds if (one := memfd.snapshot()))
+    counter = newest.header.version.counter
+    assert all(bool((tensor == counter).all()) for tensor in got(newest))
+    return counter
 
 
 @pytest.mark.parametrize("last", range(6))
@@ -277,17 +271,17 @@ def left_whole(snapshot: Snapshot) -> int:
 def test_killed_between_two_pieces_of_a_commit_it_leaves_the_one_before(
     count: int, last: int
 ) -> None:
-    snapshot = memory()
-    assert Child(commit_until, passed_on(snapshot), count, last).result() is None
-    assert left_whole(snapshot) == count
+    memfds = memory()
+    assert Child(commit_until, passed_on(memfds), count, last).result() is None
+    assert left_whole(memfds) == count
 
 
 def test_killed_at_any_moment_it_leaves_the_last_or_the_one_that_it_was_at() -> None:
     rng = random.Random(7)
     for _ in range(12):
-        snapshot = memory()
+        memfds = memory()
         heard, said = Pipe(duplex=False)
-        child = Child(commit_for_ever, passed_on(snapshot), said)
+        child = Child(commit_for_ever, passed_on(memfds), said)
         said.close()
         last = 0
         for _ in range(rng.randint(1, 6)):
@@ -302,16 +296,15 @@ def test_killed_at_any_moment_it_leaves_the_last_or_the_one_that_it_was_at() -> 
             while True:
                 last = heard.recv()
         heard.close()
-        assert left_whole(snapshot) in {last, last + 1}
+        assert left_whole(memfds) in {last, last + 1}
 
 
 def test_a_part_is_read_with_its_tensors() -> None:
     tensors: list[torch.Tensor] = []
     part = encode({"w": torch.arange(5)}, tensors)
-    snapshot = memory()
-    objects, size = pack({"model": part}, tensors)
-    snapshot.write(Version(0, 1, 1), len(objects), size, [list(pieces_of(objects, tensors))])
-    slot = snapshot.check()
-    assert slot is not None
-    parts, found = unpack(slot.read(len(objects)), slot.body(size))
+    memfds = memory()
+    memfds.write(Version(0, 1, 1), {"model": part}, tensors, at_once)
+    newest = memfds.newest_intact()
+    assert newest is not None
+    parts, found = newest.load()
     assert decode(parts["model"], [t for t, _ in found])["w"].tolist() == [0, 1, 2, 3, 4]

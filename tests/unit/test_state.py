@@ -16,12 +16,13 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import elastic_etcd.train.channel
-from elastic_etcd.agent.channel import Channels, Peer
+from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
-from elastic_etcd.train import boundary
-from elastic_etcd.train.image import Version
+from elastic_etcd.protocol import AskCurrent, Current, Disconnected, FromWorker
+from elastic_etcd.train import sync_point
+from elastic_etcd.train.snapshot import Version
 from elastic_etcd.train.state import ElasticState
-from tests.unit.processes import Child, group
+from tests.support.forked import Child, group
 
 
 def network() -> nn.Module:
@@ -134,10 +135,10 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     newcomer = torch.optim.Adam(model.parameters())
     state.optimizer = newcomer
     state.restore()
-    slot = state._open().check()
-    assert slot is not None
+    newest = state._open_memfds().newest_intact()
+    assert newest is not None
     trained(model, newcomer, 2)
-    assert slot.whole()
+    assert newest.is_intact()
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -255,7 +256,7 @@ class CountedCodec:
 def test_users_register_codecs_and_subclasses_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic_etcd.train.parts._codecs", {})
+    monkeypatch.setattr("elastic_etcd.train.codecs._codecs", {})
     state = ElasticState(counted=More(3))
     with pytest.raises(UsageError, match=r"counted is a .*More"):
         state.commit()
@@ -294,7 +295,7 @@ def test_every_nth_call_commits() -> None:
     for step in range(1, 10):
         state.step = step
         state.commit(every=4)
-        committed.append(state._open().version())
+        committed.append(state._open_memfds().version())
     assert [v.counter if v else 0 for v in committed] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     state.restore()
     assert state.step == 8
@@ -317,12 +318,12 @@ def test_alone_in_the_world_sync_is_the_first_commit_and_then_a_restore() -> Non
 def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ElasticState(step=3)
     state.check()
-    assert state._open().version() is None
-    monkeypatch.setattr(boundary, "check", lambda: True)
-    with pytest.raises(boundary.WorldChanged):
+    assert state._open_memfds().version() is None
+    monkeypatch.setattr(sync_point, "check", lambda: True)
+    with pytest.raises(sync_point.WorldChanged):
         state.check()
     loads: list[Any] = []
-    monkeypatch.setattr(state, "_load", loads.append)
+    monkeypatch.setattr(state, "_load_snapshot", loads.append)
     state.sync()  # what was committed needs no loading
     assert loads == []
     state.sync()
@@ -341,7 +342,7 @@ def test_only_a_rewound_state_is_not_loaded_by_sync(
     elif between == "set":
         state.step = 4
     loads: list[Any] = []
-    monkeypatch.setattr(state, "_load", loads.append)
+    monkeypatch.setattr(state, "_load_snapshot", loads.append)
     state.sync()
     assert len(loads) == (between != "nothing")
 
@@ -395,7 +396,7 @@ def test_any_commit_of_this_job_is_newer_than_a_file(
     again.commit()
     again.load(tmp_path / "state")
     assert again.epoch == 3
-    version = again._open().version()
+    version = again._open_memfds().version()
     assert version is not None
     assert version.age() == Version(1, 1, 0).age()
 
@@ -417,7 +418,7 @@ def test_a_damaged_file_changes_nothing(where: int, tmp_path: Path) -> None:
         with pytest.raises(MalformedState, match=str(path)):
             fresh.load(path)
         assert fresh.epoch == 0
-        assert fresh._open().newest() is None
+        assert fresh._open_memfds().newest() is None
     with pytest.raises(FileNotFoundError):
         fresh.load(tmp_path / "none")
     path.write_bytes(whole)
@@ -495,8 +496,8 @@ class Job:
         self._loop.close()
 
     def _run(self) -> None:
-        async def opened() -> Channels:
-            channels = Channels(lambda _peer, _message: None, self._current)
+        async def opened() -> ChannelServer:
+            channels = ChannelServer(self._answer)
             self.path = channels.open()
             return channels
 
@@ -509,10 +510,10 @@ class Job:
 
         self._loop.run_until_complete(closed())
 
-    def _current(self, peer: Peer, number: int) -> None:
-        reason = "" if self.is_current else "n2 is lost"
-        answer = {"id": number, "current": self.is_current, "reason": reason}
-        peer.send({"type": "current", **answer})
+    def _answer(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+        if isinstance(message, AskCurrent):
+            reason = "" if self.is_current else "n2 is lost"
+            channel.send(Current(message.id, self.is_current, reason))
 
 
 @pytest.fixture
@@ -551,7 +552,7 @@ import os, signal, sys, torch
 from elastic_etcd.train.state import ElasticState
 state = ElasticState(epoch=0, data=torch.zeros(1000))
 state.sync()
-print(state.epoch, int(state.data[0]), state._open().version().counter, flush=True)
+print(state.epoch, int(state.data[0]), state._open_memfds().version().counter, flush=True)
 for _ in range(3):
     state.epoch += 1
     state.data += 1

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_etcd.errors import MalformedState
-from elastic_etcd.train import sync
-from elastic_etcd.train.image import Version
+from elastic_etcd.train import collectives, sync
+from elastic_etcd.train.snapshot import Version
 from elastic_etcd.train.state import ElasticState
-from tests.unit.processes import Child, group, ranks
+from tests.support.forked import Child, group, ranks
 
 
 @given(st.integers(1, 40), st.data())
 def test_each_who_lacks_it_gets_it_once_from_one_who_has_it(size: int, data: st.DataObject) -> None:
     holders = data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
-    pairs = list(sync.rounds(holders, size))
+    pairs = list(sync.transfers(holders, size))
     having = dict.fromkeys(holders, 0)  # and after which round
     busy = dict.fromkeys(range(size), 0)
     for sender, receiver in pairs:
@@ -36,11 +36,11 @@ def test_each_who_lacks_it_gets_it_once_from_one_who_has_it(size: int, data: st.
 
 
 class Sampler:
-    """What a state takes for a sampler: it has a state_dict and can be dealt out anew."""
+    """What a state takes for a sampler: it has a state_dict and can be sharded anew."""
 
     def __init__(self) -> None:
         self.consumed = 0
-        self.place = (0, 1)
+        self.rank_and_size = (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.consumed}
@@ -49,7 +49,7 @@ class Sampler:
         self.consumed = saved["consumed"]
 
     def reshard(self, rank: int, world_size: int) -> None:
-        self.place = (rank, world_size)
+        self.rank_and_size = (rank, world_size)
 
 
 def received() -> list[int]:
@@ -79,13 +79,13 @@ def made(rank: int) -> ElasticState:
 
 
 def held(state: ElasticState) -> tuple[Any, ...]:
-    """All that a rank has: values, snapshot, place."""
+    """All that a rank has: values and snapshot."""
     model = getattr(state.model, "module", state.model)
     weights = [t.tolist() for t in model.state_dict().values()]
     moments = [t.tolist() for row in state.optimizer.state.values() for t in row.values()]
-    slot = state._open().check()
-    assert slot is not None
-    return weights, moments, state.epoch, state.sampler.consumed, slot.header()
+    newest = state._open_memfds().newest_intact()
+    assert newest is not None
+    return weights, moments, state.epoch, state.sampler.consumed, newest.header
 
 
 def several_syncs(rank: int) -> list[Any]:
@@ -97,7 +97,7 @@ def several_syncs(rank: int) -> list[Any]:
     def synced() -> None:
         sizes.clear()
         state.sync()
-        stages.append((held(state), state.sampler.place, sum(sizes) > 0))
+        stages.append((held(state), state.sampler.rank_and_size, sum(sizes) > 0))
 
     synced()  # nobody has a snapshot
     if rank != 0:  # two have a newer one
@@ -118,7 +118,7 @@ def test_ranks_start_from_rank_0_and_go_on_from_the_newest(tmp_path: Path) -> No
     ):
         assert all(what == stage[0][0] for what, _, _ in stage)
         assert stage[0][0][2] == epoch
-        assert [place for _, place, _ in stage] == [(0, 3), (1, 3), (2, 3)]
+        assert [world for _, world, _ in stage] == [(0, 3), (1, 3), (2, 3)]
         assert [received for _, _, received in stage] == receive
     assert second[0][0][3] == 64
     assert first[0][0][1]  # a newcomer's optimizer has rank 0's moments
@@ -129,9 +129,9 @@ def of_two_lineages(rank: int) -> Any:
     state = ElasticState(epoch=rank + 5)
     state.commit()
     state.sync()
-    again = state._open().version()
+    again = state._open_memfds().version()
     state.sync()
-    assert state._open().version() == again
+    assert state._open_memfds().version() == again
     return state.epoch, again
 
 
@@ -156,7 +156,7 @@ def after_others(rank: int) -> Any:
     state.commit()
     os.environ["ELASTIC_ETCD_GENERATION"] = "9"
     assert state.sync()
-    return state.epoch, state._open().version()
+    return state.epoch, state._open_memfds().version()
 
 
 def test_the_later_generation_s_commit_is_the_newer(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def dying(rank: int, folder: Path) -> Any:
             state.sync()
     except RuntimeError as error:
         broken = str(error)
-    version = state._open().version()
+    version = state._open_memfds().version()
     assert version is not None
     assert version.counter == 0
     state._rewind()
@@ -201,7 +201,7 @@ def dying(rank: int, folder: Path) -> Any:
         state.count += 5
         state.commit()
         state.sync()
-    return state.count, state._open().version(), broken
+    return state.count, state._open_memfds().version(), broken
 
 
 def test_a_sender_that_dies_leaves_all_others_with_what_they_had(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def from_a_faulty_peer(rank: int) -> Any:
     try:
         state.sync()
     except MalformedState as error:
-        return str(error), state._open().newest(), float(state.data.sum())
+        return str(error), state._open_memfds().newest(), float(state.data.sum())
     return None
 
 
@@ -300,7 +300,7 @@ def from_a_file(rank: int, folder: Path) -> Any:
     if rank == 1:
         state.load(folder / "file")
     state.sync()
-    version = state._open().version()
+    version = state._open_memfds().version()
     assert version is not None
     return state.epoch, version.age()
 
@@ -313,8 +313,8 @@ def test_a_file_that_one_rank_loaded_is_what_all_go_on_from(tmp_path: Path) -> N
 def test_a_group_that_takes_host_memory_is_given_it(
     config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert sync._device() == torch.device("cpu")
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    assert collectives.device_of() == torch.device("cpu")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert sync._device() == torch.device("cuda", 1)
+    assert collectives.device_of() == torch.device("cuda", 1)

@@ -1,6 +1,7 @@
-"""The store host with real torch processes."""
+"""The store server with real torch processes."""
 
 import asyncio
+import logging
 import os
 import select
 import signal
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import store
-from elastic_etcd.agent.store import StoreHost, bind
+from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.agent.store import StoreServer, bind
 
 # Processes that import torch while other things run on a small machine.
 DEADLINE = 50.0
@@ -39,28 +40,44 @@ print(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False).add("n", 5))
 """
 
 
-class Host:
-    def __init__(self) -> None:
+class Server(logging.Handler):
+    """A store server, and what it writes into the log."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        super().__init__(logging.WARNING)
+        self.store = StoreServer(tasks)
         self.deaths: list[str] = []
-        self.died = asyncio.Event()
-        self.store = StoreHost(self._on_death)
+        self._said = asyncio.Event()
 
-    def _on_death(self, text: str) -> None:
-        self.deaths.append(text)
-        self.died.set()
+    def emit(self, record: logging.LogRecord) -> None:
+        self.deaths.append(record.getMessage())
+        self._said.set()
 
-    @property
-    def pid(self) -> int:
+    async def died(self) -> str:
+        """Its first words about an end."""
+        async with asyncio.timeout(DEADLINE):
+            await self._said.wait()
+        assert self.deaths[0].startswith("nobody answers at the master endpoint any more: ")
+        return self.deaths[0]
+
+    async def pid(self) -> int:
+        """Of the child, once it is started."""
         assert self.store._child is not None
-        assert self.store._child._process is not None
+        async with asyncio.timeout(DEADLINE):
+            while self.store._child._process is None:  # noqa: ASYNC110 - turns of the loop
+                await asyncio.sleep(0)
         return self.store._child._process.pid
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    host = Host()
-    yield host
-    host.store.close()
+async def server() -> AsyncIterator[Server]:
+    log = logging.getLogger("elastic_etcd.agent.store")
+    async with Tasks() as tasks:
+        server = Server(tasks)
+        log.addHandler(server)
+        yield server
+        log.removeHandler(server)
+        server.store.close()
 
 
 async def worker(rank: int, port: int) -> Process:
@@ -87,26 +104,26 @@ def is_refused(port: int) -> bool:
         return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
-async def test_two_generations_have_a_store_each_from_one_child(host: Host) -> None:
+async def test_two_generations_have_a_store_each_from_one_child(server: Server) -> None:
     ports: list[int] = []
     pids: set[int] = set()
     for generation in (1, 2):
         sock, port = bind("127.0.0.1")
         ports.append(port)
         workers = [await worker(rank, port) for rank in (0, 1)]
-        host.store.serve(generation, sock)
+        server.store.serve(generation, sock)
         assert sock.fileno() == -1, "the agent kept the socket, so the port could never close"
-        pids.add(host.pid)
+        pids.add(await server.pid())
         assert await results(*workers) == [b"2.0\n"] * 2
     assert len(pids) == 1
     assert is_refused(ports[0])
     assert not is_refused(ports[1])
-    assert host.deaths == []
-    host.store.close()
+    assert server.deaths == []
+    server.store.close()
     assert is_refused(ports[1])
 
 
-async def test_a_client_that_comes_before_the_child_waits_for_it(host: Host) -> None:
+async def test_a_client_that_comes_before_the_child_waits_for_it(server: Server) -> None:
     sock, port = bind("127.0.0.1")
     client = subprocess.Popen(
         [sys.executable, "-c", EARLY, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -118,7 +135,7 @@ async def test_a_client_that_comes_before_the_child_waits_for_it(host: Host) -> 
         client.stdin.write(b"x")
         client.stdin.flush()
         await connected(port)
-        host.store.serve(1, sock)
+        server.store.serve(1, sock)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(DEADLINE):
             assert await loop.run_in_executor(None, client.stdout.read) == b"5\n"
@@ -136,45 +153,42 @@ async def connected(port: int) -> None:
 
 
 async def test_the_end_of_the_child_is_told_with_its_last_words(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: no such file')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sock, _ = bind("127.0.0.1")
-    host.store.serve(1, sock)
-    async with asyncio.timeout(DEADLINE):
-        await host.died.wait()
-    (text,) = host.deaths
+    server.store.serve(1, sock)
+    text = await server.died()
+    assert server.deaths == [text]
     assert "exit code 1: torch cannot be imported by" in text
     assert text.endswith("libcudart.so.99: no such file")
 
 
-async def test_a_killed_child_is_told_and_another_one_can_be_started(host: Host) -> None:
-    host.store.warm()
-    first = host.pid
+async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Server) -> None:
+    server.store.warm()
+    first = await server.pid()
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(DEADLINE):
-        await host.died.wait()
-    assert "exit code -9" in host.deaths[0]
-    host.store.warm()
-    assert host.pid != first
-    host.store.close()
-    host.store.close()
-    assert len(host.deaths) == 1
+    assert "exit code -9" in await server.died()
+    server.store.warm()
+    assert await server.pid() != first
+    server.store.close()
+    server.store.close()
+    assert len(server.deaths) == 1
 
 
 async def test_a_file_in_the_working_directory_is_not_taken_for_a_module(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
     monkeypatch.chdir(tmp_path)
     sock, port = bind("127.0.0.1")
-    host.store.serve(1, sock)
+    server.store.serve(1, sock)
     sock, newer = bind("127.0.0.1")
-    host.store.serve(2, sock)
+    server.store.serve(2, sock)
     await asyncio.get_running_loop().run_in_executor(None, ping, newer)
     assert is_refused(port)
-    assert host.deaths == []
+    assert server.deaths == []
 
 
 def ping(port: int) -> None:
@@ -183,15 +197,13 @@ def ping(port: int) -> None:
 
 
 async def test_a_child_that_cannot_be_started_is_told(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.sys, "executable", "/no/such/python")  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     sock, _ = bind("127.0.0.1")
-    host.store.serve(1, sock)
+    server.store.serve(1, sock)
     assert sock.fileno() == -1
-    async with asyncio.timeout(DEADLINE):
-        await host.died.wait()
-    assert "can't be started: No such file" in host.deaths[0]
+    assert "can't be started: No such file" in await server.died()
 
 
 def test_the_child_dies_with_a_killed_agent() -> None:
@@ -201,14 +213,18 @@ def test_the_child_dies_with_a_killed_agent() -> None:
             "-c",
             textwrap.dedent("""
                 import asyncio
-                from elastic_etcd.agent.store import StoreHost, bind
+                from elastic_etcd.agent.inbox import Tasks
+                from elastic_etcd.agent.store import StoreServer, bind
 
                 async def main() -> None:
-                    host = StoreHost(print)
-                    sock, port = bind("127.0.0.1")
-                    host.serve(1, sock)
-                    print(host._child._process.pid, flush=True)
-                    await asyncio.Event().wait()
+                    async with Tasks() as tasks:
+                        server = StoreServer(tasks)
+                        sock, port = bind("127.0.0.1")
+                        server.serve(1, sock)
+                        while server._child._process is None:
+                            await asyncio.sleep(0)
+                        print(server._child._process.pid, flush=True)
+                        await asyncio.Event().wait()
 
                 asyncio.run(main())
             """),

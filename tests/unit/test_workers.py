@@ -6,63 +6,36 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from elastic_etcd import process
+from elastic_etcd.agent import workers
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.processes import is_gone
-from elastic_etcd.agent.worker import WorkerSpec
-from elastic_etcd.agent.workers import WorkerExit, WorkerGroup
+from elastic_etcd.process import Process, is_gone
+from elastic_etcd.times import STUCK
+from tests.unit.watched import Watched
+
+if TYPE_CHECKING:
+    from elastic_etcd.agent.prefork import Prefork
 
 SHUTDOWN = 15.0
-
-
-class Watched:
-    """A group whose callbacks can be awaited."""
-
-    def __init__(self, logs: Logs, *commands: Sequence[str], generation: int = 1) -> None:
-        self.exits: list[WorkerExit] = []
-        self.empties: list[int] = []
-        self._news = asyncio.Event()
-        specs = []
-        for n, command in enumerate(commands):
-            file = logs.error_file(generation, n)
-            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
-            specs.append(WorkerSpec(tuple(command), env, n, n, file))
-        self.group = WorkerGroup(generation, specs, logs, self._exited, self._emptied)
-
-    def _exited(self, exit_: WorkerExit) -> None:
-        assert not self.empties, "an exit after emptied"
-        self.exits.append(exit_)
-        self._news.set()
-
-    def _emptied(self, generation: int) -> None:
-        self.empties.append(generation)
-        self._news.set()
-
-    async def exit(self) -> WorkerExit:
-        async with asyncio.timeout(SHUTDOWN):
-            while not self.exits:
-                self._news.clear()
-                await self._news.wait()
-        return self.exits[0]
-
-    async def emptied(self) -> None:
-        async with asyncio.timeout(SHUTDOWN):
-            while not self.empties:
-                self._news.clear()
-                await self._news.wait()
-        await asyncio.sleep(0)  # one turn of the loop in which nothing more may come
-        assert self.empties == [self.group.generation]
 
 
 @pytest.fixture
 async def logs(tmp_path: Path) -> AsyncIterator[Logs]:
     async with Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r") as logs:
         yield logs
+
+
+@pytest.fixture
+async def watched(logs: Logs) -> AsyncIterator[Watched]:
+    async with Watched.open(logs) as watched:
+        yield watched
 
 
 def python(code: str) -> list[str]:
@@ -118,40 +91,37 @@ async def gone(pid: int) -> None:
         os.close(pidfd)
 
 
-async def test_exit_codes_and_signals_are_told_apart(logs: Logs) -> None:
-    watched = Watched(
-        logs,
+async def test_exit_codes_and_signals_are_told_apart(watched: Watched) -> None:
+    watched.launch(
         ["sh", "-c", "exit 0"],
         ["sh", "-c", "exit 7"],
         ["sh", "-c", "kill -9 $$"],
         ["sh", "-c", "exit 137"],
     )
-    watched.group.start()
     await watched.emptied()
-    assert {e.rank: e.code for e in watched.exits} == {0: 0, 1: 7, 2: -9, 3: 137}
-    assert all(0 < e.uptime < SHUTDOWN and e.generation == 1 for e in watched.exits)
-    assert all(e.message == "" for e in watched.exits)
+    assert len(watched.ends) == 4
+    assert {f.rank: f.code for f in watched.failures} == {1: 7, 2: -9, 3: 137}
+    assert all(e.generation == 1 and not e.by_peer for e in watched.ends)
+    assert all(0 < f.uptime < SHUTDOWN and f.node == "n" for f in watched.failures)
+    assert all(f.message == "" and f.local_rank == f.rank for f in watched.failures)
 
 
-async def test_no_worker_at_all_is_empty_at_once(logs: Logs) -> None:
-    watched = Watched(logs)
-    watched.group.start()
-    assert watched.empties == []  # callbacks come from the loop only
+async def test_no_worker_at_all_is_empty_at_once(watched: Watched) -> None:
+    watched.launch()
+    assert watched.empties == []  # news come from the loop only
     await watched.emptied()
 
 
-async def test_the_message_is_the_last_traceback(logs: Logs) -> None:
-    watched = Watched(logs, python("1 / 0"))
-    watched.group.start()
-    message = (await watched.exit()).message
+async def test_the_message_is_the_last_traceback(watched: Watched) -> None:
+    watched.launch(python("1 / 0"))
+    message = (await watched.failure()).message
     assert message.startswith("Traceback (most recent call last):")
     assert message.endswith("ZeroDivisionError: division by zero")
     await watched.emptied()
 
 
-async def test_the_error_file_is_better_than_stderr(logs: Logs) -> None:
-    watched = Watched(
-        logs,
+async def test_the_error_file_is_better_than_stderr(watched: Watched) -> None:
+    watched.launch(
         python("""
             import json, os
             record = {"message": {"message": "E: m", "extraInfo": {"py_callstack": "the stack"}}}
@@ -160,8 +130,7 @@ async def test_the_error_file_is_better_than_stderr(logs: Logs) -> None:
             1 / 0
         """),
     )
-    watched.group.start()
-    assert (await watched.exit()).message == "the stack"
+    assert (await watched.failure()).message == "the stack"
     await watched.emptied()
 
 
@@ -170,105 +139,99 @@ async def test_the_error_file_is_better_than_stderr(logs: Logs) -> None:
     [("/no/such/program", 127, "No such file"), ("/etc/passwd", 126, "Permission denied")],
 )
 async def test_a_program_that_cannot_run_is_an_exit(
-    logs: Logs, program: str, code: int, words: str
+    watched: Watched, program: str, code: int, words: str
 ) -> None:
-    watched = Watched(logs, [program], ["sleep", "1000"])
-    watched.group.start()
-    exit_ = await watched.exit()
-    assert (exit_.rank, exit_.code) == (0, code)
-    assert program in exit_.message
-    assert words in exit_.message
-    watched.group.kill()
+    watched.launch([program], ["sleep", "1000"])
+    failure = await watched.failure()
+    assert (failure.rank, failure.code) == (0, code)
+    assert program in failure.message
+    assert words in failure.message
+    watched.workers.kill()
     await watched.emptied()
 
 
-async def test_a_command_too_long_for_the_kernel_is_an_exit(logs: Logs) -> None:
-    watched = Watched(logs, ["echo", "x" * (1 << 22)])
-    watched.group.start()
-    assert watched.exits == []
-    exit_ = await watched.exit()
-    assert (exit_.code, exit_.pid) == (126, 0)
-    assert "Argument list too long" in exit_.message
+async def test_a_command_too_long_for_the_kernel_is_an_exit(watched: Watched) -> None:
+    watched.launch(["echo", "x" * (1 << 22)])
+    assert watched.ends == []
+    failure = await watched.failure()
+    assert (failure.code, failure.pid) == (126, 0)
+    assert "Argument list too long" in failure.message
     await watched.emptied()
 
 
 async def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
-    logs: Logs, fifo: Path
+    watched: Watched, fifo: Path
 ) -> None:
-    watched = Watched(
-        logs,
+    watched.launch(
         ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
     )
-    watched.group.start()
     await line(fifo)
     loop = asyncio.get_running_loop()
     begin = loop.time()
-    watched.group.stop(1000)
-    watched.group.stop(0.3)  # the shorter one wins
-    watched.group.stop(1000)
+    watched.workers.stop(1000)
+    watched.workers.stop(0.3)  # the shorter one wins
+    watched.workers.stop(1000)
     await watched.emptied()
-    assert watched.exits[0].code == -signal.SIGKILL
+    assert watched.failures[0].code == -signal.SIGKILL
     assert 0.3 <= loop.time() - begin < 5
 
 
-async def test_a_worker_may_use_its_grace(logs: Logs, fifo: Path) -> None:
-    watched = Watched(
-        logs,
+async def test_a_worker_may_use_its_grace(watched: Watched, fifo: Path) -> None:
+    watched.launch(
         ["sh", "-c", f"trap 'exit 3' TERM; echo ready > {fifo}; while :; do sleep 0.01; done"],
     )
-    watched.group.start()
     await line(fifo)
-    watched.group.stop(1000)
+    watched.workers.stop(1000)
     await watched.emptied()
-    assert watched.exits[0].code == 3
+    assert watched.failures[0].code == 3
 
 
-async def test_stop_at_any_moment_is_safe(logs: Logs) -> None:
-    before = Watched(logs, ["sleep", "1000"])
-    before.group.stop(1)
-    before.group.start()
-    await before.emptied()
-    assert before.exits == []
+async def test_stop_at_any_moment_is_safe(watched: Watched) -> None:
+    watched.workers.stop(1)  # nothing has ever run
+    watched.workers.kill()
 
-    in_exec = Watched(logs, *[["sleep", "1000"]] * 4, generation=2)
-    in_exec.group.start()
-    in_exec.group.stop(1000)  # the trampoline has hardly begun
-    await in_exec.emptied()
-    assert [e.code for e in in_exec.exits] == [-signal.SIGTERM] * 4
+    watched.launch(*[["sleep", "1000"]] * 4)
+    watched.workers.stop(1000)  # they are not even processes
+    await watched.emptied()
+    assert [f.code for f in watched.failures] == [-signal.SIGKILL] * 4
 
-    after = Watched(logs, ["true"], generation=3)
-    after.group.start()
-    await after.emptied()
-    after.group.stop(1)
-    after.group.kill()
-    await after.emptied()
+    watched.launch(*[["sleep", "1000"]] * 4, generation=2)
+    assert len(await watched.started()) == 4
+    watched.workers.stop(1000)  # the trampoline has hardly begun
+    await watched.emptied()
+    assert [f.code for f in watched.failures] == [-signal.SIGTERM] * 4
+
+    watched.launch(["true"], generation=3)
+    await watched.emptied()
+    watched.workers.stop(1)
+    watched.workers.kill()
+    await watched.emptied()
 
 
 async def test_children_that_hold_the_pipes_and_ignore_sigterm_go_with_their_leader(
-    logs: Logs, fifo: Path, tmp_path: Path
+    watched: Watched, fifo: Path, tmp_path: Path
 ) -> None:
     child = tmp_path / "child.sh"
     child.write_text(f"trap '' TERM\necho $$ > {fifo}\nwhile :; do sleep 1000; done\n")
-    watched = Watched(logs, ["sh", "-c", f"sh {child} & exec sleep 1000"])
-    watched.group.start()
+    watched.launch(["sh", "-c", f"sh {child} & exec sleep 1000"])
     pid = int(await line(fifo))
-    (leader,) = watched.group.pids.values()
+    (leader,) = await watched.started()
     assert os.getpgid(pid) == leader
     os.kill(leader, signal.SIGTERM)
-    assert (await watched.exit()).code == -signal.SIGTERM
+    assert (await watched.failure()).code == -signal.SIGTERM
     await watched.emptied()
     assert not is_running(pid)
 
 
-async def test_a_grandchild_that_left_the_group_delays_nothing(logs: Logs, fifo: Path) -> None:
-    watched = Watched(
-        logs,
+async def test_a_grandchild_that_left_the_group_delays_nothing(
+    watched: Watched, fifo: Path
+) -> None:
+    watched.launch(
         ["sh", "-c", f"setsid sh -c 'echo $$ > {fifo}; exec sleep 1000' & wait $!"],
     )
-    watched.group.start()
     pid = int(await line(fifo))
     try:
-        watched.group.kill()
+        watched.workers.kill()
         await watched.emptied()
         assert is_running(pid), "it is its own session's business"
     finally:
@@ -276,10 +239,9 @@ async def test_a_grandchild_that_left_the_group_delays_nothing(logs: Logs, fifo:
     await gone(pid)
 
 
-async def test_a_dead_child_that_nobody_reaps_delays_nothing(logs: Logs, fifo: Path) -> None:
+async def test_a_dead_child_that_nobody_reaps_delays_nothing(watched: Watched, fifo: Path) -> None:
     # As in a container whose first process is no init: orphans stay in their group as zombies.
-    watched = Watched(
-        logs,
+    watched.launch(
         python(f"""
             import os, signal
             if not os.fork():
@@ -292,11 +254,10 @@ async def test_a_dead_child_that_nobody_reaps_delays_nothing(logs: Logs, fifo: P
             signal.pause()
         """),
     )
-    watched.group.start()
     careless = int(await line(fifo))
-    (leader,) = watched.group.pids.values()
+    (leader,) = await watched.started()
     try:
-        watched.group.kill()
+        watched.workers.kill()
         await watched.emptied()
         os.killpg(leader, 0)  # the zombie is still there
     finally:
@@ -304,28 +265,24 @@ async def test_a_dead_child_that_nobody_reaps_delays_nothing(logs: Logs, fifo: P
     await gone(careless)
 
 
-async def test_workers_die_with_a_killed_agent(tmp_path: Path, fifo: Path) -> None:
+async def test_workers_die_with_a_killed_agent(fifo: Path) -> None:
+    code = """
+        import asyncio, sys
+        from elastic_etcd.agent.config import LogConfig
+        from elastic_etcd.agent.logs import Logs
+        from tests.unit.watched import Watched
+
+        async def main() -> None:
+            logs = Logs.open(LogConfig(log_dir="/dev/null"), job="j", node="n", role="r")
+            async with Watched.open(logs) as watched:
+                watched.launch(("sh", "-c", f"echo $$ > {sys.argv[1]}; exec sleep 1000"))
+                await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """
     agent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent("""
-                import asyncio, os, sys
-                from elastic_etcd.agent.config import LogConfig
-                from elastic_etcd.agent.logs import Logs
-                from elastic_etcd.agent.workers import WorkerGroup, WorkerSpec
-
-                async def main() -> None:
-                    logs = Logs.open(LogConfig(log_dir="/dev/null"), job="j", node="n", role="r")
-                    command = ("sh", "-c", f"echo $$ > {sys.argv[1]}; exec sleep 1000")
-                    spec = WorkerSpec(command, os.environ, 0, 0, "")
-                    WorkerGroup(1, [spec], logs, print, print).start()
-                    await asyncio.Event().wait()
-
-                asyncio.run(main())
-            """),
-            str(fifo),
-        ]
+        [sys.executable, "-c", textwrap.dedent(code), str(fifo)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     try:
         pid = int(await line(fifo))
@@ -336,23 +293,146 @@ async def test_workers_die_with_a_killed_agent(tmp_path: Path, fifo: Path) -> No
     await gone(pid)
 
 
-async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs) -> None:
+class NoFork:
+    """Stands in for a fork server that is about to find out that it can't fork."""
+
+    ready = True
+    asked = 0
+
+    async def fork(self, *_: object) -> Process:
+        self.asked += 1
+        raise OSError(11, "the fork server could not fork")
+
+    def close(self) -> None:
+        pass
+
+
+async def test_what_cannot_be_forked_is_executed(watched: Watched) -> None:
+    server = NoFork()
+    watched.workers._prefork = cast("Prefork", server)
+    watched.launch(["sh", "-c", "exit 3"], ["/no/such/program"])
+    await watched.emptied()
+    assert server.asked == 2
+    assert {f.rank: f.code for f in watched.failures} == {0: 3, 1: 127}
+
+
+async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs, watched: Watched) -> None:
     assert logs.directory is not None
-    watched = Watched(
-        logs, python("import os, sys; print(sys.stdin.read() == '', os.getpgrp() == os.getpid())")
+    watched.launch(
+        python("import os, sys; print(sys.stdin.read() == '', os.getpgrp() == os.getpid())")
     )
-    watched.group.start()
     await watched.emptied()
     assert (logs.directory / "generation_1/0/stdout.log").read_text() == "True True\n"
 
 
 @pytest.mark.usefixtures("no_garbage")
-async def test_nothing_is_left_open_after_an_exit(logs: Logs) -> None:
+async def test_nothing_is_left_open_after_an_exit(watched: Watched) -> None:
     before = set(Path("/proc/self/fd").iterdir())
-    watched = Watched(logs, ["sleep", "1000"])
-    watched.group.start()
-    (pid,) = watched.group.pids.values()
+    watched.launch(["sleep", "1000"])
+    (pid,) = await watched.started()
     os.kill(pid, signal.SIGKILL)
-    await watched.exit()
+    await watched.failure()
     await watched.emptied()
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+class Lingering:
+    """Processes that a worker leaves in its group don't die by SIGKILL: the kernel holds them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._signal_group = process.signal_group
+        patch.setattr(process, "signal_group", self._but_not_kill)
+        patch.setattr(process, "kill_members", self._members)
+
+    def _but_not_kill(self, group: int, number: int) -> bool:
+        return self._signal_group(group, 0 if number == signal.SIGKILL else number)
+
+    def _members(self, groups: Collection[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {group: [] for group in groups}
+        for pid, group in process._process_table():
+            if group in found:
+                found[group].append(os.pidfd_open(pid))
+        return found
+
+
+@pytest.fixture
+def lingering(monkeypatch: pytest.MonkeyPatch) -> Lingering:
+    return Lingering(monkeypatch)
+
+
+def stuck(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "after SIGKILL" in r.getMessage()]
+
+
+@pytest.mark.usefixtures("lingering")
+async def test_what_is_there_long_after_sigkill_is_told_once(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "STUCK", 0.05)
+    watched.launch(["true"], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}; exit 1"])
+    pid = int(await line(fifo))
+    await watched.turns(lambda: stuck(caplog))
+    assert not watched.empties, "I3: it is not gone"
+    os.kill(pid, signal.SIGKILL)
+    await watched.emptied()
+    (told,) = stuck(caplog)
+    assert told.startswith("generation 1: processes of rank 1 are still there ")
+
+
+@pytest.mark.usefixtures("lingering")
+async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
+    watched: Watched, fifo: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A leftover's time until it is told was taken for a kill that is about to come anyway."""
+    stubborn = f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"
+    watched.launch(["sh", "-c", stubborn], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}.2; exit 1"])
+    os.mkfifo(f"{fifo}.2")
+    await line(fifo)
+    pid = int(await line(Path(f"{fifo}.2")))
+    await watched.turns(lambda: watched.workers._until_stuck)
+    watched.workers.stop(STUCK + 1)
+    watched.workers.stop(1000)
+    kill = watched.workers._until_kill
+    assert kill is not None
+    assert STUCK < kill.when() - asyncio.get_running_loop().time() <= STUCK + 1
+    os.kill(pid, signal.SIGKILL)
+    await watched.turns(lambda: watched.workers._until_stuck is None)
+    assert watched.workers._until_kill is kill
+    watched.workers.kill()
+    await watched.emptied()
+    assert stuck(caplog) == []
+
+
+PARKS = """
+    import os, socket, subprocess, sys
+    child = subprocess.Popen(["sleep", "1000"])
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.connect(os.environ["ELASTIC_ETCD_SOCKET"])
+    agent.send(b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":1}')
+    agent.send(b'{"type":"elastic"}')
+    agent.send(b'{"type":"parked","generation":1,"error":""}')
+    with open(sys.argv[1], "w") as file:
+        file.write(f"{child.pid}\\n")
+    while agent.recv(1 << 16):
+        pass
+"""
+
+
+@pytest.mark.usefixtures("lingering")
+async def test_a_parked_worker_that_ends_after_its_generation_is_not_told_to_be_stuck(
+    watched: Watched, fifo: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.launch([*python(PARKS), str(fifo)])
+    child = int(await line(fifo))
+    await watched.turns(lambda: watched.workers._parked)
+    watched.workers.stop(1000)
+    await watched.emptied()
+    (parked,) = watched.workers.groups
+    os.kill(parked, signal.SIGKILL)
+    await watched.turns(lambda: watched.workers._until_stuck)
+    assert watched.guarded.groups == ()
+    os.kill(child, signal.SIGKILL)
+    await watched.turns(lambda: watched.workers._until_stuck is None)
+    await watched.emptied()
+    assert watched.ends == []
+    assert stuck(caplog) == []

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.warm import BothWays
+from tests.unit.prefork import BothWays
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
-    with BothWays(tmp_path_factory.mktemp("warm")) as ways:
+    with BothWays(tmp_path_factory.mktemp("prefork")) as ways:
         yield ways
 
 

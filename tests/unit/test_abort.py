@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_etcd.train.cut import cut
+from elastic_etcd.train.abort import abort_gloo
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,7 +21,7 @@ RANK = """
     import asyncio, os, signal, socket, sys, threading
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from elastic_etcd.train.cut import cut
+    from elastic_etcd.train.abort import abort_gloo
 
     rank, port, wait = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -43,31 +43,31 @@ RANK = """
             writer.close()
         server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
         client, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        await asyncio.to_thread(be_cut)
+        await asyncio.to_thread(be_aborted)
         writer.write(b"still here\\n")
         await writer.drain()
         print((await got.get()).decode(), end="")
         server.close()
 
-    def be_cut():
+    def be_aborted():
         waits = {
             "all_reduce": lambda: dist.all_reduce(ones),
             "later group": lambda: dist.all_reduce(ones, group=later),
             "key": lambda: store.wait(["never"], timedelta(seconds=100)),
             "new group": lambda: dist.new_group([0, 1]),
         }
-        def cut_until_over():
+        def abort_until_over():
             while not over.wait(0.05):
-                cut(port)
+                abort_gloo(port)
         over = threading.Event()
-        cutter = threading.Thread(target=cut_until_over)
-        cutter.start()
+        aborter = threading.Thread(target=abort_until_over)
+        aborter.start()
         try:
             waits[wait]()
         except RuntimeError as error:
             print(type(error).__name__)
         over.set()
-        cutter.join()
+        aborter.join()
 
     asyncio.run(serve())
     dist.destroy_process_group()
@@ -86,10 +86,10 @@ def test_what_is_not_gloo_s_is_left_alone_and_nothing_is_left_open() -> None:
             before = len(list(Path("/proc/self/fd").iterdir()))
             for watched in (client, ours, server):
                 epoll.register(watched, select.EPOLLIN)
-            cut(0)
+            abort_gloo(0)
             client.sendall(b"a")
             epoll.register(pipe[0], select.EPOLLIN)
-            cut(0)
+            abort_gloo(0)
             with pytest.raises(BrokenPipeError):
                 client.sendall(b"b")
             assert accepted.recv(10) == b"a"

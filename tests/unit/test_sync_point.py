@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_etcd import ElasticState
-from elastic_etcd.train import boundary
-from elastic_etcd.train.boundary import Boundary, WorldBroken
+from elastic_etcd.train import sync_point
+from elastic_etcd.train.sync_point import SyncPoint, WorldBroken
 
 Connect = Callable[[], Store]
 
@@ -48,9 +48,9 @@ def switching() -> Iterator[None]:
 class Rank(threading.Thread):
     """A training loop: each step is a collective with all, which some of them leave ahead."""
 
-    def __init__(self, edge: Boundary, steps: threading.Barrier, chance: random.Random) -> None:
+    def __init__(self, point: SyncPoint, steps: threading.Barrier, chance: random.Random) -> None:
         super().__init__()
-        self.edge, self.steps, self.chance = edge, steps, chance
+        self.point, self.steps, self.chance = point, steps, chance
         self.stopped_at = 0
 
     def run(self) -> None:
@@ -58,8 +58,8 @@ class Rank(threading.Thread):
             self.steps.wait(20)
             for _ in range(self.chance.randrange(300)):
                 pass
-            if self.edge.check():
-                self.stopped_at = self.edge.came
+            if self.point.check():
+                self.stopped_at = self.point.steps
                 return
 
 
@@ -67,26 +67,26 @@ class Rank(threading.Thread):
 def test_all_ranks_stop_at_the_same_check(
     seed: int, connects: list[Connect], switching: Iterator[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boundary, "PATIENCE", 20)  # so many threads switch on a busy machine
+    monkeypatch.setattr(sync_point, "SYNC_PATIENCE", 20)  # so many threads switch on a busy machine
     chance = random.Random(seed)
     world = chance.randrange(1, 5)
     steps = threading.Barrier(world)
     ranks = [
-        Rank(Boundary(r, world, connects[r]), steps, random.Random(chance.random()))
+        Rank(SyncPoint(r, world, connects[r]), steps, random.Random(chance.random()))
         for r in range(world)
     ]
     for rank in chance.sample(ranks, world):
         rank.start()
-    while ranks[0].edge.came < chance.randrange(20):
+    while ranks[0].point.steps < chance.randrange(20):
         pass
     for rank in chance.sample(ranks, world):
-        rank.edge.stop()
-        rank.edge.stop()  # told twice
+        rank.point.stop()
+        rank.point.stop()  # told twice
         for _ in range(chance.randrange(3000)):
             pass
     for rank in ranks:
         rank.join(20)
-        rank.edge.join()
+        rank.point.join()
     assert len({rank.stopped_at for rank in ranks}) == 1
     assert ranks[0].stopped_at > 0
 
@@ -96,65 +96,65 @@ def test_loops_that_run_ahead_of_each_other(
     ahead: tuple[int, ...], connects: list[Connect]
 ) -> None:
     """Without collectives that hold them together, and none of them at a check meanwhile."""
-    edges = [Boundary(r, len(ahead), connects[r]) for r in range(len(ahead))]
-    for edge, checks in zip(edges, ahead, strict=True):
-        assert not any(edge.check() for _ in range(checks))
-    for edge in edges:
-        edge.stop()
-    for edge in edges:
-        edge.join()
-        while not edge.check():
+    points = [SyncPoint(r, len(ahead), connects[r]) for r in range(len(ahead))]
+    for point, checks in zip(points, ahead, strict=True):
+        assert not any(point.check() for _ in range(checks))
+    for point in points:
+        point.stop()
+    for point in points:
+        point.join()
+        while not point.check():
             pass
-    assert [edge.came for edge in edges] == [max(ahead) + 1] * len(ahead)
+    assert [point.steps for point in points] == [max(ahead) + 1] * len(ahead)
 
 
-class Watched(Boundary):
+class Watched(SyncPoint):
     """Lets the loop run, as far as it gets, whenever the thread has read how far it came."""
 
     loop: threading.Thread | None = None
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "came" and threading.current_thread().name == "elastic_etcd boundary":
+        if name == "steps" and threading.current_thread().name == "elastic_etcd sync point":
             self.loop = threading.Thread(target=self.run_on, name="loop")
             self.loop.start()
-            while super().__getattribute__("came") < value + 1:
+            while super().__getattribute__("steps") < value + 1:
                 pass
             self.loop.join(0.05)  # it is held now, or there is nothing to hold it
         return value
 
     def run_on(self) -> None:
-        while self.came < 5 and not self.check():
+        while self.steps < 5 and not self.check():
             pass
 
 
 def test_a_loop_is_held_before_it_is_asked_where_it_is(connects: list[Connect]) -> None:
-    edge = Watched(0, 1, connects[0])
-    edge.stop()
-    edge.join()
-    assert edge.loop
-    edge.loop.join()
-    assert edge.came == 1
+    point = Watched(0, 1, connects[0])
+    point.stop()
+    point.join()
+    assert point.loop
+    point.loop.join()
+    assert point.steps == 1
 
 
 def test_a_rank_that_was_not_told_makes_it_a_broken_world(
     connects: list[Connect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boundary, "PATIENCE", 0.01)
-    told, _ = edges = [Boundary(r, 2, connects[r]) for r in range(2)]
+    monkeypatch.setattr(sync_point, "SYNC_PATIENCE", 0.01)
+    told, _ = points = [SyncPoint(r, 2, connects[r]) for r in range(2)]
     told.stop()
     with pytest.raises(WorldBroken, match="could not agree where to stop"):
         told.check()
-    assert not edges[1].check()
+    assert not points[1].check()
 
 
 def test_a_loop_that_waits_for_the_rank_that_was_not_told_is_freed(
     connects: list[Connect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere than at a check: in a collective with it."""
-    monkeypatch.setattr(boundary, "PATIENCE", 0.01)
+    monkeypatch.setattr(sync_point, "SYNC_PATIENCE", 0.01)
     lost: list[str] = []
-    told = Boundary(0, 2, connects[0], lost.append)
+    told = SyncPoint(0, 2, connects[0], lost.append)
     told.stop()
     told.join()
     assert len(lost) == 1
@@ -162,12 +162,12 @@ def test_a_loop_that_waits_for_the_rank_that_was_not_told_is_freed(
 
 
 def test_an_interrupt_frees_a_loop_that_is_held(connects: list[Connect]) -> None:
-    held = Boundary(0, 2, connects[0])
+    held = SyncPoint(0, 2, connects[0])
     held.stop()
     threading.Timer(0.01, held.interrupt, ["n2 is lost"]).start()
     with pytest.raises(WorldBroken, match="n2 is lost"):
         held.check()
-    connects[1]().set("elastic_etcd/boundary/target", "1")
+    connects[1]().set("elastic_etcd/sync_point/target", "1")
     held.join()
     with pytest.raises(WorldBroken, match="n2 is lost"):
         held.check()
@@ -177,27 +177,27 @@ def test_what_a_broken_world_has_computed_is_not_committed(connects: list[Connec
     state = ElasticState(step=1)
     state.commit()
     state.step = 2
-    edge = Boundary(0, 2, connects[0])
-    boundary.begin(edge)
+    point = SyncPoint(0, 2, connects[0])
+    sync_point.install(point)
     try:
-        boundary.intact()
-        edge.interrupt("n2 is lost")
+        sync_point.raise_if_broken()
+        point.interrupt("n2 is lost")
         with pytest.raises(WorldBroken, match="n2 is lost"):
             state.commit()
     finally:
-        boundary.begin(None)
+        sync_point.install(None)
     state.restore()
     assert state.step == 1
 
 
 def test_without_a_world_there_is_nothing_to_stop_for(connects: list[Connect]) -> None:
-    assert not boundary.check()
-    alone = Boundary(0, 1, connects[0])
-    boundary.begin(alone)
+    assert not sync_point.check()
+    alone = SyncPoint(0, 1, connects[0])
+    sync_point.install(alone)
     try:
-        assert not boundary.check()
+        assert not sync_point.check()
         alone.stop()
-        assert boundary.check()
+        assert sync_point.check()
     finally:
-        boundary.begin(None)
-    assert not boundary.check()
+        sync_point.install(None)
+    assert not sync_point.check()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.warm import BothWays, python
+from tests.unit.prefork import BothWays, python
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -85,7 +85,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
-    with BothWays(tmp_path_factory.mktemp("warm")) as ways:
+    with BothWays(tmp_path_factory.mktemp("prefork")) as ways:
         yield ways
 
 

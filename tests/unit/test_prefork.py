@@ -1,4 +1,4 @@
-"""The warm pool from the agent's side: when it is ready, what is forked, and how it ends."""
+"""The fork server from the agent's side: when it is ready, what is forked, and how it ends."""
 
 import asyncio
 import os
@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import warm
-from elastic_etcd.agent.forks import Spare
-from elastic_etcd.agent.warm import WarmPool
-from elastic_etcd.agent.worker import Started
+from elastic_etcd.agent import prefork
+from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.errors import UsageError
-from tests.unit.warm import exit_of, python, within_deadline
+from elastic_etcd.process import Process
+from tests.unit.prefork import DEADLINE, exit_of, python
 
 pytestmark = pytest.mark.timeout(180)
 
 
 class News:
-    """What happens to pools and their workers, as an event to wait for."""
+    """What happens to fork servers and their workers, as an event to wait for."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._event = asyncio.Event()
-        for kind, name in ((WarmPool, "_heard"), (WarmPool, "_lost"), (Spare, "_arrived")):
+        for kind, name in ((Prefork, "_heard"), (Prefork, "_lost"), (_Preforked, "_arrive")):
             patch.setattr(kind, name, self._then_tell(getattr(kind, name)))
 
     def _then_tell(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -49,10 +48,10 @@ async def news(monkeypatch: pytest.MonkeyPatch) -> News:
 
 
 @asynccontextmanager
-async def pool(
+async def forking(
     folder: Path, *preload: str, size: int = 1, torch: bool = False, env: Mapping[str, str] = {}
-) -> AsyncIterator[WarmPool]:
-    """A started pool; `torch` is a stand-in where a test isn't about it, so that it's quick."""
+) -> AsyncIterator[Prefork]:
+    """A started one; `torch` is a stand-in where a test isn't about it, so that it's quick."""
     whole = {**os.environ, "PYTHONPATH": str(folder), **env}
     if not torch:
         for name in (
@@ -66,7 +65,7 @@ async def pool(
             (folder / name / "__init__.py").touch()
         stand_in = "class default_generator:\n    seed = staticmethod(lambda: 0)\n"
         (folder / "torch" / "__init__.py").write_text(stand_in)
-    started = WarmPool(python(folder / "script.py"), whole, preload, size)
+    started = Prefork(python(folder / "script.py"), whole, preload, size)
     started.start()
     try:
         yield started
@@ -75,120 +74,114 @@ async def pool(
 
 
 async def fork(
-    pool: WarmPool, folder: Path, script: str, given: Sequence[int] = ()
-) -> tuple[Started, int]:
+    server: Prefork, folder: Path, script: str, given: Sequence[int] = ()
+) -> tuple[Process, int]:
     """The process that runs `script`, and the pipe of its stdout."""
     (folder / "script.py").write_text(script)
-    started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
     read, write = os.pipe()
     argv = python(folder / "script.py")
-    pool.fork(argv, os.environ, write, 2, started.set_result, given)
-    os.close(write)
-    return await within_deadline(started), read
+    try:
+        async with asyncio.timeout(DEADLINE):
+            return await server.fork(argv, os.environ, write, 2, given), read
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(write)
 
 
-async def run(pool: WarmPool, folder: Path, script: str, given: Sequence[int] = ()) -> str:
-    process, read = await fork(pool, folder, script, given)
-    assert not isinstance(process, OSError), process
-    await exit_of(process.pid)
-    assert process.poll() == 0
+async def run(server: Prefork, folder: Path, script: str, given: Sequence[int] = ()) -> str:
+    process, read = await fork(server, folder, script, given)
+    assert await exit_of(process) == 0
     with os.fdopen(read) as file:
         return file.read()
 
 
 async def test_workers_are_its_children_and_their_ends_are_exact(tmp_path: Path) -> None:
-    async with pool(tmp_path) as warm:
-        await warm.warm()
+    async with forking(tmp_path) as server:
+        await server.warm()
         script = f"import os; assert os.getppid() == {os.getpid()}; os.kill(os.getpid(), 9)"
         for _ in range(3):
-            process, read = await fork(warm, tmp_path, script)
+            process, read = await fork(server, tmp_path, script)
             os.close(read)
-            assert not isinstance(process, OSError)
-            await exit_of(process.pid)
-            assert process.poll() == process.poll() == -signal.SIGKILL
+            assert await exit_of(process) == process.poll() == -signal.SIGKILL
 
 
 async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -> None:
-    async with pool(tmp_path, size=1) as warm:
-        await warm.warm()
+    async with forking(tmp_path, size=1) as server:
+        await server.warm()
         (tmp_path / "script.py").write_text("import os; os.write(1, b'%d\\n' % os.getpid())")
         argv, read = python(tmp_path / "script.py"), os.pipe()
-        started: list[asyncio.Future[Started]] = []
-        for _ in range(4):
-            future: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
-            started.append(future)
-            warm.fork(argv, os.environ, read[1], 2, future.set_result)
+        async with asyncio.timeout(DEADLINE):
+            started = await asyncio.gather(
+                *(server.fork(argv, os.environ, read[1], 2) for _ in range(4))
+            )
         os.close(read[1])
-        pids = set()
-        for future in started:
-            process = await within_deadline(future)
-            assert not isinstance(process, OSError)
-            pids.add(process.pid)
-            await exit_of(process.pid)
-            assert process.poll() == 0
+        assert [await exit_of(process) for process in started] == [0] * 4
+        pids = {process.pid for process in started}
         with os.fdopen(read[0]) as file:
             assert {int(line) for line in file} == pids
         assert len(pids) == 4
 
 
 async def test_a_worker_gets_descriptors_by_number(tmp_path: Path) -> None:
-    async with pool(tmp_path) as warm:
-        await warm.warm()
+    async with forking(tmp_path) as server:
+        await server.warm()
         (tmp_path / "file").write_text("inside")
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         script = "import os, sys; print(os.read(int(sys.argv[-1]), 99), len(sys.argv))"
-        assert await run(warm, tmp_path, script, [fd]) == "b'inside' 2\n"
+        assert await run(server, tmp_path, script, [fd]) == "b'inside' 2\n"
         os.close(fd)
 
 
-async def test_a_pool_that_dies_is_replaced(
+async def test_a_fork_server_that_dies_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:
-    async with pool(tmp_path, size=0) as warm:
-        await warm.warm()
-        first = warm.pid
+    async with forking(tmp_path, size=0) as server:
+        await server.warm()
+        first = server.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await news.until(lambda: warm.ready and warm.pid != first)
+        await news.until(lambda: server.ready and server.pid != first)
         assert "it is replaced" in caplog.text
-        assert await run(warm, tmp_path, "print(1)") == "1\n"
+        assert await run(server, tmp_path, "print(1)") == "1\n"
 
 
-async def test_a_spare_that_dies_is_replaced(
+async def test_one_that_dies_before_its_order_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, news: News
 ) -> None:
-    monkeypatch.setattr(warm, "_REFILL_AFTER", 0.0)
-    async with pool(tmp_path) as one:
+    monkeypatch.setattr(prefork, "_REFILL_AFTER", 0.0)
+    async with forking(tmp_path) as one:
         await one.warm()
         pids: set[int] = set()
         for n in range(3):
-            await news.until(lambda: one._spares and one._spares[0].pid not in {None, *pids})
-            pid = one._spares[0].pid
+            await news.until(lambda: one._waiting and one._waiting[0].pid not in {None, *pids})
+            pid = one._waiting[0].pid
             assert pid is not None
             pids.add(pid)
             os.kill(pid, signal.SIGTERM)
             assert len(pids) == n + 1
-        await news.until(lambda: one._spares and one._spares[0].pid not in {None, *pids})
+        await news.until(lambda: one._waiting and one._waiting[0].pid not in {None, *pids})
         assert await run(one, tmp_path, "print(1)") == "1\n"
 
 
 async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None:
-    async with pool(tmp_path) as warm:
-        await warm.warm()
-        assert warm.pid is not None
+    async with forking(tmp_path) as server:
+        await server.warm()
+        assert server.pid is not None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(warm.pid, number)
-        pid = warm.pid
-        assert await run(warm, tmp_path, "print(1)") == "1\n"
-        assert warm.pid == pid
+            os.kill(server.pid, number)
+        pid = server.pid
+        assert await run(server, tmp_path, "print(1)") == "1\n"
+        assert server.pid == pid
 
 
 async def test_a_module_that_cannot_be_imported_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_thing")
-    async with pool(tmp_path, "broken") as warm:
+    async with forking(tmp_path, "broken") as server:
         with pytest.raises(UsageError) as raised:
-            await warm.warm()
-        assert not warm.ready
+            await server.warm()
+        assert not server.ready
     message = str(raised.value)
     assert message.startswith("--preload broken: ")
     assert message.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
@@ -196,9 +189,9 @@ async def test_a_module_that_cannot_be_imported_is_the_users_error(tmp_path: Pat
 
 async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text("import sys; sys.exit('usage: ...')")
-    async with pool(tmp_path, "exits") as warm:
+    async with forking(tmp_path, "exits") as server:
         with pytest.raises(UsageError, match=r"SystemExit: usage: \.\.\."):
-            await warm.warm()
+            await server.warm()
 
 
 @pytest.mark.parametrize(
@@ -209,28 +202,27 @@ async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
         ("import os; os.kill(os.getpid(), 11)", r"\(-11\) before it was warm"),
     ],
 )
-async def test_without_a_pool_it_says_why_once(
+async def test_without_a_fork_server_it_says_why_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, reason: str
 ) -> None:
     (tmp_path / "unsafe.py").write_text(text)
-    async with pool(tmp_path, "unsafe") as warm:
-        await warm.warm()
-        assert not warm.ready
-        process, read = await fork(warm, tmp_path, "")
-        os.close(read)
-        assert isinstance(process, OSError)
-    said = [r.message for r in caplog.records if "without the warm pool" in r.message]
+    async with forking(tmp_path, "unsafe") as server:
+        await server.warm()
+        assert not server.ready
+        with pytest.raises(OSError, match="the fork server is not ready"):
+            await fork(server, tmp_path, "")
+    said = [r.message for r in caplog.records if "without the fork server" in r.message]
     assert len(said) == 1
     assert re.search(reason, said[0])
 
 
-async def test_a_python_without_torch_has_no_pool(
+async def test_a_python_without_torch_has_no_fork_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
-    async with pool(tmp_path, torch=True) as warm:
-        await warm.warm()
-        assert not warm.ready
+    async with forking(tmp_path, torch=True) as server:
+        await server.warm()
+        assert not server.ready
     assert "cannot import torch: ImportError: none here" in caplog.text
 
 
@@ -243,35 +235,34 @@ async def test_threads_that_come_later_are_found_before_a_fork(
         "start = lambda *_: t.Thread(target=t.Event().wait, daemon=True).start()\n"
         "signal.signal(signal.SIGWINCH, start)\n"
     )
-    async with pool(tmp_path, "later", size=0) as warm:
-        await warm.warm()
-        assert warm.pid is not None
-        os.kill(warm.pid, signal.SIGWINCH)
-        process, read = await fork(warm, tmp_path, "")
-        os.close(read)
-        assert isinstance(process, OSError)
-        await news.until(lambda: not warm.ready)
+    async with forking(tmp_path, "later", size=0) as server:
+        await server.warm()
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGWINCH)
+        with pytest.raises(OSError, match="the fork server could not fork"):
+            await fork(server, tmp_path, "")
+        await news.until(lambda: not server.ready)
     assert "something after the imports started 1 threads" in caplog.text
 
 
 async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
-    """The pool, the workers that wait and those that run, when the agent is SIGKILLed."""
+    """The fork server, the workers that wait and those that run, when the agent is SIGKILLed."""
     (tmp_path / "script.py").write_text("import threading; print('up'); threading.Event().wait()")
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import asyncio, os, sys\n"
         "from pathlib import Path\n"
         "import pytest\n"
-        "from tests.unit.test_warm import News, fork, pool\n"
+        "from tests.unit.test_prefork import News, fork, forking\n"
         "async def main():\n"
         "    news = News(pytest.MonkeyPatch())\n"
         "    folder = Path(sys.argv[1])\n"
-        "    async with pool(folder, size=2) as warm:\n"
-        "        await warm.warm()\n"
-        "        process, read = await fork(warm, folder, (folder / 'script.py').read_text())\n"
+        "    async with forking(folder, size=2) as server:\n"
+        "        await server.warm()\n"
+        "        process, read = await fork(server, folder, (folder / 'script.py').read_text())\n"
         "        assert await asyncio.to_thread(os.read, read, 2) == b'up'\n"
-        "        await news.until(lambda: all(spare.pid for spare in warm._spares))\n"
-        "        pids = [warm.pid, process.pid, *(spare.pid for spare in warm._spares)]\n"
+        "        await news.until(lambda: all(each.pid for each in server._waiting))\n"
+        "        pids = [server.pid, process.pid, *(each.pid for each in server._waiting)]\n"
         "        print(*pids, flush=True)\n"
         "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
@@ -287,21 +278,38 @@ async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
     process.kill()
     await process.wait()
     for pidfd in ends:
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().add_reader(pidfd, ended.set_result, None)
-        await within_deadline(ended)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, ended.set)
+        async with asyncio.timeout(DEADLINE):
+            await ended.wait()
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
+
+
+async def test_who_gives_up_waiting_for_a_worker_leaves_none(tmp_path: Path, news: News) -> None:
+    children = own_children()
+    async with forking(tmp_path, size=0) as server:
+        await server.warm()
+        ordering = asyncio.create_task(
+            run(server, tmp_path, "import threading; threading.Event().wait()")
+        )
+        await asyncio.sleep(0)
+        assert _Preforked._on_their_way
+        ordering.cancel()
+        await news.until(lambda: not _Preforked._on_their_way)
+        assert own_children() == {*children, str(server.pid)}
+        with pytest.raises(asyncio.CancelledError):
+            await ordering
 
 
 @pytest.mark.usefixtures("no_garbage")
 async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
     before, children = len(list(Path("/proc/self/fd").iterdir())), own_children()
-    async with pool(tmp_path, size=2) as warm:
-        await warm.warm()
-        assert await run(warm, tmp_path, "print(1)") == "1\n"
+    async with forking(tmp_path, size=2) as server:
+        await server.warm()
+        assert await run(server, tmp_path, "print(1)") == "1\n"
         async with asyncio.timeout(30):
-            while any(spare.pid is None for spare in warm._spares):  # noqa: ASYNC110 - no event
+            while any(each.pid is None for each in server._waiting):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert own_children() == children

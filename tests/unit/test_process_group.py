@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from elastic_etcd.train.world import World
+from elastic_etcd.train.process_group import ProcessGroup
 
 
 @pytest.fixture
@@ -17,17 +17,17 @@ def store() -> Iterator[TCPStore]:
         dist.destroy_process_group()
 
 
-def test_a_world_that_was_not_formed_leaves_no_name_behind(store: TCPStore) -> None:
+def test_a_group_that_was_not_initialised_leaves_no_name_behind(store: TCPStore) -> None:
     """A group's name is in its keys: a survivor and a fresh process must have the same."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(store.port)}
-    world = World(1, env | {"WORLD_SIZE": "2"})
+    group = ProcessGroup(1, env | {"WORLD_SIZE": "2"})
     with pytest.raises(RuntimeError):  # its peer never comes
-        world.form("gloo", {"timeout": timedelta(seconds=1)})
-    world.drop(broken=True)
-    world.collect()
-    world = World(2, env | {"WORLD_SIZE": "1"})
-    world.form("gloo", {})
+        group.init("gloo", {"timeout": timedelta(seconds=1)})
+    group.teardown(broken=True)
+    group.release()
+    group = ProcessGroup(2, env | {"WORLD_SIZE": "1"})
+    group.init("gloo", {})
     assert dist.group.WORLD.group_name == "0"
-    world.drop(broken=False)
-    world.collect()
+    group.teardown(broken=False)
+    group.release()

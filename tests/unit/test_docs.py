@@ -1,0 +1,112 @@
+"""The documents name files, functions and words that are there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elastic_etcd
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(elastic_etcd.__file__).parent
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+GLOSSARY = ARCHITECTURE.partition("## Glossary")[2]
+ROOMS = ("agent", "children", "cli", "core", "etcd", "train")
+AT_ROOT = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
+MOST_WORDS = 90
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def quoted(page: Path) -> Iterator[str]:
+    """What stands in backquotes outside of code blocks, up to the first space or `::`."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for text in re.findall(r"`([^`\n]+)`", prose):
+        yield re.split(r"[ :]", text)[0]
+
+
+def paths(page: Path) -> Iterator[Path]:
+    """The paths of our tree among what is quoted: `agent/x.py`, `tests/y`, `scripts/z`."""
+    for text in quoted(page):
+        first, slash, _ = text.partition("/")
+        if not slash or set(text) & set("*…<{"):
+            continue
+        if first in AT_ROOT:
+            yield ROOT / text
+        elif first in ROOMS and text.endswith(".py"):
+            yield PACKAGE / text
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    assert [str(path) for path in paths(page) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, named in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {named}(" in (ROOT / file).read_text(), named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_is_named_in_a_module_is_there(page: Path) -> None:
+    """`core.rules.decide`: the module's file, and the name in it."""
+    dotted = re.compile(rf"({'|'.join(ROOMS)})\.(\w+)\.(\w+)")
+    for match in filter(None, map(dotted.fullmatch, quoted(page))):
+        room, module, named = match.groups()
+        text = (PACKAGE / room / f"{module}.py").read_text()
+        assert re.search(rf"^(async def|def|class) {named}\b", text, re.MULTILINE), match[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not re.match(r"\w+:", link):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_links_to_a_function_name_one_that_is_there() -> None:
+    links = re.findall(r"\[`(\w+)`\]\((\.\./[\w/]+\.py)\)", ARCHITECTURE)
+    assert len(links) >= 5
+    for named, file in links:
+        text = (ROOT / "docs" / file).read_text()
+        assert re.search(rf"^ *(async def|def|class) {named}\b", text, re.MULTILINE), named
+
+
+def test_each_module_has_its_line() -> None:
+    """A new one gets it under "Rooms" in docs/architecture.md."""
+    found = set()
+    sections = re.findall(
+        r"^### `([\w/]+)/`.*?\n(.*?)(?=^#)", ARCHITECTURE, re.DOTALL | re.MULTILINE
+    )
+    for room, table in sections:
+        folder = PACKAGE if room == "elastic_etcd" else PACKAGE / room
+        found |= {folder / file for file in re.findall(r"^\| `(\w+\.py)` \|", table, re.MULTILINE)}
+    modules = [*PACKAGE.glob("*.py"), *(f for room in ROOMS for f in (PACKAGE / room).glob("*.py"))]
+    assert found == {f for f in modules if f.parent == PACKAGE or f.name != "__init__.py"}
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    words = re.findall(r"^- \*\*([^*]+)\*\*: ", GLOSSARY, re.MULTILINE)
+    assert len(words) <= MOST_WORDS
+    assert sorted(set(words)) == sorted(words)
+
+
+def test_each_group_of_the_glossary_is_sorted() -> None:
+    groups = re.split(r"^\*\*[^*]+\*\*$", GLOSSARY, flags=re.MULTILINE)
+    for group in groups:
+        words = re.findall(r"^- \*\*([^*]+)\*\*: ", group, re.MULTILINE)
+        assert words == sorted(words)

@@ -1,0 +1,225 @@
+"""Workers that outlive their generation: they park, are sent on, or end; real processes."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_etcd.agent import workers as agent_workers
+from elastic_etcd.agent.config import LogConfig
+from elastic_etcd.agent.logs import Logs
+from elastic_etcd.protocol import Change, Interrupt
+from tests.unit.watched import Watched
+
+# Parks when it is told to, or at once; what it hears goes to its file, a line each.
+WORKER = """
+    import json, os, signal, socket, sys
+    said = open(sys.argv[1], "a", buffering=1)
+    how = sys.argv[2:]
+    generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.connect(os.environ["ELASTIC_ETCD_SOCKET"])
+
+    def say(kind, **fields):
+        agent.send(json.dumps({"type": kind, **fields}).encode())
+
+    rank = int(os.environ["LOCAL_RANK"])
+    say("hello", v=1, pid=os.getpid(), local_rank=rank, generation=generation)
+    say("elastic")
+    if "alone" in how:
+        say("parked", generation=generation, error="RuntimeError: Connection reset by peer")
+    if "asks" in how:
+        say("current", id=3)
+    while packet := agent.recv(1 << 16):
+        message = json.loads(packet)
+        said.write(json.dumps(message) + "\\n")
+        if message["type"] in ("change", "interrupt") and "deaf" not in how:
+            say("parked", generation=generation, error="")
+            if "leaves" in how:
+                agent.close()
+                signal.pause()
+        elif message["type"] == "world":
+            generation = message["generation"]
+        elif message["type"] == "bye":
+            sys.exit(0)
+"""
+
+
+class Script:
+    """A worker's command, and what it has heard."""
+
+    def __init__(self, folder: Path, name: str, *how: str) -> None:
+        code = textwrap.dedent(WORKER)
+        self._said = folder / name
+        self._said.touch()
+        self.command = (sys.executable, "-I", "-S", "-c", code, str(self._said), *how)
+
+    @property
+    def heard(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._said.read_text().splitlines()]
+
+    def hears(self, kind: str) -> bool:
+        return kind in [message["type"] for message in self.heard]
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    logs = Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r")
+    async with logs, Watched.open(logs) as watched:
+        yield watched
+
+
+@contextmanager
+def stranger(script: Script, env: dict[str, str]) -> Iterator[None]:
+    """The script as a process that the agent has not started."""
+    with subprocess.Popen(script.command, env={**os.environ, **env}) as process:
+        yield
+        process.kill()
+
+
+def is_gone(pid: int) -> bool:
+    """And reaped."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def elastic(watched: Watched) -> list[int]:
+    """Wait until all can park; their pids."""
+    pids = await watched.started()
+    await watched.turns(lambda: watched.workers.elastic)
+    assert watched.guarded.groups == tuple(pids)
+    return pids
+
+
+async def test_a_parked_worker_is_sent_on_with_what_is_new_to_it(
+    watched: Watched, tmp_path: Path
+) -> None:
+    script = Script(tmp_path, "one")
+    watched.launch(script.command)
+    (pid,) = await elastic(watched)
+    watched.workers.stop(1000, Change(1, "n2 joins", leaving=False))
+    await watched.emptied()
+    assert watched.ends == []
+    assert watched.workers.pids == {}
+    assert watched.workers.groups == watched.guarded.groups == (pid,)
+
+    watched.launch(script.command, generation=2, first=3)
+    assert watched.workers.pids == {3: pid}
+    await watched.turns(lambda: script.hears("world"))
+    change, world = script.heard[1:]
+    assert change == {"type": "change", "generation": 1, "reason": "n2 joins", "leaving": False}
+    assert (world["generation"], world["env"]["ELASTIC_ETCD_GENERATION"]) == (2, "2")
+    assert "LOCAL_RANK" not in world["env"], "it has that already"
+    watched.workers.stop(1000, Interrupt(2, "n2 is lost"))
+    await watched.emptied()
+    await watched.workers.end("all is done")
+    assert is_gone(pid)
+    assert script.heard[-1] == {"type": "bye", "reason": "all is done"}
+    assert not watched.guarded.groups
+
+
+async def test_one_that_has_hung_up_is_replaced(watched: Watched, tmp_path: Path) -> None:
+    script = Script(tmp_path, "one", "leaves")
+    watched.launch(script.command)
+    (pid,) = await elastic(watched)
+    watched.workers.stop(1000, Interrupt(1, "n2 is lost"))
+    await watched.emptied()
+    (worker,) = watched.workers._parked.values()
+    await watched.turns(lambda: worker.channel is None)
+    watched.launch(script.command, generation=2)
+    (other,) = await elastic(watched)
+    await watched.turns(lambda: not watched.workers._parked)
+    assert is_gone(pid)
+    assert other != pid
+    assert watched.ends == [], "it was no worker of this generation"
+    watched.workers.kill()
+    await watched.emptied()
+
+
+async def test_one_that_does_not_park_in_its_grace_is_killed(
+    watched: Watched, tmp_path: Path
+) -> None:
+    parks, deaf = Script(tmp_path, "one"), Script(tmp_path, "two", "deaf")
+    watched.launch(parks.command, deaf.command)
+    pids = await elastic(watched)
+    watched.workers.stop(0.2, Interrupt(1, "n2 is lost"))
+    await watched.emptied()
+    assert deaf.hears("interrupt")
+    assert [(f.rank, f.code) for f in watched.failures] == [(1, -signal.SIGKILL)]
+    assert watched.workers.groups == (pids[0],)
+
+
+async def test_one_that_parks_by_itself_is_a_failure_only_if_nobody_else_is(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_workers, "PARKED_PATIENCE", 0.2)
+    alone = Script(tmp_path, "one", "alone")
+    watched.launch(alone.command)
+    await watched.turns(lambda: watched.workers._parked)
+    assert watched.empties == [], "its generation may still go on without it"
+    failure = await watched.failure()
+    assert failure.message == "it lost its peers: RuntimeError: Connection reset by peer"
+    watched.workers.stop(1000)
+    await watched.emptied()
+
+    watched.launch(alone.command, generation=2)  # the same, and goes on as if nothing had been
+    watched.workers.stop(1000, Interrupt(2, "n2 is lost"))
+    await watched.turns(lambda: alone.hears("interrupt"))
+    await watched.emptied()
+    assert watched.ends == []
+
+
+async def test_a_parked_worker_that_dies_is_nobody_s_failure(
+    watched: Watched, tmp_path: Path
+) -> None:
+    script = Script(tmp_path, "one")
+    watched.launch(script.command)
+    (pid,) = await elastic(watched)
+    watched.workers.stop(1000, Interrupt(1, "n2 is lost"))
+    await watched.emptied()
+    os.kill(pid, signal.SIGKILL)
+    await watched.turns(lambda: not watched.workers._parked)
+    assert not watched.guarded.groups
+    watched.launch(script.command, generation=2)
+    (other,) = await elastic(watched)
+    assert other != pid
+    watched.workers.kill()
+    await watched.emptied()
+    assert [f.pid for f in watched.failures] == [other]
+
+
+async def test_a_question_about_the_generation_goes_to_etcd(
+    watched: Watched, tmp_path: Path
+) -> None:
+    script = Script(tmp_path, "one", "asks")
+    watched.launch(script.command)
+    await watched.turns(lambda: script.hears("current"))
+    answer = {"type": "current", "id": 3, "current": False, "reason": "generation 1 is over"}
+    assert script.heard[1] == answer
+    watched.workers.kill()
+    await watched.emptied()
+
+
+async def test_what_a_worker_of_an_older_generation_says_is_of_no_interest(
+    watched: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was started with the variables of generation 1, and generation 2 is running."""
+    caplog.set_level(logging.DEBUG, "elastic_etcd")
+    watched.launch(["sleep", "1000"], generation=2)
+    await watched.started()
+    script = Script(tmp_path, "one", "alone")
+    env = {"ELASTIC_ETCD_SOCKET": watched.workers._socket, "ELASTIC_ETCD_GENERATION": "1"}
+    with stranger(script, env | {"LOCAL_RANK": "0"}):
+        await watched.turns(lambda: caplog.text.count("is no worker of this node") == 2)
+        assert not watched.workers._parked
+        assert not watched.workers.elastic
+    watched.workers.kill()
+    await watched.emptied()

@@ -1,0 +1,347 @@
+"""Children: started, awaited, read and killed with all of their group; real processes."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.process import (
+    ExitWatch,
+    LastWords,
+    ProcessGroups,
+    channel_pair,
+    end,
+    exited,
+    is_gone,
+    kill_members,
+    signal_group,
+    spawn,
+)
+
+DEADLINE = 15.0
+# A child leaves the group, but for a zombie of its own, which it never reaps.
+ZOMBIE = """
+    import os, signal, sys
+    if not os.fork():
+        if not os.fork():
+            os._exit(0)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        os.setpgid(0, 0)
+        print(os.getpid(), flush=True)
+        signal.pause()
+    signal.pause()
+"""
+# A child in the group of its parent; it ignores SIGTERM.
+FAMILY = """
+    import os, signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        print(child, flush=True)
+    signal.pause()
+"""
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", textwrap.dedent(code)]
+
+
+@contextlib.contextmanager
+def child(*command: str, session: bool = False) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
+    """A process of `spawn`, and what it prints; it is gone afterwards, with its group."""
+    read, write = os.pipe()
+    process = spawn(command, os.environ, stdout=write, stderr=2, session=session)
+    os.close(write)
+    try:
+        yield process, read
+    finally:
+        signal_group(process.pid, signal.SIGKILL)
+        end(process)
+        os.close(read)
+
+
+def number(fd: int) -> int:
+    """What a child prints first."""
+    return int(os.read(fd, 100))
+
+
+@contextlib.contextmanager
+def opened(pid: int) -> Iterator[int]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+async def gone(pidfd: int) -> None:
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(pidfd)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_child_leads_a_group_and_reads_nothing(session: bool) -> None:
+    code = """
+        import os, sys
+        print(os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
+    """
+    with child(*python(code), session=session) as (process, read):
+        assert process.wait(DEADLINE) == 0
+        assert os.read(read, 100).decode() == f"True {session} ''\n"
+
+
+def test_a_child_has_the_given_environment_and_descriptors_only() -> None:
+    mine, theirs = channel_pair()
+    inherited, hidden = os.pipe()
+    os.set_inheritable(hidden, True)
+    code = python(f"""
+        import os, socket
+        socket.socket(fileno={theirs.fileno()}).send(os.environ["WORD"].encode())
+        os.close({hidden})
+    """)
+    with mine, theirs:
+        env = {"WORD": "here"}
+        given = (theirs.fileno(),)
+        process = spawn(code, env, stdout=2, stderr=subprocess.DEVNULL, pass_fds=given)
+        assert process.wait(DEADLINE) == 1, "the other descriptor is not there"
+        assert mine.recv(100) == b"here"
+    os.close(inherited)
+    os.close(hidden)
+
+
+def test_a_pair_keeps_messages_whole_and_our_end_never_blocks() -> None:
+    ours, theirs = channel_pair()
+    with ours, theirs:
+        assert theirs.getblocking()
+        theirs.send(b"one")
+        theirs.send(b"two")
+        assert [ours.recv(100), ours.recv(100)] == [b"one", b"two"]
+        with pytest.raises(BlockingIOError):
+            ours.recv(100)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            socket.send_fds(ours, [b"x"], [1 << 20])
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit 7", 7), ("exit 137", 137), ("kill -9 $$", -9)])
+async def test_an_exit_is_awaited(how: str, code: int) -> None:
+    before = descriptors()
+    with child("sh", "-c", how) as (process, _):
+        async with asyncio.timeout(DEADLINE):
+            assert await exited(process) == code
+            assert await exited(process) == code, "and it is known from then on"
+    assert descriptors() == before
+
+
+async def test_an_exit_that_was_seen_already_is_no_other_process_s() -> None:
+    """Popen reaps when it is asked to send a signal, and its number may come again."""
+    with child("true") as (process, _):
+        with opened(process.pid) as pidfd:
+            await gone(pidfd)
+        process.terminate()
+        assert process.returncode == 0
+        assert await exited(process) == 0
+
+
+async def test_to_give_up_waiting_leaves_nothing_open() -> None:
+    before = descriptors()
+    with child("sleep", "1000") as (process, _):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await exited(process)
+        assert process.poll() is None
+    assert descriptors() == before
+
+
+async def test_a_watch_kills_what_is_left_of_the_group() -> None:
+    with child(*python(FAMILY)) as (process, read):
+        codes: asyncio.Queue[int] = asyncio.Queue()
+        watch = ExitWatch(process, codes.put_nowait, group=True)
+        with opened(number(read)) as other:
+            process.terminate()
+            async with asyncio.timeout(DEADLINE):
+                assert await codes.get() == -signal.SIGTERM
+            await gone(other)
+        assert codes.empty()
+        watch.close()
+        watch.close()
+
+
+async def test_a_closed_watch_says_nothing() -> None:
+    with child("sleep", "1000") as (process, _):
+        codes: list[int] = []
+        ExitWatch(process, codes.append).close()
+        with opened(process.pid) as pidfd:
+            process.kill()
+            await gone(pidfd)
+        await asyncio.sleep(0)
+        assert codes == []
+        assert process.wait() == -signal.SIGKILL
+
+
+class Late:
+    """A child whose debugger has not let go of it yet: it can't be reaped when it is dead."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.pid = process.pid
+        self._process = process
+        self.asked = 0
+
+    def poll(self) -> int | None:
+        self.asked += 1
+        return self._process.poll() if self.asked > 3 else None
+
+
+async def test_a_child_that_cannot_be_reaped_yet_is_asked_again() -> None:
+    with child("sh", "-c", "exit 3") as (process, _):
+        late = Late(process)
+        async with asyncio.timeout(DEADLINE):
+            assert await exited(late) == 3
+        assert late.asked == 4
+
+
+def test_the_end_is_the_end() -> None:
+    with child("sh", "-c", "trap '' TERM; echo 1; while :; do sleep 1000; done") as (process, read):
+        assert number(read) == 1
+        assert end(process) == end(process) == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL
+    with child("true") as (process, _):
+        assert process.wait(DEADLINE) == 0
+        assert end(process) == 0
+
+
+async def test_last_words(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    before = descriptors()
+    read, write = os.pipe()
+    words = LastWords(read, "child")
+    assert words.drain() == "it said nothing"
+    os.write(write, b"first\nsec")
+    os.write(write, b"ond\n\n  \n")
+    assert words.drain() == "second"
+    os.write(write, b"\xff without an end")
+    os.close(write)
+    assert words.drain() == "\ufffd without an end"
+    assert [r.getMessage() for r in caplog.records] == [
+        "child: first", "child: second", "child: \ufffd without an end",
+    ]  # fmt: skip
+    words.close()
+    assert words.drain() == "\ufffd without an end"
+    assert descriptors() == before
+
+
+async def test_last_words_are_read_as_they_come_and_kept_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    read, write = os.pipe()
+    words = LastWords(read)
+    os.write(write, b"said\n")
+    async with asyncio.timeout(DEADLINE):
+        while words.last != "said":  # noqa: ASYNC110 - turns of the loop
+            await asyncio.sleep(0)
+    for _ in range(4):
+        os.write(write, b"x" * 50_000)
+        words.drain()
+    os.close(write)
+    assert len(words.last) < 60_000, "one that never ends its line"
+    words.close()
+    assert not caplog.records, "without a label nothing goes to the log"
+
+
+class Groups:
+    """Groups, and those that were told to be empty."""
+
+    def __init__(self) -> None:
+        self.groups = ProcessGroups(self._tell)
+        self.told: list[set[int]] = []
+        self._news = asyncio.Event()
+
+    def _tell(self, groups: Collection[int]) -> None:
+        self.told.append(set(groups))
+        self._news.set()
+
+    async def all_are_empty(self) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while self.groups:
+                self._news.clear()
+                await self._news.wait()
+
+
+async def test_empty_groups_are_told_together() -> None:
+    watched = Groups()
+    assert not watched.groups
+    with child("true") as (one, _), child("true") as (other, _):
+        for process in (one, other):
+            process.wait(DEADLINE)
+            watched.groups.add(process.pid)
+        assert set(watched.groups) == {one.pid, other.pid}
+        await watched.all_are_empty()
+        assert watched.told == [{one.pid, other.pid}]
+
+
+async def test_what_is_left_of_a_group_is_killed_and_awaited() -> None:
+    before = descriptors()
+    watched = Groups()
+    with child(*python(FAMILY)) as (process, read), opened(number(read)) as other:
+        process.terminate()
+        assert process.wait(DEADLINE) == -signal.SIGTERM
+        assert not is_gone(other)
+        watched.groups.add(process.pid)
+        await watched.all_are_empty()
+        assert is_gone(other)
+        assert set().union(*watched.told) == {process.pid}
+    assert descriptors() == before
+
+
+async def test_a_zombie_that_nobody_reaps_is_nothing_that_runs() -> None:
+    watched = Groups()
+    with child(*python(ZOMBIE)) as (process, read):
+        careless = number(read)
+        try:
+            process.kill()
+            process.wait(DEADLINE)
+            assert signal_group(process.pid, 0), "the zombie is there"
+            watched.groups.add(process.pid)
+            await watched.all_are_empty()
+            assert signal_group(process.pid, 0), "and still is"
+        finally:
+            os.kill(careless, signal.SIGKILL)
+
+
+def test_members_of_other_groups_are_spared() -> None:
+    with child(*python(FAMILY)) as (killed, read), child("sleep", "1000") as (spared, _):
+        other = number(read)
+        found = kill_members([killed.pid, 1 << 30])
+        assert found.keys() == {killed.pid, 1 << 30}
+        assert len(found[killed.pid]) == 2
+        assert found[1 << 30] == []
+        for pidfd in found[killed.pid]:
+            os.close(pidfd)
+        assert killed.wait(DEADLINE) == -signal.SIGKILL
+        assert spared.poll() is None
+        assert other != killed.pid
+
+
+def test_a_signal_to_a_group_that_is_not_there() -> None:
+    with child("true") as (process, _):
+        process.wait(DEADLINE)
+        assert not signal_group(process.pid, signal.SIGKILL)

@@ -1,0 +1,156 @@
+"""An agent's tasks and its inbox: a crash is nobody's secret, and no task outlives the scope."""
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from elastic_etcd.agent import agent
+from elastic_etcd.agent.inbox import Inbox, LeaveAtOnce, MirrorChanged, Tasks
+from elastic_etcd.core.lifecycle import WorkersGone
+from elastic_etcd.errors import UsageError
+
+DEADLINE = 5.0
+
+
+class Endless:
+    """A task that only a cancellation ends."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.cancelled = False
+
+    async def run(self) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def fail(after: asyncio.Event) -> None:
+    await after.wait()
+    raise ZeroDivisionError("of a task")
+
+
+async def test_a_crash_is_raised_and_ends_everything_else() -> None:
+    other = Endless()
+
+    async def scope() -> None:
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            tasks.create(other.run())
+            tasks.create(fail(other.begun))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await scope()
+    assert [str(error) for error in raised.value.exceptions] == ["of a task"]
+    assert other.cancelled
+
+
+async def test_the_scope_s_own_error_comes_first() -> None:
+    other = Endless()
+
+    async def scope() -> None:
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            tasks.create(other.run())
+            await other.begun.wait()
+            raise KeyError("of the body")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await scope()
+    assert isinstance(raised.value.exceptions[0], KeyError)
+    assert other.cancelled
+
+
+async def test_tasks_end_with_the_scope() -> None:
+    endless, fresh = Endless(), Endless()
+    async with asyncio.timeout(DEADLINE):
+        async with Tasks() as tasks:
+            task = tasks.create(endless.run())
+            await endless.begun.wait()
+            late = tasks.create(fresh.run())  # it has not even begun
+    assert task.cancelled()
+    assert late.cancelled()
+    assert endless.cancelled
+    assert not fresh.begun.is_set()
+
+
+async def test_a_task_may_end_or_be_ended_before_the_scope(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = asyncio.Event()
+
+    async def quick() -> None:
+        done.set()
+
+    other = Endless()
+    async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+        tasks.create(quick())
+        task = tasks.create(other.run())
+        await done.wait()
+        await other.begun.wait()
+        task.cancel()
+        await asyncio.wait({task})
+        assert not tasks._running, "none is kept"
+    gc.collect()
+    assert not caplog.records
+
+
+async def test_the_inbox_keeps_the_order_and_many_changes_are_one() -> None:
+    inbox = Inbox()
+    inbox.put(MirrorChanged())
+    inbox.put(WorkersGone(1))
+    inbox.put(MirrorChanged())
+    inbox.put(LeaveAtOnce(130))
+    async with asyncio.timeout(DEADLINE):
+        assert [await inbox.get() for _ in range(3)] == [
+            MirrorChanged(),
+            WorkersGone(1),
+            LeaveAtOnce(130),
+        ]
+        inbox.put(MirrorChanged())  # since the last one was looked at
+        assert await inbox.get() == MirrorChanged()
+    assert inbox._queue.empty()
+
+
+@pytest.mark.parametrize(
+    ("error", "recorded"),
+    [
+        (ZeroDivisionError("of a task"), ["internal error: ZeroDivisionError: of a task"]),
+        (UsageError("the user's"), []),
+    ],
+)
+async def test_an_agent_ends_with_what_ended_a_task_of_its(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, recorded: list[str]
+) -> None:
+    """And leaves a record of what had happened, if the defect is the program's own."""
+    records: list[str] = []
+
+    class Crashing:
+        def __init__(self, *given: object) -> None:
+            tasks = given[3]
+            assert isinstance(tasks, Tasks)
+            self._tasks = tasks
+
+        async def live(self) -> int:
+            async def crash() -> None:
+                raise error
+
+            self._tasks.create(crash())
+            await asyncio.Event().wait()
+            return 0
+
+        def write_record(self, why: str) -> None:
+            records.append(why)
+
+    monkeypatch.setattr(agent, "Agent", Crashing)
+    for part in ("Membership", "Workers"):
+        monkeypatch.setattr(agent, part, lambda *_: None)
+    given: Any = None
+    with pytest.raises(type(error), match=str(error)):
+        async with asyncio.timeout(DEADLINE):
+            await agent.run_agent(given, given, given, given)
+    assert records == recorded

@@ -1,0 +1,129 @@
+"""An agent's workers without an agent: what goes into its inbox, to be waited for."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Self, cast
+
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.inbox import Inbox, Tasks
+from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.worker import WorkerSpec
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
+from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Failure
+
+if TYPE_CHECKING:
+    from elastic_etcd.agent.guardian import Guardian
+    from elastic_etcd.agent.membership import Membership
+
+DEADLINE = 30.0
+
+
+class Guarded:
+    """Stands in for the guardian: the process groups that it was told last."""
+
+    def __init__(self) -> None:
+        self.groups: tuple[int, ...] = ()
+
+    def guard(self, groups: tuple[int, ...]) -> None:
+        self.groups = groups
+
+
+class Asked:
+    """Stands in for the membership: no generation is the job's."""
+
+    async def current(self, generation: int) -> tuple[bool | None, str]:
+        return False, f"generation {generation} is over"
+
+
+class Watched:
+    """Workers that are exec'd, and what was heard of them."""
+
+    def __init__(self, logs: Logs, tasks: Tasks) -> None:
+        self.logs = logs
+        self.ends: list[WorkerEnded] = []
+        self.empties: list[int] = []
+        self.guarded = Guarded()
+        self._inbox = Inbox()
+        self._news = asyncio.Event()
+        one = Limits(1, 1)
+        config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0)
+        membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
+        self.workers = Workers(config, logs, self._inbox, tasks, membership, guardian)
+        tasks.create(self._hear())
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, logs: Logs) -> AsyncIterator[Self]:
+        """Nothing of it runs afterwards."""
+        async with Tasks() as tasks:
+            watched = cls(logs, tasks)
+            try:
+                yield watched
+            finally:
+                workers = watched.workers
+                workers.close()
+                await watched.turns(lambda: not (workers.groups or workers._groups))
+
+    @property
+    def failures(self) -> list[Failure]:
+        return [end.failure for end in self.ends if end.failure]
+
+    def launch(self, *commands: Sequence[str], generation: int = 1, first: int = 0) -> None:
+        """One worker for each command, which ranks begin with `first`."""
+        specs = []
+        for local_rank, command in enumerate(commands):
+            rank = first + local_rank
+            file = self.logs.error_file(generation, rank)
+            env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
+            env["ELASTIC_ETCD_SOCKET"] = self.workers._socket
+            env["ELASTIC_ETCD_GENERATION"] = str(generation)
+            env["LOCAL_RANK"] = str(local_rank)
+            specs.append(WorkerSpec(tuple(command), env, rank, local_rank, file))
+        self.ends.clear()
+        self.empties.clear()
+        self.workers.launch(generation, specs)
+
+    async def started(self) -> list[int]:
+        """Wait until every worker has its process; their pids by rank."""
+        await self.turns(lambda: not self.workers._starting)
+        return [pid for _, pid in sorted(self.workers.pids.items())]
+
+    async def turns(self, condition: Callable[[], object]) -> None:
+        """Let the loop turn until it holds: of what goes into no inbox there is no news."""
+        async with asyncio.timeout(DEADLINE):
+            while not condition():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def failure(self) -> Failure:
+        """The first one."""
+        await self.until(lambda: self.failures)
+        return self.failures[0]
+
+    async def emptied(self) -> None:
+        """Wait until nothing of the generation is left; it is told once."""
+        await self.until(lambda: self.empties)
+        for _ in range(3):  # turns of the loop in which nothing more may come
+            await asyncio.sleep(0)
+        assert self.empties == [self.workers.generation]
+
+    async def _hear(self) -> None:
+        while True:
+            match await self._inbox.get():
+                case WorkerEnded() as end:
+                    assert not self.empties, "an end after all is empty"
+                    self.ends.append(end)
+                case WorkersGone(generation):
+                    self.empties.append(generation)
+                case other:
+                    raise AssertionError(other)
+            self._news.set()
