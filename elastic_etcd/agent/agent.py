@@ -40,6 +40,7 @@ from elastic_etcd.core.lifecycle import (
     Left,
     Life,
     Log,
+    Outdated,
     Over,
     Rejoin,
     SetTimer,
@@ -59,6 +60,7 @@ from elastic_etcd.errors import (
     ElasticEtcdError,
     RendezvousTimeout,
     TrainingFailed,
+    UsageError,
 )
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
@@ -307,6 +309,9 @@ class Agent:
             case Error(reason):
                 await self._workers.end(reason)
                 raise self._error or ElasticEtcdError(reason)
+            case Outdated() as outdated:
+                await self._workers.end(outdated.reason)
+                raise self._error or UsageError(f"job {self._config.job}: {outdated.reason}")
             case Over(reason):
                 await self._workers.end(reason)
                 return await self._over(local.run, reason)

@@ -16,10 +16,13 @@ from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import (
+    Answered,
     Fatal,
     Joined,
     LeaseLost,
+    Outdated,
     Over,
+    Silent,
     State,
     Write,
     WriteDone,
@@ -159,7 +162,8 @@ class Membership:
             look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
             if look.succeeded:
                 view = view_of(_read(look), keys, Everything())
-                await self._client.txn(writes.stop(keys, view, local, _now()), LEAVE_TIMEOUT)
+                if not view.newer:
+                    await self._client.txn(writes.stop(keys, view, local, _now()), LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 
@@ -185,6 +189,7 @@ class Membership:
         await self._mirror_scope.aclose()
         self._mirror = None
         await self._session_scope.aclose()
+        self._silence = False
         config = self._config
         session = Session(
             self._client,
@@ -219,6 +224,9 @@ class Membership:
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
             txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
+            if isinstance(txn, Outdated):
+                self._inbox.put(Fatal(txn))
+                return
             if isinstance(txn, str) and seen is early:  # it may have changed since
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
@@ -264,6 +272,7 @@ class Membership:
         limit = self._config.etcd_timeout
         if not self._silence:
             self._silence = True
+            self._inbox.put(Silent(seconds))
             log.warning("etcd does not answer at %s; training goes on", self._client.endpoint)
         if limit is not None and seconds > limit:
             late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
@@ -271,6 +280,7 @@ class Membership:
 
     def _answered(self) -> None:
         self._silence = False
+        self._inbox.put(Answered())
         log.info("etcd answers again at %s", self._client.endpoint)
 
 

@@ -315,10 +315,16 @@ def _failures(group: Group) -> None:
         "do not count (default: %(default)s; torchrun: 0)",
     )
     for name, text in (
-        ("restart_window", "failures before so long a time of good progress are forgiven"),
+        (
+            "restart_window",
+            "failures before so long a time of training, over all worlds since, are forgiven",
+        ),
         ("min_uptime", "a worker that fails sooner, again and again, is restarted later"),
         ("settle", "the first formation waits so long after the last node joined"),
-        ("join_timeout", "give up when fewer than MIN nodes were there for so long"),
+        (
+            "join_timeout",
+            "give up when fewer than MIN nodes were there for so long, while etcd answered",
+        ),
     ):
         default = getattr(DEFAULTS, name)
         group.flag(

@@ -32,7 +32,7 @@ from elastic_etcd.core.rules import (
     decide,
     vanished,
 )
-from elastic_etcd.core.schema import Failure, Phase, Round
+from elastic_etcd.core.schema import VERSION, Failure, Phase, Round
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View
 from elastic_etcd.times import HOLD
 
@@ -64,7 +64,19 @@ class Error(Struct, frozen=True, tag=True):
     reason: str
 
 
-Ending: TypeAlias = Left | Over | Error
+class Outdated(Struct, frozen=True, tag=True):
+    """The job is written in a format above ours: this agent may not write at all."""
+
+    version: int
+
+    @property
+    def reason(self) -> str:
+        """What the user is told."""
+        newer = f"this job was written by a newer elastic_etcd (format {self.version})"
+        return f"{newer}; this one knows format {VERSION}: install the newer one here, too"
+
+
+Ending: TypeAlias = Left | Over | Error | Outdated
 
 
 # --- events -------------------------------------------------------------------------------
@@ -118,6 +130,16 @@ class Signalled(Struct, frozen=True, tag=True):
     """The agent got SIGTERM or SIGINT."""
 
 
+class Silent(Struct, frozen=True, tag=True):
+    """etcd has not answered this agent's keepalive for so many seconds."""
+
+    seconds: float
+
+
+class Answered(Struct, frozen=True, tag=True):
+    """etcd answers again."""
+
+
 class Tick(Struct, frozen=True, tag=True):
     """The timer is due."""
 
@@ -125,7 +147,7 @@ class Tick(Struct, frozen=True, tag=True):
 class Fatal(Struct, frozen=True, tag=True):
     """The agent can't go on."""
 
-    why: Over | Error
+    why: Over | Error | Outdated
 
 
 Event: TypeAlias = (
@@ -136,6 +158,8 @@ Event: TypeAlias = (
     | WorkerEnded
     | WorkersGone
     | Signalled
+    | Silent
+    | Answered
     | Tick
     | Fatal
 )
@@ -266,6 +290,7 @@ class State(Struct, frozen=True):
     tried: Basis = ()  # what was written last, and on what it was based
     phase_since: float = 0.0
     join_since: float = 0.0
+    silent_since: float | None = None  # None: etcd answers
     lasted: Lasted = Lasted()
     timer: float | None = None  # when it is due
     logged: str = ""  # the reason
@@ -294,6 +319,9 @@ def coverage(state: State) -> Coverage:
 def _absorb(state: State, event: Event, now: float) -> State:
     local = state.local
     match event:
+        case ViewChanged(view) if view.newer:
+            outdated = Outdated(view.newer)
+            return replace(_end_life(state, outdated), view=view, ending=outdated)
         case ViewChanged(view):
             return _lose_lease(state) if vanished(view, local) else _take_view(state, view, now)
         case Joined():
@@ -310,6 +338,10 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Signalled():
             state = replace(state, local=replace(local, leaving=True))
             return _end_life(state, Left()) if state.ending else state
+        case Silent(seconds):
+            return replace(state, silent_since=now - seconds)
+        case Answered():
+            return _leave_out_silence(state, now)
         case Fatal(why):
             return _end_life(state, why)
     return state
@@ -325,7 +357,16 @@ def _become_member(state: State, event: Joined) -> State:
         created=event.created,
     )
     life = Life.LEAVING if state.ending else Life.MEMBER
-    return replace(state, local=local, life=life, view=None, result=None, pending=None, tried=())
+    return replace(
+        state,
+        local=local,
+        life=life,
+        view=None,
+        result=None,
+        pending=None,
+        tried=(),
+        silent_since=None,
+    )
 
 
 def _take_view(state: State, view: View, now: float) -> State:
@@ -345,6 +386,19 @@ def _take_view(state: State, view: View, now: float) -> State:
         phase_since=state.phase_since if was == is_ else now,
         join_since=now if arrived else state.join_since,
     )
+
+
+def _leave_out_silence(state: State, now: float) -> State:
+    """Nobody could come while etcd was silent, so no clock has run; but a world trains on."""
+    silent = state.silent_since
+    if silent is None:
+        return state
+    joined = state.join_since + now - max(state.join_since, silent)
+    began = state.phase_since + now - max(state.phase_since, silent)
+    seen = state.view.round if state.view else None
+    if seen and seen.phase is Phase.FINAL:
+        began = state.phase_since
+    return replace(state, silent_since=None, join_since=joined, phase_since=began)
 
 
 def _lose_lease(state: State) -> State:
@@ -427,6 +481,8 @@ def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> S
             return _exit_or_rejoin(state, actions)
     if state.life in (Life.JOINING, Life.ENDED) or not state.local.lease:
         return state
+    if isinstance(state.ending, Outdated):
+        return state
     if state.local.leaving:
         return state if state.marked else _write(state, actions, MarkLeaving(), 0, ("leaving",))
     state = _report_end(state, actions)
@@ -462,7 +518,9 @@ def _report_end(state: State, actions: list[Action]) -> State:
 
 def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:
     lasted = state.lasted.seconds if state.lasted.generation == view.ledger.final else 0.0
-    elapsed = Elapsed(now - state.phase_since, now - state.join_since, lasted)
+    clock = now if state.silent_since is None else state.silent_since
+    phase, join = clock - state.phase_since, clock - state.join_since
+    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted)
     decision = decide(view, state.local, limits, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))
@@ -488,9 +546,13 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
 
 
 def _set_timer(state: State, decision: Decision, now: float, actions: list[Action]) -> State:
-    """Due when the decision may change or a failure has been held for long enough."""
+    """Due when the decision may change or a failure has been held for long enough.
+
+    While etcd is silent only its answer changes a decision.
+    """
     due = [state.result.until] if isinstance(state.result, Held) else []
-    if isinstance(decision, Wait) and decision.until is not None:
+    answers = state.silent_since is None
+    if answers and isinstance(decision, Wait) and decision.until is not None:
         due.append(now + decision.until)
     at = min(due, default=None)
     if at == state.timer:

@@ -22,6 +22,7 @@ I6 from every state with min live members, no more crashes and a reachable etcd,
    round (or the end of the job) is reached
 I7 leaving, failing or finishing of one node never closes the job for the others
 I8 all participants of a final round hold the same generation, ranks, world size and master
+I9 an agent that has seen a key of a newer format version writes nothing and starts no workers
 """
 
 from enum import Enum
@@ -74,7 +75,10 @@ class Local(Struct, frozen=True):
 
 
 class Elapsed(Struct, frozen=True):
-    """Seconds on this agent's monotonic clock; no clock of another machine is ever compared."""
+    """Seconds on this agent's monotonic clock; no clock of another machine is ever compared.
+
+    `phase` and `join` stand still while etcd is silent: nobody could come.
+    """
 
     phase: float  # since the round was first seen in its phase
     join: float  # since a member was last seen to arrive
@@ -321,23 +325,27 @@ def _freeze(
 
     A failure counts when all of the last world's nodes are back: if one of them is lost, the
     failures of the others are its victims (pytorch#91943), and a world of newcomers only
-    starts with a fresh budget.
+    starts with a fresh budget. What was used of it is forgiven once the worlds since the last
+    failure have lasted for the restart window together, however many they were.
     """
     back = {m.lease for m in ready} | _done(view)
     ledger, culprit = view.ledger, _culprit(view)
+    trained = round(ledger.trained + elapsed.ran, 3)
     lost = [
         n for lease, n in zip(ledger.group_ranks, ledger.nodes, strict=True) if lease not in back
     ]
     if {m.lease for m in ready}.isdisjoint(ledger.group_ranks):
         ledger = replace(ledger, restarts=0, rapid_failures=0)
+        trained = 0.0
     elif culprit and lost:
         now = replace(now, reason=f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost")
     elif culprit:
-        spent = 0 if elapsed.ran >= limits.restart_window else ledger.restarts
+        spent = 0 if trained >= limits.restart_window else ledger.restarts
         rapid = ledger.rapid_failures + 1 if culprit.uptime < limits.min_uptime else 0
         if spent >= limits.max_restarts:
             return _give_up(now, culprit, limits)
         ledger = replace(ledger, restarts=spent + 1, rapid_failures=rapid)
+        trained = 0.0
         backoff = 0.0 if rapid < 2 else min(LONGEST_BACKOFF, 2.0 ** min(rapid - 2, 10))
         if elapsed.phase < backoff:
             why = f"workers failed {rapid} times right after their start"
@@ -351,6 +359,7 @@ def _freeze(
         participants=tuple(Participant(m.lease, m.node, m.nproc) for m in world),
         restarts=ledger.restarts,
         rapid_failures=ledger.rapid_failures,
+        trained=trained,
     )
     return Freeze(f"{len(world)} nodes take part", frozen)
 
@@ -373,6 +382,7 @@ def _lead_frozen(view: View, now: Round, local: Local) -> Decision:
         nodes=tuple(p.node for p in now.participants),
         restarts=now.restarts,
         rapid_failures=now.rapid_failures,
+        trained=now.trained,
     )
     return Finalise("all participants are ready", final, ledger)
 

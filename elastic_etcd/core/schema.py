@@ -233,6 +233,7 @@ class Round(Value, frozen=True):
     master: Master | None = None
     restarts: Number = 0
     rapid_failures: Number = 0
+    trained: Seconds = 0.0
     planned: bool = False  # begun by a join or a leave: workers get more time to stop
 
     def __post_init__(self) -> None:
@@ -254,7 +255,8 @@ class Ledger(Value, frozen=True):
 
     `generation` is the last one handed out, `final` the last one that had a world. `group_ranks`
     are the leases of that world in rank order, `nodes` their names. `restarts` is how much of the
-    budget is used, `rapid_failures` how many times in a row a worker failed right after its start.
+    budget is used, `rapid_failures` how many times in a row a worker failed right after its start,
+    `trained` how many seconds the worlds since the last failure have lasted together.
     """
 
     generation: Number = 0
@@ -263,6 +265,7 @@ class Ledger(Value, frozen=True):
     nodes: tuple[Text, ...] = ()
     restarts: Number = 0
     rapid_failures: Number = 0
+    trained: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a ledger."""
@@ -383,6 +386,18 @@ def decode(kind: type[V], text: str, **from_key: int) -> V:
         raise ValueError("not UTF-8") from None
     except msgspec.MsgspecError as error:  # in its older versions no ValueError
         raise ValueError(str(error)) from None
+
+
+def format_of(text: str) -> int:
+    """The format version that `text` says it is written in; 0 where it says none."""
+    try:
+        return msgspec.json.decode(text, type=_Versioned).v
+    except (ValueError, RecursionError):
+        return 0
+
+
+class _Versioned(Struct):
+    v: int = 0
 
 
 def plain(value: Value) -> dict[str, Any]:

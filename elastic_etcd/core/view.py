@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
+    VERSION,
     Ack,
     Keys,
     Ledger,
@@ -25,6 +26,7 @@ from elastic_etcd.core.schema import (
     Value,
     decimal,
     decode,
+    format_of,
     unhexed,
 )
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
@@ -68,6 +70,7 @@ class View(Struct, frozen=True):
     reported: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()  # leases whose ack or report of now can't be read
     malformed: tuple[str, ...] = ()
+    newer: int = 0  # a format version above ours in any of the keys
 
 
 def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
@@ -106,7 +109,17 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
     )
     if coverage == Everything():
         view = _with_parts(view, kvs, keys, bad)
-    return replace(view, malformed=tuple(bad))
+    return replace(view, malformed=tuple(bad), newer=_newer(kvs))
+
+
+def _newer(kvs: Mapping[str, KeyValue]) -> int:
+    """The highest format version in these keys, 0 if this program knows it.
+
+    Also in keys that this version does not read: to it, what a newer one wrote looks absent, so
+    that it would begin anew over a job that lives.
+    """
+    newest = max(map(_format_of, kvs.values()), default=0)
+    return newest if newest > VERSION else 0
 
 
 def _members(
@@ -203,6 +216,11 @@ def _malformed(kv: KeyValue, error: ValueError) -> str:
 @lru_cache(maxsize=32)
 def _decode_value(kind: type[V], kv: KeyValue) -> V:
     return decode(kind, kv.value)
+
+
+@lru_cache(maxsize=16384)
+def _format_of(kv: KeyValue) -> int:
+    return format_of(kv.value)
 
 
 @lru_cache(maxsize=16384)

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from elastic_etcd.core import schema
-from elastic_etcd.core.lifecycle import MarkLeaving, ReportEnd, State, Write
+from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, ReportEnd, State, Write
 from elastic_etcd.core.rules import Ack, Claim, Close, Finalise, Freeze, Local, Open, Verdict
 from elastic_etcd.core.schema import (
     History,
@@ -42,7 +42,7 @@ def look(keys: Keys) -> tuple[Get, ...]:
 
 def join(
     keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool, last: int = 0
-) -> Txn | str:
+) -> Txn | str | Outdated:
     """The Txn by which `member` joins its job, or why it can't.
 
     A run goes on until it has an outcome: a node that comes back joins the run it was in, and
@@ -52,6 +52,8 @@ def join(
     growing over runs, so that no key of an old run is ever mistaken for one of the new.
     """
     view = view_of(seen, keys, Everything())
+    if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
+        return Outdated(view.newer)
     known = view.spec
     spoilt = known is None and keys.spec in seen.kvs and not view.outcome
     if spoilt and view.members:  # the members know which run it is, and go on with it

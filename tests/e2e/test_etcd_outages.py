@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -27,6 +28,20 @@ def test_etcd_killed_and_restarted(job: Job, etcd: EtcdServer, outage: float) ->
     # And the agents are at work again.
     os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
     job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
+def test_r9_join_timeout_stands_still_while_etcd_is_away(job: Job, etcd: EtcdServer) -> None:
+    timeout = 20
+    n1 = job.start("n1", nnodes="2:2", join_timeout=timeout)
+    job.said(n1, "1 of at least 2 nodes are ready")
+    etcd.kill()
+    job.said(n1, "etcd does not answer", seconds=TTL + 10)
+    over = monotonic() + timeout
+    job.wait("the timeout is over", lambda: monotonic() > over, seconds=timeout + 10)
+    etcd.start()
+    n2 = job.start("n2", nnodes="2:2", join_timeout=timeout)
+    job.trains(2, seconds=40)
     job.finish(n1, n2)
 
 

@@ -91,6 +91,23 @@ def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer, before: str) -> N
     assert keys(etcd, job.name)["outcome"]["exit_code"] == 4
 
 
+def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: Job, etcd: EtcdServer) -> None:
+    n1 = job.start("n1", settle=0)
+    job.trains(1)
+    newer = f"/elastic_etcd/{job.name}/ledger"
+    before = keys(etcd, job.name)
+    etcd.ctl("put", newer, '{"a field": "of the future", "v": 2}')
+    job.exits(n1, 2)
+    assert "written by a newer elastic_etcd (format 2)" in n1.output
+    n2 = job.start("n2", settle=0)
+    job.exits(n2, 2)
+    assert "written by a newer elastic_etcd (format 2)" in n2.output
+    after = keys(etcd, job.name)
+    assert after["ledger"] == {"a field": "of the future", "v": 2}
+    assert after["round"] == before["round"], "nothing was written"
+    job.abandoned = True
+
+
 def test_other_nnodes_are_refused_and_ctrl_c_twice_ends_at_once(job: Job) -> None:
     n1 = job.start("n1", "--fault", "ignore-term", settle=0)
     g = job.trains(1)

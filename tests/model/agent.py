@@ -13,7 +13,7 @@ from elastic_etcd.core.rules import Ack, Limits, Verdict
 from elastic_etcd.core.schema import Ledger, Master, Member, Phase, Round
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
 from elastic_etcd.core.view import Coverage, View, covered, view_of
-from tests.model.invariants import check_budget
+from tests.model.invariants import check_budget, check_format
 from tests.model.node import Numbers, owner
 from tests.model.store import KEYS, Store
 
@@ -68,6 +68,7 @@ class Agent:
         happened = ViewChanged(self.views[event]) if isinstance(event, int) else event
         state, actions = lifecycle.step(before, happened, now, self.limits)
         write = next((a for a in actions if isinstance(a, Write)), None)
+        check_format(before, happened, actions)
         txn = 0
         if write:
             check_budget(state, write, self.limits)
@@ -79,15 +80,18 @@ class Agent:
     def _bare(self, before: State, state: State, now: float) -> State:
         """What was said and how long things took is no part of what comes next.
 
-        But for a world that lasted for the restart window, until the next one is final.
+        But for a world that lasted for long, until the next one is final.
         """
         lasted = state.lasted
         final = state.view.ledger.final if state.view else lasted.generation
-        if lasted.seconds < self.limits.restart_window or lasted.generation < final:
+        if not lasted.seconds or lasted.generation < final:
             state = structs.replace(state, lasted=Lasted())
         if state.timer is not None and state.timer != before.timer:
             state = structs.replace(state, timer=state.timer - now)
-        return structs.replace(state, logged="", phase_since=0.0, join_since=0.0)
+        silent = None if state.silent_since is None else 0.0
+        return structs.replace(
+            state, logged="", phase_since=0.0, join_since=0.0, silent_since=silent
+        )
 
 
 def lasted(state: State, view: View) -> bool:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from msgspec import structs
+
 from elastic_etcd.core.rules import Limits
 from tests.model.explore import Result, Search
 from tests.model.node import Faults
@@ -28,6 +30,9 @@ def limits(least: int, most: int, restarts: int = 1) -> Limits:
     return Limits(least, most, max_restarts=restarts, settle=1.0, join_timeout=FOREVER)
 
 
+HASTY = structs.replace(limits(2, 2), join_timeout=1.0)
+
+
 class Case(NamedTuple):
     """A search, and the labels that it must have reached."""
 
@@ -52,8 +57,8 @@ CASES = [
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(fail=2)),
     Case(2, limits(1, 2, restarts=2), Faults(fail=3, crash=1), (*LOST, *ACKED_AND_DEAD)),
-    Case(2, limits(1, 2), Faults(fail=3, long=1), ("sees, after a long time",)),
-    Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=1), ("sees, after a long time",)),
+    Case(2, limits(1, 2), Faults(fail=3, long=2), ("sees, after a long time",)),
+    Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=2), ("sees, after a long time",)),
     Case(2, limits(1, 2), Faults(expire=1, fail=1), LOST),
     Case(2, limits(1, 2), Faults(stop=1, crash=1), (*LOST, *STOPPED)),
     Case(2, limits(1, 2), Faults(stop=1, fail=1), (*LOST, *STOPPED)),
@@ -69,6 +74,8 @@ CASES = [
     Case(2, limits(1, 2), Faults(peer=2, crash=1), LOST),
     Case(2, limits(1, 2), Faults(done=2, crash=1), LOST),
     Case(2, limits(1, 1), Faults(crash=1, back=1), LOST),
+    Case(2, limits(1, 2), Faults(newer=1, fail=1)),
+    Case(2, HASTY, Faults(silent=2, crash=1), ("hears etcd again", "has waited")),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(3, limits(2, 2), Faults(crash=1), LOST),
     Case(3, limits(2, 3), Faults(fail=1)),

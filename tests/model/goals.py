@@ -6,7 +6,7 @@ from elastic_etcd.core.lifecycle import Finished
 from elastic_etcd.core.schema import Ledger, Outcome, Phase, decode
 from tests.model.invariants import is_done, round_of
 from tests.model.node import Node
-from tests.model.store import KEYS
+from tests.model.store import KEYS, NEWER
 from tests.model.world import System
 
 
@@ -19,8 +19,13 @@ class Goals:
         self.counted = cache(self._counted)
 
     def good(self, store: int, nodes: tuple[Node, ...]) -> bool:
-        """What liveness must reach: a final world that trains, or the end of the job."""
+        """What liveness must reach: a final world that trains, or the end of the job.
+
+        In a job of a newer format it is the end of all agents.
+        """
         generation, awaited = self.final(store)
+        if generation < 0:
+            return not any(node.state for node in nodes)
         if not generation:
             return not awaited
         up = {n.lease for n in nodes if n.workers == generation or self._finished(n, generation)}
@@ -34,10 +39,12 @@ class Goals:
 
     def _final(self, number: int) -> tuple[int, frozenset[int]]:
         """Whose workers the final world of this store awaits: (0, {}) after the end, (0, {0})
-        without a final world."""
+        without a final world; -1 for a job of a newer format."""
         store = self.stores[number]
         if store.value(KEYS.outcome) is not None:
             return 0, frozenset()
+        if store.value(NEWER) is not None:
+            return -1, frozenset()
         now = round_of(store)
         if now is None or now.phase is not Phase.FINAL:
             return 0, frozenset({0})

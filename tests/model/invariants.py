@@ -1,12 +1,15 @@
-"""I1 to I8 of core/rules.py as checks on single steps; each raises Violation."""
+"""I1 to I9 of core/rules.py as checks on single steps; each raises Violation."""
 
+from collections.abc import Sequence
 from functools import cache
 
-from elastic_etcd.core.lifecycle import State, Write
-from elastic_etcd.core.rules import Close, Limits, Local
+from elastic_etcd.core.lifecycle import Action, Event, StartWorkers, State, ViewChanged, Write
+from elastic_etcd.core.rules import Close, Limits, Local, Verdict
 from elastic_etcd.core.schema import Ledger, Outcome, Phase, Report, Round, decode, encode
 from elastic_etcd.core.txn import Put, Txn
 from tests.model.store import KEYS, Store
+
+TOO_FEW = Verdict.TOO_FEW_NODES.exit_code
 
 
 class Violation(AssertionError):
@@ -86,13 +89,27 @@ def check_alone(name: str, lease: int, before: Store) -> None:
 
 
 def check_budget(state: State, write: Write, limits: Limits) -> None:
-    """I7: nobody gives up over failures that a long time of training has made good."""
-    if not isinstance(write.what, Close) or write.what.outcome.failure is None:
+    """I7: nobody gives up over failures that a long time of training has made good, nor over
+    nodes that could not come.
+    """
+    if not isinstance(write.what, Close):
+        return
+    if write.what.outcome.exit_code == TOO_FEW and state.silent_since is not None:
+        raise Violation("I7: the job is closed for want of nodes, which could not come")
+    if write.what.outcome.failure is None:
         return
     assert state.view
-    forgiven = state.lasted.seconds >= limits.restart_window
-    if state.lasted.generation == state.view.ledger.final and forgiven:
+    ledger, last = state.view.ledger, state.lasted
+    seen = last.seconds if last.generation == ledger.final else 0.0
+    if ledger.trained + seen >= limits.restart_window:
         raise Violation("I7: the job is closed though its failures are forgiven")
+
+
+def check_format(before: State, event: Event, actions: Sequence[Action]) -> None:
+    """I9: who has seen a newer format neither writes nor starts workers."""
+    view = event.view if isinstance(event, ViewChanged) else before.view
+    if view and view.newer and any(isinstance(a, Write | StartWorkers) for a in actions):
+        raise Violation("I9: an agent writes into a job of a newer format")
 
 
 def _check_fence(name: str, lease: int, txn: Txn) -> None:
@@ -123,5 +140,5 @@ def _check_close(before: Store, after: Store, limits: Limits) -> None:
     )
     if outcome.state == "succeeded" and not done:
         raise Violation("I7: the job is closed though not every participant is done")
-    if outcome.state == "failed" and ledger.restarts < limits.max_restarts:
+    if outcome.failure and ledger.restarts < limits.max_restarts:
         raise Violation("I7: the job is closed though restarts are left")

@@ -72,7 +72,9 @@ class Faults(NamedTuple):
     late: int = 0  # a Txn reaches the server a second time, whenever that may be
     slow: int = 0  # a Txn is applied, its answer comes whenever that may be
     stop: int = 0  # SIGSTOP to an agent that has not looked at its newest view; then SIGCONT
-    long: int = 0  # an agent has seen a world last for --restart-window
+    long: int = 0  # an agent has seen a world last for half of --restart-window
+    silent: int = 0  # etcd does not answer an agent's keepalive, until it does
+    newer: int = 0  # an agent of a newer format version writes a key
 
     def __str__(self) -> str:
         """Those that may happen: "crash=1 back=1"."""

@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 
 from elastic_etcd.core import lifecycle, rules, view, writes
-from elastic_etcd.core.lifecycle import Action, Event, LeaseLost, Life, State
+from elastic_etcd.core.lifecycle import Action, Event, LeaseLost, Life, State, ViewChanged
 from elastic_etcd.core.rules import Claim, Decision, Elapsed, Freeze, Limits, Local, Run, Wait
 from elastic_etcd.core.schema import Ack, Keys, Member, Phase, Round, encode
 from elastic_etcd.core.txn import Compare, Delete, KeyValue, Put, Txn
 from elastic_etcd.core.view import View
-from tests.model.cases import limits
+from tests.model.cases import HASTY, limits
 from tests.model.explore import Search
 from tests.model.node import Faults, owner
 
@@ -184,9 +184,32 @@ def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
     def mutant(
         seen: View, now: Round, ready: list[Member], asked: Limits, elapsed: Elapsed
     ) -> Decision:
-        return freeze(seen, now, ready, asked, structs.replace(elapsed, ran=0.0))
+        never = structs.replace(asked, restart_window=float("inf"))
+        return freeze(seen, now, ready, never, elapsed)
 
     patch.setattr(rules, "_freeze", mutant)
+
+
+def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
+    freeze = rules._freeze
+
+    def mutant(
+        seen: View, now: Round, ready: list[Member], asked: Limits, elapsed: Elapsed
+    ) -> Decision:
+        ledger = structs.replace(seen.ledger, trained=0.0)
+        return freeze(structs.replace(seen, ledger=ledger), now, ready, asked, elapsed)
+
+    patch.setattr(rules, "_freeze", mutant)
+
+
+def clocks_run_while_etcd_is_silent(patch: pytest.MonkeyPatch) -> None:
+    decided = lifecycle._decide
+
+    def mutant(state: State, seen: View, now: float, asked: Limits, actions: list[Action]) -> State:
+        after = decided(structs.replace(state, silent_since=None), seen, now, asked, actions)
+        return structs.replace(after, silent_since=state.silent_since)
+
+    patch.setattr(lifecycle, "_decide", mutant)
 
 
 def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
@@ -202,6 +225,17 @@ def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
 
 def what_a_peer_seems_to_have_caused_is_kept_back_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_release_failure", lambda state, _: state)
+
+
+def a_newer_format_is_as_good_as_absent(patch: pytest.MonkeyPatch) -> None:
+    absorb = lifecycle._absorb
+
+    def mutant(state: State, event: Event, now: float) -> State:
+        if isinstance(event, ViewChanged):
+            event = ViewChanged(structs.replace(event.view, newer=0))
+        return absorb(state, event, now)
+
+    patch.setattr(lifecycle, "_absorb", mutant)
 
 
 TWO, ONE = limits(1, 2), limits(1, 1)
@@ -221,9 +255,12 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I7", one_done_is_all_done, TWO, Faults(done=1), "done"),
     ("I7", whoever_leaves_stops_the_job, TWO, Faults(leave=1), "leave"),
     ("I7", reports_are_only_cleared_by_a_final, TWO, Faults(done=2, late=1), "late"),
-    ("I7", nothing_is_forgiven, TWO, Faults(fail=2, long=1), "long"),
+    ("I7", nothing_is_forgiven, TWO, Faults(fail=2, long=2), "long"),
+    ("I7", clocks_run_while_etcd_is_silent, HASTY, Faults(silent=1), "silent"),
+    ("I7", only_one_long_world_forgives, TWO, Faults(fail=2, long=2), "long"),
     ("I7", a_failure_counts_from_the_freeze, TWO, Faults(fail=1, crash=1), "fail"),
     ("I8", workers_start_when_frozen, limits(2, 2), Faults(), ""),
+    ("I9", a_newer_format_is_as_good_as_absent, TWO, Faults(newer=1), "newer"),
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import (
     Action,
+    Answered,
     Event,
     Exit,
     Joined,
@@ -16,6 +17,7 @@ from elastic_etcd.core.lifecycle import (
     Life,
     Rejoin,
     Signalled,
+    Silent,
     StartWorkers,
     State,
     Tick,
@@ -31,7 +33,7 @@ from tests.model.agent import RUN, Agent, lasted
 from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
 from tests.model.labels import described, done, instead, relation
 from tests.model.node import CALM, FREE, INCARNATIONS, Faults, Move, Node, Numbers, owner
-from tests.model.store import KEYS, Store
+from tests.model.store import KEYS, NEWER, Store
 
 FOREVER = 1e9
 
@@ -101,8 +103,8 @@ class System:
             label = f"is stopped{relation(store, node)}"
             yield Move(label, self.stores.of(store), node._replace(unread=view), "stop")
         if self.faults.long and lasted(state, self.agent.views[view]):
-            window = self.limits.restart_window
-            yield self._event("sees, after a long time", store, node, view, window, "long")
+            half = self.limits.restart_window / 2
+            yield self._event("sees, after a long time", store, node, view, half, "long")
 
     def _writes(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         """A Txn is applied and answered, or one of the two happens twice, late or not at all."""
@@ -131,6 +133,8 @@ class System:
     def _agent(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         if state.timer is not None and state.timer < FOREVER:
             yield self._event("has waited", store, node, Tick(), now=state.timer)
+        if state.silent_since is not None:
+            yield self._event("hears etcd again", store, node, Answered())
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
         if node.workers and (state.local.stopping or not state.alive):
@@ -157,6 +161,12 @@ class System:
         if may.expire and node.lease:
             gone = node._replace(lease=0, told=False)
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
+        if may.newer:
+            member = Put(NEWER, '{"v": 2}')
+            newer = store.apply(Txn((), (member,)))[0]
+            yield Move("meets a newer one", self.stores.of(newer), node, "newer")
+        if may.silent and state.silent_since is None:
+            yield self._event("hears nothing of etcd", store, node, Silent(0.0), fault="silent")
         if may.leave and not state.local.leaving:
             yield self._event("gets SIGTERM", store, node, Signalled(), fault="leave")
 

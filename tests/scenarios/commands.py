@@ -5,7 +5,15 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.lifecycle import LeaseLost, Signalled, State, Tick, WorkerEnded
+from elastic_etcd.core.lifecycle import (
+    Answered,
+    LeaseLost,
+    Signalled,
+    Silent,
+    State,
+    Tick,
+    WorkerEnded,
+)
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Failure, Ledger, Round
 from elastic_etcd.core.txn import Delete, Put, Txn
@@ -136,6 +144,14 @@ class Commands(Simulator):
         """That its lease is gone."""
         yield from self.event(agent, LeaseLost("expired"))
 
+    def agent_silent(self, agent: Agent, seconds: str = "0") -> Iterator[str]:
+        """etcd has not answered it for so long."""
+        yield from self.event(agent, Silent(float(seconds)))
+
+    def agent_answered(self, agent: Agent) -> Iterator[str]:
+        """etcd answers it again."""
+        yield from self.event(agent, Answered())
+
     def agent_joins(self, agent: Agent) -> Iterator[str]:
         yield from self.join(agent)
 
@@ -153,4 +169,5 @@ def _round(now: Round | None) -> str:
 def _ledger(ledger: Ledger) -> str:
     ranks = " ".join(f"{lease:x}" for lease in ledger.group_ranks)
     last = f"generation {ledger.generation}, last world {ledger.final} [{ranks}]"
-    return f"{last}, {ledger.restarts} restarts, {ledger.rapid_failures} rapid failures"
+    trained = f", trained for {ledger.trained:g} s" if ledger.trained else ""
+    return f"{last}, {ledger.restarts} restarts, {ledger.rapid_failures} rapid failures{trained}"

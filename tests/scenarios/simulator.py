@@ -21,6 +21,7 @@ from elastic_etcd.core.lifecycle import (
     Life,
     Log,
     MarkLeaving,
+    Outdated,
     Over,
     Rejoin,
     ReportEnd,
@@ -155,6 +156,10 @@ class Simulator:
         seen = self.etcd.read(*writes.look(KEYS))
         last = agent.state.local.ran
         txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
+        if isinstance(txn, Outdated):
+            yield f"{agent.name}: cannot join: {txn.reason}"
+            agent.state = None
+            return
         if isinstance(txn, str):
             yield f"{agent.name}: cannot join: {txn}"
             if again:

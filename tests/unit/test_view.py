@@ -62,6 +62,7 @@ participants = st.lists(
     st.builds(Participant, leases, words, nprocs), max_size=3, unique_by=lambda p: p.lease
 ).map(tuple)
 reasons = st.text(min_size=1, max_size=8)
+spans = st.floats(0, 1e11)
 
 
 @st.composite
@@ -79,6 +80,7 @@ def built(draw: st.DrawFn) -> Round:
         master=draw(masters.filter(lambda m: m or phase is not Phase.FINAL)),
         restarts=draw(numbers),
         rapid_failures=draw(numbers),
+        trained=draw(spans),
         planned=draw(st.booleans()),
     )
 
@@ -91,6 +93,7 @@ ledgers = st.builds(
     ),
     worlds,
     *[numbers] * 4,
+    spans,
 )
 acks = st.builds(Ack, leases, masters)
 failures = st.builds(
@@ -287,6 +290,13 @@ def test_a_malformed_value_is_named_and_absent(key: str, value: str) -> None:
     assert view.round == without.round
     assert view.members == without.members
     assert view.outcome == without.outcome
+
+
+@pytest.mark.parametrize("key", [*JOB, KEYS.root + "/a key/of the future", KEYS.history(1)])
+def test_r13_a_newer_format_is_seen_in_any_key(key: str) -> None:
+    newer = json.dumps({"a field": "of the future", "v": 7})
+    assert view_of(snapshot(JOB | {key: newer}), KEYS, Everything()).newer == 7
+    assert view_of(snapshot(JOB), KEYS, Everything()).newer == 0
 
 
 # --- whatever is found
