@@ -17,6 +17,7 @@ from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.rules import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.init import be_init
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -40,6 +41,7 @@ _RDZV_CONF = {
 def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
     _open_standard_streams()
+    be_init()
     try:
         args = _arguments(sys.argv[1:] if argv is None else argv, os.environ, prog)
         config = _config(args, os.environ)
@@ -99,8 +101,11 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         lease_ttl=args.lease_ttl,
         etcd_timeout=args.etcd_timeout,
         shutdown_timeout=_shutdown_timeout(args, env),
+        kill_timeout=args.kill_timeout,
+        leave_exit_code=args.leave_exit_code,
         virtual_local_rank=args.virtual_local_rank,
-        prefork=args.start_method != "exec" and (args.run_path or not args.no_python),
+        no_python=_no_python(args),
+        prefork=args.start_method != "exec" and not _no_python(args),
         preload=tuple(args.preload),
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
@@ -152,9 +157,13 @@ def _job(args: Namespace, most: int, etcd: EtcdConfig | None) -> str:
     return f"run-{os.urandom(4).hex()}"  # nobody else has to know it
 
 
+def _no_python(args: Namespace) -> bool:
+    return bool(args.no_python and not args.run_path)
+
+
 def _worker_command(args: Namespace, env: Mapping[str, str]) -> tuple[str, ...]:
     script, arguments = args.training_script, args.training_script_args
-    if args.no_python and not args.run_path:
+    if _no_python(args):
         if args.module:
             raise UsageError("--no-python and --module exclude each other; give one of them")
         if shutil.which(script, path=env.get("PATH")) is None:

@@ -16,6 +16,7 @@ LEASE_TTL = 5  # the default; etcd may grant more
 # An etcd of one's own.
 EMBEDDED_START = 15.0  # until it serves
 EMBEDDED_STOP = 3.0  # from SIGTERM to SIGKILL
+EMBEDDED_ENDS = 60.0  # one that ends again and again in so short a time is given up
 
 # A worker and its agent.
 CURRENT_TIMEOUT = 5.0  # the agent's question to etcd whether a generation is current
@@ -24,11 +25,12 @@ SYNC_PATIENCE = 8.0  # a rank's wait for the others' word at which step all stop
 GOODBYE = 3.0  # for a parked worker to end by itself
 
 # The end of workers.
-GRACE_FAILURE = 3.0  # from SIGTERM, or the word to park, to SIGKILL
-GRACE_CHANGE = 10.0
+# From SIGTERM, or the word to park, to SIGKILL.
+GRACE_FAILURE = 3.0  # what there is to save may be spoilt, and all nodes wait for the last worker
+GRACE_CHANGE = 30.0  # torchrun's; a script that doesn't handle SIGTERM ends at once anyway
 GRACE_LEAVE = 30.0
 STUCK = 10.0  # after SIGKILL it is told that processes are still there
-UNKILLABLE = 30.0  # and then this node leaves the job
+UNKILLABLE = 30.0  # and then this node leaves the job; the default
 
 # Whose failure was it?
 # A failure that a peer seems to have caused is kept back for so long: its cause may be known later,

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from typing import Never
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import ConsoleHandler
@@ -50,10 +51,9 @@ from elastic_etcd.core.lifecycle import (
     StopWorkers,
     Tick,
     ViewChanged,
-    WorkersGone,
     Write,
 )
-from elastic_etcd.core.rules import Ack, Decision, Local, Stop, Wait
+from elastic_etcd.core.rules import Ack, Decision, Local, Stop, Verdict, Wait
 from elastic_etcd.core.schema import Failure, Outcome, Phase
 from elastic_etcd.errors import (
     BudgetUsedUp,
@@ -66,13 +66,15 @@ from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol import Change, Interrupt
-from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, GRACE_LEAVE, UNKILLABLE
+from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, GRACE_LEAVE
 
 GRACE = {
     Grace.FAILURE: GRACE_FAILURE,
     Grace.CHANGE: GRACE_CHANGE,
     Grace.LEAVE: GRACE_LEAVE,
 }
+
+_SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ async def _run(config: AgentConfig) -> int:
         names = {"job": config.job, "node": config.node, "role": config.role}
         logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
         scope.enter_context(_logging_through(logs))
-        etcd = config.etcd
+        etcd, embedded = config.etcd, None
         if etcd is None:
             embedded = await scope.enter_async_context(EmbeddedEtcd())
             etcd = EtcdConfig((embedded.endpoint,))
@@ -101,15 +103,23 @@ async def _run(config: AgentConfig) -> int:
         guardian.start()
         scope.callback(guardian.dismiss)
         client = await scope.enter_async_context(Client(etcd))
-        return await run_agent(config, client, guardian, logs)
+        return await run_agent(config, client, guardian, logs, embedded)
 
 
-async def run_agent(config: AgentConfig, client: Client, guardian: Guardian, logs: Logs) -> int:
-    """As `run`, on a client, a guardian and logs that have been started."""
+async def run_agent(
+    config: AgentConfig,
+    client: Client,
+    guardian: Guardian,
+    logs: Logs,
+    embedded: EmbeddedEtcd | None = None,
+) -> int:
+    """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started."""
     agent: Agent | None = None
     try:
         async with Tasks() as tasks:
             inbox = Inbox()
+            if embedded:
+                embedded.failed.add_done_callback(lambda failed: _put_error(inbox, failed))
             membership = Membership(client, config, inbox, tasks)
             workers = Workers(config, logs, inbox, tasks, membership, guardian)
             agent = Agent(config, guardian, inbox, tasks, membership, workers)
@@ -119,6 +129,12 @@ async def run_agent(config: AgentConfig, client: Client, guardian: Guardian, log
         if agent and not isinstance(error, ElasticEtcdError):
             agent.write_record(f"internal error: {type(error).__name__}: {error}")
         raise error from None
+
+
+def _put_error(inbox: Inbox, failed: asyncio.Future[Never]) -> None:
+    error = None if failed.cancelled() else failed.exception()
+    if isinstance(error, Exception):
+        inbox.put(Failed(error))
 
 
 class Agent:
@@ -142,11 +158,11 @@ class Agent:
         self._workers = workers
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._stuck: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recorder = FlightRecorder(config.limits)
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
+        self._signal = signal.SIGTERM  # the one on which this node leaves
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
@@ -199,8 +215,6 @@ class Agent:
                 await self._step(incoming)
 
     async def _step(self, event: Event) -> None:
-        if isinstance(event, WorkersGone) and self._stuck:
-            self._stuck.cancel()
         if isinstance(event, LeaseLost):
             log.warning("the lease is lost: %s", event.reason)
         now = self._loop.time()
@@ -255,11 +269,8 @@ class Agent:
 
     def _stop(self, grace: Grace) -> None:
         given, notice = self._config.shutdown_timeout, self._notice(grace)
-        if grace is Grace.CHANGE and self._workers.elastic:
-            grace = Grace.LEAVE  # a whole step may have to end first, and nothing is lost then
         seconds = GRACE[grace] if given is None else given
         self._workers.stop(seconds, notice)
-        self._stuck = self._loop.call_later(seconds + UNKILLABLE, self._inbox.put, Unkillable())
 
     def _notice(self, grace: Grace) -> Change | Interrupt:
         """Only a world that is whole can stop at a step that all its ranks agree on."""
@@ -287,12 +298,13 @@ class Agent:
             log.warning("ignored, not written by this program: %s", text)
         self._malformed = malformed
 
-    def _signalled(self, number: int) -> None:
+    def _signalled(self, number: signal.Signals) -> None:
         if self._state.local.leaving:
             log.warning("leaving at once")
             self._inbox.put(LeaveAtOnce(128 + number))
             return
         log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
+        self._signal = number
         self._inbox.put(Signalled())
 
     async def _leave(self, end: Exit | LeaveAtOnce) -> int:
@@ -305,7 +317,7 @@ class Agent:
                 await self._workers.end("this node is leaving")
                 if local.lease:
                     await self._membership.leave(local)
-                return 0
+                return self._left(local.run)
             case Error(reason):
                 await self._workers.end(reason)
                 raise self._error or ElasticEtcdError(reason)
@@ -316,6 +328,16 @@ class Agent:
                 await self._workers.end(reason)
                 return await self._over(local.run, reason)
 
+    def _left(self, run: str) -> int:
+        """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
+        outcome = self._state.view.outcome if self._state.view else None
+        succeeded = outcome and (outcome.run, outcome.state) == (run, _SUCCEEDED)
+        return 0 if succeeded else self._unfinished()
+
+    def _unfinished(self) -> int:
+        code = self._config.leave_exit_code
+        return 128 + self._signal if code is None else code
+
     async def _over(self, run: str, reason: str) -> int:
         """The exit code of the job, which is over."""
         outcome = self._state.view.outcome if self._state.view else None
@@ -323,7 +345,8 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
-        return _exit_code(outcome)
+        code = _exit_code(outcome)
+        return self._unfinished() if outcome.state == _STOPPED else code
 
 
 def _tell_embedded(config: AgentConfig, endpoint: str) -> None:

@@ -9,7 +9,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from elastic_etcd.core.schema import PREFIX
-from elastic_etcd.times import LEASE_TTL
+from elastic_etcd.times import LEASE_TTL, UNKILLABLE
 
 if TYPE_CHECKING:
     from elastic_etcd.core.rules import Limits
@@ -58,7 +58,10 @@ class AgentConfig:
     `argv`: a worker's whole command, still with torchrun's `${local_rank}` in it, see `substitute`.
     `limits`: what the rules decide by.
     `etcd_timeout`: None waits for ever for an etcd that went away.
+    `leave_exit_code`: of a node that left on a signal; None means 128 + the signal.
     `shutdown_timeout`: None leaves the grace to the reason of the stop.
+    `kill_timeout`: so long after SIGKILL the node gives up on what is still there.
+    `no_python`: the workers are programs, which need not hand signals on to what they start.
     `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
     """
 
@@ -75,7 +78,10 @@ class AgentConfig:
     lease_ttl: int = LEASE_TTL
     etcd_timeout: float | None = None
     shutdown_timeout: float | None = None
+    kill_timeout: float = UNKILLABLE
+    leave_exit_code: int | None = None
     virtual_local_rank: bool = False
+    no_python: bool = False
     prefork: bool = True
     preload: tuple[str, ...] = ()
     signals: tuple[signal.Signals, ...] = (

@@ -45,6 +45,7 @@ from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.retry import Attempts
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import (
+    ATTEMPT_TIMEOUT,
     CONTACT_TIMEOUT,
     CURRENT_TIMEOUT,
     LEAVE_TIMEOUT,
@@ -185,7 +186,20 @@ class Membership:
             self._inbox.put(FatalError(_ordinary(error)))
 
     async def _join(self, run: str, last: int) -> None:
-        timeout = None if run else CONTACT_TIMEOUT
+        """Join with a lease of its own; again, it may take as long as etcd may be away."""
+        try:
+            await self._join_within(self._again_timeout if run else CONTACT_TIMEOUT, run, last)
+        except EtcdUnreachable as error:
+            if run:
+                raise EtcdUnreachable(f"{error}\nIt was given up by --etcd-timeout.") from error
+            raise
+
+    @property
+    def _again_timeout(self) -> float | None:
+        limit = self._config.etcd_timeout
+        return None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
+
+    async def _join_within(self, timeout: float | None, run: str, last: int) -> None:
         await self._mirror_scope.aclose()
         self._mirror = None
         await self._session_scope.aclose()

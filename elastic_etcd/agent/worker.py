@@ -5,6 +5,9 @@ instead of being killed, and is sent on with another rank in the next generation
 """
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,9 +58,21 @@ class Worker:
         """Seconds in its present generation."""
         return self._loop.time() - self._started
 
-    def signal(self, number: int) -> None:
-        """To the whole process group."""
-        signal_group(self.pid, number)
+    def terminate(self, *, group: bool) -> None:
+        """SIGTERM to the process itself, or to its whole process group.
+
+        What a script has started ends with it. A DataLoader's workers that got SIGTERM, too, would
+        make the very step fail after which the script saves.
+        """
+        if group:
+            signal_group(self.pid, signal.SIGTERM)
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # as for a group
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group."""
+        signal_group(self.pid, signal.SIGKILL)
 
     def resume(self, spec: WorkerSpec, generation: int, reason: str) -> bool:
         """Send it on from the barrier as `spec`; False when it can't be reached."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import GroupRanks, common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import Inbox, Tasks
+from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.prefork import Prefork
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     import socket
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
+_LOOK_AGAIN = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Workers:
         self._killed = False
         self._until_kill: asyncio.TimerHandle | None = None
         self._until_stuck: asyncio.TimerHandle | None = None
+        self._until_unkillable: asyncio.TimerHandle | None = None
         self._parked_ended = asyncio.Event()
         self._channels = ChannelServer(self._heard)
         self._socket = self._channels.open()
@@ -106,11 +107,6 @@ class Workers:
     def groups(self) -> tuple[int, ...]:
         """The process groups of all workers that live, parked ones too."""
         return (*self._running, *self._parked)
-
-    @property
-    def elastic(self) -> bool:
-        """Whether every worker that runs here recovers in process."""
-        return self.generation > 0 and all(worker.channel for worker in self._running.values())
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
@@ -171,7 +167,7 @@ class Workers:
         for worker in self._running.values():
             told = notice and worker.channel and worker.channel.send(notice)
             if not told and not again:
-                worker.signal(signal.SIGTERM)
+                self._terminate(worker)
         self._settle_soon()
         loop = asyncio.get_running_loop()
         end = loop.time() + grace
@@ -186,16 +182,17 @@ class Workers:
         """SIGKILL the process group of every worker that still runs now."""
         self._cancel_kill()
         self._cancel_stuck()
+        self._cancel_unkillable()
         self._stopping = self._killed = True
         for worker in self._running.values():
-            worker.signal(signal.SIGKILL)
+            worker.kill()
         self._settle_soon()
 
     async def end(self, reason: str) -> None:
         """Say goodbye to parked workers, and wait a moment for them to end by themselves."""
         for worker in self._parked.values():
             if worker.channel is None or not worker.channel.send(Bye(reason)):
-                worker.signal(signal.SIGTERM)
+                self._terminate(worker)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
                 while self._parked:
@@ -206,7 +203,7 @@ class Workers:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
         self.kill()
         for worker in self._parked.values():
-            worker.signal(signal.SIGKILL)
+            worker.kill()
         if self._prefork:
             self._prefork.close()
         self._channels.close()
@@ -236,7 +233,7 @@ class Workers:
             self._logs.move(worker.output, self.generation, spec.rank, spec.local_rank)
             self._running[worker.pid] = worker
             return True
-        worker.signal(signal.SIGKILL)
+        worker.kill()
         self._parked[worker.pid] = worker  # until it is reaped
         return False
 
@@ -260,7 +257,7 @@ class Workers:
         self._running[worker.pid] = worker
         self._guard()
         if self._stopping:  # asked for before it was there
-            worker.signal(signal.SIGKILL)
+            worker.kill()
 
     async def _fork_or_execute(self, spec: WorkerSpec, output: WorkerLog) -> Process:
         if self._prefork and self._prefork.ready:
@@ -277,6 +274,10 @@ class Workers:
         self._starting -= 1
         self._report(spec, 0, code, 0.0, message)
         self._settle_soon()
+
+    def _terminate(self, worker: Worker) -> None:
+        """SIGTERM: a script decides for what it has started, a shell would hand nothing on."""
+        worker.terminate(group=self._config.no_python)
 
     # --- the ends of workers --------------------------------------------------------------
 
@@ -329,6 +330,7 @@ class Workers:
     def _settle(self) -> None:
         """Say it when nothing of the generation is left."""
         self._expect_the_end_of_the_killed()
+        self._expect_the_end_of_all()
         if self._running or self._groups or self._starting:
             return
         self._cancel_kill()
@@ -345,6 +347,26 @@ class Workers:
         elif self._until_stuck is None:
             loop = asyncio.get_running_loop()
             self._until_stuck = loop.call_later(STUCK, self._tell_stuck)
+
+    def _expect_the_end_of_all(self) -> None:
+        """Give up some time after the last SIGKILL of a generation that has to end."""
+        all_killed = self._killed or not self._running
+        left = self._running or self._groups
+        if not (self._stopping and all_killed and left):
+            self._cancel_unkillable()
+        elif self._until_unkillable is None:
+            loop = asyncio.get_running_loop()
+            self._until_unkillable = loop.call_later(self._config.kill_timeout, self._look_again)
+
+    def _look_again(self) -> None:
+        """An agent that stood still meanwhile has to see first what has ended."""
+        loop = asyncio.get_running_loop()
+        self._until_unkillable = loop.call_later(_LOOK_AGAIN, self._inbox.put, Unkillable())
+
+    def _cancel_unkillable(self) -> None:
+        if self._until_unkillable is not None:
+            self._until_unkillable.cancel()
+            self._until_unkillable = None
 
     def _cancel_kill(self) -> None:
         if self._until_kill is not None:

@@ -37,9 +37,9 @@ examples:
     {COMMAND} --nproc-per-node 2 train.py
 
 exit codes:
-  0 success, or left on SIGTERM    1 training failed            2 wrong usage
+  0 the job succeeded              1 training failed            2 wrong usage
   3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
-  130, 143 stopped at once by a second SIGINT, SIGTERM
+  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second
 """
 
 WITHOUT_MEANING = {
@@ -275,7 +275,10 @@ def _etcd(group: Group) -> None:
 
 def _worker(group: Group) -> None:
     group.switch("-m", "--module", help="script is a module: python -m script")
-    group.switch("--no-python", help="script is a program of its own, not Python")
+    group.switch(
+        "--no-python",
+        help="script is a program of its own, not Python; its whole process group gets SIGTERM",
+    )
     group.switch("--run-path", help="run with this Python, whatever PYTHON_EXEC says")
     group.flag(
         "--start-method",
@@ -335,11 +338,26 @@ def _failures(group: Group) -> None:
             help=f"{text} (default: {default:g})",
         )
     group.flag(
+        "--leave-exit-code",
+        type=exit_code,
+        metavar="CODE",
+        help="exit code of a node that left an unfinished job on a signal (default: 128 + signal, "
+        "so that Kubernetes and Slurm do not take it for done)",
+    )
+    group.flag(
         "--shutdown-timeout",
         type=seconds,
         metavar="SECONDS",
         help="from SIGTERM to SIGKILL of a worker; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
         "(default: by reason, see docs/failures.md)",
+    )
+    group.flag(
+        "--kill-timeout",
+        type=seconds,
+        default=AgentConfig.kill_timeout,
+        metavar="SECONDS",
+        help="from SIGKILL of a worker until this node gives up on it and leaves the job; many "
+        "devices or much pinned memory may take long (default: %(default)g)",
     )
 
 
@@ -446,6 +464,13 @@ def count(text: str) -> int:
     """An integer of at least 1."""
     if natural(text) < 1:
         raise ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def exit_code(text: str) -> int:
+    """An exit status: 0 to 255."""
+    if natural(text) > 255:
+        raise ArgumentTypeError(f"{text} is above 255")
     return int(text)
 
 

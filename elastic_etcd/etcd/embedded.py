@@ -3,34 +3,44 @@
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
+from collections import deque
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
 from elastic_etcd.process import exited, spawn
-from elastic_etcd.times import EMBEDDED_START, EMBEDDED_STOP
+from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
+_ENDS = 3  # so often in EMBEDDED_ENDS it is given up
+_PAUSE = 1.0  # after a start that failed
+
+log = logging.getLogger(__name__)
 
 
 class EmbeddedEtcd:
     """`async with EmbeddedEtcd() as etcd`: `etcd.endpoint` answers inside the scope.
 
     The data is in `directory`, or in a temporary one that is removed at the end. The server
-    dies with this process, even when that is SIGKILLed. Raises UsageError without an etcd
-    program, and EtcdUnreachable when it does not start.
+    dies with this process, even when that is SIGKILLed. One that ends is started again with the
+    same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
+    does not start. `failed` gets that as its exception when it has ended again and again.
     """
 
     def __init__(self, directory: str | None = None) -> None:
         self.endpoint = ""
         self._given = directory
         self._directory = Path()
+        self._peer_url = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         program = find_program()
@@ -39,6 +49,8 @@ class EmbeddedEtcd:
         try:
             for _ in range(PORT_TRIES):
                 if await self._start(program):
+                    self._supervisor = asyncio.create_task(self._supervise(program))
+                    self._supervisor.add_done_callback(self._supervised)
                     return self
         except EtcdUnreachable:
             raise  # it names the log, which stays
@@ -48,6 +60,10 @@ class EmbeddedEtcd:
         await self._stop()
         raise EtcdUnreachable(f"the embedded etcd found no free port {PORT_TRIES} times in a row")
 
+    @property
+    def _log(self) -> Path:
+        return self._directory / "etcd.log"
+
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
@@ -55,23 +71,58 @@ class EmbeddedEtcd:
         """Start on fresh ports; False if somebody else took one of them."""
         client, peer = free_ports(2)
         self.endpoint = f"127.0.0.1:{client}"
-        peer_url = f"http://127.0.0.1:{peer}"
-        log_file = self._directory / "etcd.log"
-        with log_file.open("ab") as output, notification_socket() as notify:
-            start = output.tell()
-            self._process = self._spawn(program, peer_url, output, notify)
-            if await ready(self._process, notify):
-                return True
-        await self._stop_process()
-        said = log_file.read_text(errors="replace")[start:]
+        self._peer_url = f"http://127.0.0.1:{peer}"
+        start = self._log.stat().st_size if self._log.exists() else 0
+        if await self._launch(program):
+            return True
+        said = self._log.read_text(errors="replace")[start:]
         if "address already in use" in said:
             return False
         raise EtcdUnreachable(
-            f"the embedded etcd did not start: {complaint(said)}\nSee its log, {log_file}."
+            f"the embedded etcd did not start: {complaint(said)}\nSee its log, {self._log}."
+        )
+
+    async def _launch(self, program: str) -> bool:
+        """Start it on its ports; False if it does not serve, and is gone."""
+        with self._log.open("ab") as output, notification_socket() as notify:
+            self._process = self._spawn(program, output, notify)
+            if await ready(self._process, notify):
+                return True
+        await self._stop_process()
+        return False
+
+    async def _supervise(self, program: str) -> None:
+        """Start it again whenever it ends, until it has ended too often."""
+        loop = asyncio.get_running_loop()
+        ends: deque[float] = deque(maxlen=_ENDS)
+        while True:
+            if self._process is None:  # it was not to be started again
+                await asyncio.sleep(_PAUSE)
+            else:
+                await exited(self._process)
+            ends.append(loop.time())
+            if len(ends) == _ENDS and ends[-1] - ends[0] < EMBEDDED_ENDS:
+                self._give_up()
+                return
+            log.warning("the embedded etcd has ended; it is started again, see %s", self._log)
+            await self._launch(program)
+
+    def _supervised(self, supervisor: asyncio.Task[None]) -> None:
+        if not supervisor.cancelled() and (error := supervisor.exception()):
+            self.failed.set_exception(error)
+
+    def _give_up(self) -> None:
+        said = complaint(self._log.read_text(errors="replace"))
+        how_often = f"{_ENDS} times in {EMBEDDED_ENDS:.0f} s"
+        self.failed.set_exception(
+            EtcdUnreachable(
+                f"the embedded etcd has ended {how_often}; its last words: {said}\n"
+                f"See its log, {self._log}."
+            )
         )
 
     def _spawn(
-        self, program: str, peer_url: str, output: IO[bytes], notify: socket.socket
+        self, program: str, output: IO[bytes], notify: socket.socket
     ) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
         environment["NOTIFY_SOCKET"] = "@" + notify.getsockname()[1:].decode()
@@ -81,9 +132,9 @@ class EmbeddedEtcd:
             f"--data-dir={self._directory / 'data'}",
             f"--listen-client-urls=http://{self.endpoint}",
             f"--advertise-client-urls=http://{self.endpoint}",
-            f"--listen-peer-urls={peer_url}",
-            f"--initial-advertise-peer-urls={peer_url}",
-            f"--initial-cluster=embedded={peer_url}",
+            f"--listen-peer-urls={self._peer_url}",
+            f"--initial-advertise-peer-urls={self._peer_url}",
+            f"--initial-cluster=embedded={self._peer_url}",
             "--unsafe-no-fsync",  # the data does not outlive the run
             "--log-level=warn",
         ]
@@ -102,8 +153,12 @@ class EmbeddedEtcd:
             await exited(process)
 
     async def _stop(self) -> None:
+        if self._supervisor:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
         await self._stop_process()
-        if self._given is None:
+        given_up = self.failed.done() and self.failed.exception()  # which names the log
+        if self._given is None and not given_up:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 

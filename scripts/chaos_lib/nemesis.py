@@ -212,7 +212,7 @@ class Nemesis:
                 self._nodes.expect(agent, -signal.SIGKILL)
                 agent.node_kill()
             case Kind.LEAVE:
-                self._nodes.expect(agent, 0)
+                self._nodes.expect(agent, 128 + signal.SIGTERM)
                 agent.terminate()
             case Kind.NODE_FREEZE:
                 agent.freeze()

@@ -200,7 +200,8 @@ class Nodes:
 
     def files(self) -> list[str]:
         """What agents that ended in order have left of temporary files, but torch's cache."""
-        ended = [i for i, agent in enumerate(self.job.agents) if self._expected[agent] == 0]
+        in_order = (0, 128 + signal.SIGTERM)
+        ended = [i for i, agent in enumerate(self.job.agents) if self._expected[agent] in in_order]
         folders = [self.job.directory / f"tmp{i}" for i in ended]
         found = [path for folder in folders for path in folder.iterdir()]
         return [str(path) for path in found if not path.name.startswith("torchinductor_")]

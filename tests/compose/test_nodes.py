@@ -65,7 +65,7 @@ def test_a_node_is_stopped(jobs: Jobs) -> None:
     g = job.begin()
     victim = job.nodes[node_of_rank(job, g, rank=1)]
     victim.stop()
-    assert victim.state()["ExitCode"] == 0, victim.output()
+    assert victim.state()["ExitCode"] == 143, victim.output()
     g = job.trains(2, after=g, seconds=30)
     victim.start()
     g = job.trains(3, after=g, seconds=90)

@@ -68,7 +68,7 @@ def test_joins_and_leaves(digits: Digits) -> None:
     g, third = digits.world(3, after=g)
     assert first.items() < second.items() < third.items()
     n1.terminate()  # it has rank 0
-    digits.exits(n1, 0)
+    digits.exits(n1, 143)
     g, fourth = digits.world(2, after=g)
     assert fourth.items() < third.items()
     n1 = digits.node("n1")

@@ -61,7 +61,7 @@ def test_no_space(job: TickingJob, small: EtcdServer) -> None:
     job.undisturbed(g, 2)  # which is longer than a lease that nobody renews
     job.exits(late, 5)
     assert CURE in late.output
-    job.exits(spare, 0)
+    job.exits(spare, 143)
     job.kill_worker(g)
     failed, other = (n1, n2) if job.worker(g, 0).node == "n1" else (n2, n1)
     job.said(failed, CURE)  # it can't report

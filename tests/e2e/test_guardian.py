@@ -86,11 +86,11 @@ def test_an_agent_leaves_in_order(job: Job) -> None:
     n1, n2 = job.start("n1", lease_ttl=LONG), job.start("n2", lease_ttl=LONG)
     g = job.trains(2)
     n2.terminate()
-    job.exits(n2, 0)
+    job.exits(n2, 143)
     assert not n2.others()
     job.trains(1, after=g)
     os.killpg(n1.pid, signal.SIGINT)  # as Ctrl-C does
-    job.exits(n1, 0)
+    job.exits(n1, 130)
     assert "guardian" not in n1.output + n2.output
     assert "is gone" not in n1.output + n2.output
 

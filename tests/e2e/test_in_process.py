@@ -53,7 +53,7 @@ def test_a_node_joins_and_leaves_and_no_step_is_lost(job: Job) -> None:
     g = job.trains(2, after=g)
     assert job.begun(g)["n1"].pid == first
     n2.terminate()
-    job.exits(n2, 0)
+    job.exits(n2, 143)
     g = job.trains(1, after=g)
     assert job.begun(g)["n1"].pid == first
     job.finish(n1)
@@ -69,7 +69,7 @@ def test_the_first_node_leaves(job: Job) -> None:
     first = next(node for node in nodes if job.begun(g)[node.node].rank == 0)
     others = [node for node in nodes if node is not first]
     first.terminate()
-    job.exits(first, 0)
+    job.exits(first, 143)
     before, g = job.begun(g), job.trains(2, after=g)
     assert all(job.begun(g)[n.node].pid == before[n.node].pid for n in others)
     job.finish(*others)

@@ -6,14 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.etcd import EtcdServer, tool
-from tests.support.job import Job
+from tests.support.job import Agent, Job
+from tests.support.processes import command, send
 from tests.support.residue import history, keys
 
 pytestmark = pytest.mark.timeout(120)
@@ -72,6 +73,51 @@ def test_embedded_etcd(tmp_path: Path) -> None:
         assert not job.processes()
     finally:
         job.close()
+
+
+def embedded(agent: Agent) -> list[int]:
+    """The pid of the agent's own etcd, if it runs."""
+    return [p for p in agent.others() if "--name=embedded" in command(p)]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Job]:
+    """A job with an etcd of its own."""
+    job = Job(None, tmp_path)
+    yield job
+    job.close()
+
+
+def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: Job) -> None:
+    agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
+    g = alone.trains(1)
+    (first,) = embedded(agent)
+    send(signal.SIGKILL, [first])
+    alone.said(agent, "etcd answers again", seconds=60)
+    assert embedded(agent) != [first]
+    alone.goes_on(g)
+    os.kill(alone.worker(g, rank=0).pid, signal.SIGKILL)  # to be agreed on, it takes an etcd
+    alone.trains(1, after=g, seconds=60)
+    alone.finish(agent)
+    alone.check()
+    assert not alone.processes()
+
+
+def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: Job) -> None:
+    agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
+    alone.trains(1)
+    killed: set[int] = set()
+    for _ in range(3):
+        (pid,) = alone.wait("an etcd runs", lambda: set(embedded(agent)) - killed, seconds=60)
+        send(signal.SIGKILL, [pid])
+        killed.add(pid)
+    alone.exits(agent, 5, seconds=60)
+    log = re.search(
+        r"error: the embedded etcd .*\nSee its log, (\S+)\.$", agent.output, re.MULTILINE
+    )
+    assert log, agent.output
+    assert Path(log[1]).exists()
+    assert not alone.processes()
 
 
 @pytest.mark.skipif(not find_spec("etcd3"), reason="needs the package etcd3")

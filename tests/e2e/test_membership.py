@@ -31,11 +31,28 @@ def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdSer
     assert sorted(by_node) == [("n1", 0), ("n2", 0), ("n2", 1)]
     assert by_node["n2", 1] == by_node["n2", 0] + 1
     n2.terminate()
-    job.exits(n2, 0)
+    job.exits(n2, 143)
     alone = job.trains(1, after=g)
     assert job.worker(alone, rank=0).restarts == 0
     assert history(etcd, job.name)[alone]["began"] == "n2 is leaving"
     job.finish(n1)
+
+
+@pytest.mark.parametrize(
+    ("number", "env", "code"),
+    [
+        (signal.SIGTERM, {}, 143),
+        (signal.SIGINT, {}, 130),
+        (signal.SIGTERM, {"PET_LEAVE_EXIT_CODE": "75"}, 75),
+    ],
+)
+def test_r6_a_node_that_leaves_an_unfinished_job_has_not_succeeded(
+    job: Job, number: signal.Signals, env: dict[str, str], code: int
+) -> None:
+    n1 = job.start("n1", settle=0, env=env)
+    job.trains(1)
+    n1.terminate(number)
+    job.exits(n1, code)
 
 
 @pytest.mark.parametrize(("count", "nnodes"), [(2, "1:2"), (4, "5:8")], ids=["final", "joinable"])
@@ -48,7 +65,7 @@ def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer, count: int, nnodes
     for agent in agents:
         agent.terminate()
     for agent in agents:
-        job.exits(agent, 0)
+        job.exits(agent, 143)
     assert keys(etcd, job.name)["outcome"]["state"] == "stopped", "one of them was the last"
 
 

@@ -1,6 +1,8 @@
 """The programs that users run first: the demo, and its script under other launchers."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +57,11 @@ def test_the_terminal_s_end(disposition: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    assert ("SIGHUP: leaving" in done.stderr) == (disposition == "SIG_DFL"), done.stderr
+    left = disposition == "SIG_DFL"
+    assert ("SIGHUP: leaving" in done.stderr) == left, done.stderr
+    assert done.returncode == (128 + signal.SIGHUP if left else 0)
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&-"])
@@ -72,6 +76,65 @@ def test_closed_standard_streams(closed: str) -> None:
         check=True,
         timeout=60,
     )
+
+
+AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable)
+as_pid_1 = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a PID namespace"
+)
+ORPHANS = """
+import pathlib, subprocess, sys, time
+for _ in range(5):
+    subprocess.run(["sh", "-c", "(exec sleep 0.3 &)"], check=True)
+
+def zombies():
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        found += [stat] if (state, parent) == ("Z", "1") else []
+    return found
+
+time.sleep(2)
+deadline = time.monotonic() + 20
+while zombies() and time.monotonic() < deadline:
+    time.sleep(0.1)
+print("zombies left:", len(zombies()), flush=True)
+sys.exit(7)
+"""
+
+
+@as_pid_1
+def test_r17_no_zombies_are_left_where_the_agent_is_the_first_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ORPHANS)
+    agent = ("-m", "elastic_etcd.launch", "--start-method=exec", "--max-restarts=0", str(script))
+    done = subprocess.run(
+        [*AS_PID_1, *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "zombies left: 0" in done.stdout, done.stdout + done.stderr
+    assert "exited 7" in done.stderr, "the agent has the exit codes of its own children"
+    assert done.returncode == 1
+
+
+@as_pid_1
+def test_r17_the_first_process_hands_signals_on() -> None:
+    agent = ("-m", "elastic_etcd.launch", "--no-python", "sh", "-c", "kill -TERM 1; sleep 1000")
+    done = subprocess.run(
+        [*AS_PID_1, *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.count("SIGTERM: leaving") == 1, done.stderr
+    assert done.returncode == 143
 
 
 def test_a_folder_of_our_name(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_bad_network(job: NetJob, wire: Wire, weather: str) -> None:
     n3 = job.node("n3")
     g = job.trains(3, after=g, seconds=120)
     n2.terminate()
-    job.exits(n2, 0, seconds=60)
+    job.exits(n2, 143, seconds=60)
     g = job.trains(2, after=g, seconds=120)
     wire.heal()
     job.goes_on(g, steps=20)

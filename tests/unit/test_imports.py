@@ -14,7 +14,7 @@ import elastic_etcd
 ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
-GROUND = {"errors", "process", "protocol", "times", "trampoline", "version"}
+GROUND = {"errors", "init", "process", "protocol", "times", "trampoline", "version"}
 BELOW_AGENT = {"etcd", "core", *GROUND}
 COMMANDS = {"cli", "launch"}
 # Each part with the parts that it may import: those below it.

@@ -91,10 +91,15 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def can_park(watched: Watched) -> bool:
+    """Whether all that run have said so."""
+    return all(worker.channel for worker in watched.workers._running.values())
+
+
 async def elastic(watched: Watched) -> list[int]:
     """Wait until all can park; their pids."""
     pids = await watched.started()
-    await watched.turns(lambda: watched.workers.elastic)
+    await watched.turns(lambda: can_park(watched))
     assert watched.guarded.groups == tuple(pids)
     return pids
 
@@ -220,6 +225,6 @@ async def test_what_a_worker_of_an_older_generation_says_is_of_no_interest(
     with stranger(script, env | {"LOCAL_RANK": "0"}):
         await watched.turns(lambda: caplog.text.count("is no worker of this node") == 2)
         assert not watched.workers._parked
-        assert not watched.workers.elastic
+        assert not can_park(watched)
     watched.workers.kill()
     await watched.emptied()

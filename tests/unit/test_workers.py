@@ -403,6 +403,39 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
     assert stuck(caplog) == []
 
 
+async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
+    watched: Watched, fifo: Path
+) -> None:
+    watched.launch(
+        ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
+    )
+    await line(fifo)
+    watched.workers.stop(1000)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert watched.workers._until_unkillable is None
+    watched.workers.kill()
+    await watched.turns(lambda: watched.workers._until_unkillable or watched.empties)
+    await watched.emptied()
+    assert watched.workers._until_unkillable is None
+    assert watched.unkillable == 0
+
+
+@pytest.mark.usefixtures("lingering")
+async def test_r12_what_is_there_longer_than_the_kill_timeout_is_told(
+    logs: Logs, fifo: Path
+) -> None:
+    async with Watched.open(logs, kill_timeout=0.1) as watched:
+        watched.launch(["true"], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}; exit 1"])
+        pid = int(await line(fifo))
+        watched.workers.stop(1000)
+        await watched.turns(lambda: watched.unkillable)
+        assert not watched.empties, "I3: it is not gone"
+        os.kill(pid, signal.SIGKILL)
+        await watched.emptied()
+        assert watched.unkillable == 1
+
+
 PARKS = """
     import os, socket, subprocess, sys
     child = subprocess.Popen(["sleep", "1000"])

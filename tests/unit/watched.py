@@ -4,10 +4,10 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.inbox import Inbox, Tasks
+from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
 from elastic_etcd.agent.workers import Workers
@@ -42,25 +42,26 @@ class Asked:
 class Watched:
     """Workers that are exec'd, and what was heard of them."""
 
-    def __init__(self, logs: Logs, tasks: Tasks) -> None:
+    def __init__(self, logs: Logs, tasks: Tasks, **more: Any) -> None:
         self.logs = logs
         self.ends: list[WorkerEnded] = []
         self.empties: list[int] = []
+        self.unkillable = 0  # how often it was told
         self.guarded = Guarded()
         self._inbox = Inbox()
         self._news = asyncio.Event()
         one = Limits(1, 1)
-        config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0)
+        config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0, **more)
         membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
         self.workers = Workers(config, logs, self._inbox, tasks, membership, guardian)
         tasks.create(self._hear())
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, logs: Logs) -> AsyncIterator[Self]:
-        """Nothing of it runs afterwards."""
+    async def open(cls, logs: Logs, **more: Any) -> AsyncIterator[Self]:
+        """With `more` of an AgentConfig. Nothing of it runs afterwards."""
         async with Tasks() as tasks:
-            watched = cls(logs, tasks)
+            watched = cls(logs, tasks, **more)
             try:
                 yield watched
             finally:
@@ -124,6 +125,8 @@ class Watched:
                     self.ends.append(end)
                 case WorkersGone(generation):
                     self.empties.append(generation)
+                case Unkillable():
+                    self.unkillable += 1
                 case other:
                     raise AssertionError(other)
             self._news.set()
