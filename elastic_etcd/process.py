@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # A dead child that is being debugged can't be reaped until the debugger has seen its end.
 _REAP_AGAIN = 0.05
+# Without a free descriptor nothing can be watched, until something else is closed.
+_WATCH_AGAIN = 0.2
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _TAIL = 1 << 13
 
 log = logging.getLogger(__name__)
@@ -81,7 +85,8 @@ class ExitWatch:
     """Calls `ended(code)` once, from the event loop, when the child has exited and is reaped.
 
     With `group` the child leads a process group, of which all else is killed then: before the
-    child is reaped, so that its number can't be another group's.
+    child is reaped, so that its number can't be another group's. While there is no descriptor to be
+    had it tries again.
     """
 
     def __init__(
@@ -91,15 +96,29 @@ class ExitWatch:
         self._ended = ended
         self._group = group
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._on_readable)
+        self._pidfd = -1
+        self._again: asyncio.TimerHandle | None = None
+        self._open()
 
     def close(self) -> None:
         """Watch no more."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+
+    def _open(self) -> None:
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            self._again = self._loop.call_later(_WATCH_AGAIN, self._open)
+        else:
+            self._loop.add_reader(self._pidfd, self._on_readable)
 
     def _on_readable(self) -> None:
         if self._group:
@@ -193,7 +212,8 @@ class LastWords:
 class ProcessGroups:
     """Kills what is left of process groups whose leader is dead, and watches it until it is gone.
 
-    `emptied(pids)` is called from the event loop with the groups that are empty by now.
+    `emptied(pids)` is called from the event loop with the groups that are empty by now. While there
+    is no descriptor to be had none counts as empty, because what can't be seen may still run.
     """
 
     def __init__(self, emptied: Callable[[Collection[int]], None]) -> None:
@@ -222,7 +242,15 @@ class ProcessGroups:
     def _look(self) -> None:
         self._looking = False
         left = [pid for pid in self._groups if pid not in self._dying and signal_group(pid, 0)]
-        self._dying.update(self._watch(left))
+        try:
+            self._dying.update(self._watch(left))
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            log.warning("no descriptor is free to see what is left of the workers: trying again")
+            self._looking = True
+            asyncio.get_running_loop().call_later(_WATCH_AGAIN, self._look)
+            return
         empty = self._groups - self._dying.keys()
         self._groups -= empty
         self._emptied(empty)
@@ -258,9 +286,21 @@ def signal_group(pgid: int, number: int) -> bool:
 def kill_members(groups: Collection[int]) -> dict[int, list[int]]:
     """SIGKILL what still runs in these groups; gives {group: pidfds of what is dying}.
 
-    One pass over /proc for all of them. The caller closes the pidfds.
+    One pass over /proc for all of them. The caller closes the pidfds. Raises OSError when there is
+    no descriptor to be had.
     """
     found: dict[int, list[int]] = {group: [] for group in groups}
+    try:
+        _kill_members(found)
+    except OSError:
+        for pidfds in found.values():
+            for pidfd in pidfds:
+                os.close(pidfd)
+        raise
+    return found
+
+
+def _kill_members(found: dict[int, list[int]]) -> None:
     for pid, group in _process_table():
         if group not in found:
             continue
@@ -272,7 +312,6 @@ def kill_members(groups: Collection[int]) -> dict[int, list[int]]:
             found[group].append(pidfd)
             with contextlib.suppress(PermissionError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    return found
 
 
 def is_gone(pidfd: int) -> bool:
@@ -283,10 +322,15 @@ def is_gone(pidfd: int) -> bool:
 
 
 def _process_table() -> Iterator[tuple[int, int]]:
-    """(pid, process group) of every process."""
+    """(pid, process group) of every process that is to be seen."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                stat = (entry / "stat").read_bytes()
-                # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
-                yield int(entry.name), int(stat[stat.rindex(b")") + 2 :].split(maxsplit=3)[2])
+        if not entry.name.isdecimal():
+            continue
+        try:
+            stat = (entry / "stat").read_bytes()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR:
+                raise
+            continue  # gone meanwhile, or hidden
+        # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
+        yield int(entry.name), int(stat[stat.rindex(b")") + 2 :].split(maxsplit=3)[2])

@@ -11,6 +11,7 @@ LEAVE_TIMEOUT = 2.0  # each request of a node that leaves: its lease ends by its
 REVOKE_TIMEOUT = 2.0
 OPEN_TIMEOUT = 2.0  # for the first answer of a watch
 REFUSED_PAUSE = 5.0  # at most, between two tries of what an administrator has to make possible
+LOOK_UP = 8.0  # of a name; resolvers repeat a question after 5 s
 LEASE_TTL = 5  # the default; etcd may grant more
 
 # An etcd of one's own.
@@ -30,6 +31,7 @@ GRACE_FAILURE = 3.0  # what there is to save may be spoilt, and all nodes wait f
 GRACE_CHANGE = 30.0  # torchrun's; a script that doesn't handle SIGTERM ends at once anyway
 GRACE_LEAVE = 30.0
 STUCK = 10.0  # after SIGKILL it is told that processes are still there
+ERROR_FILE = 1.0  # for a failed worker's error file, which may be on a disk that stands still
 UNKILLABLE = 30.0  # and then this node leaves the job; the default
 
 # Whose failure was it?

@@ -27,7 +27,9 @@ from elastic_etcd.agent.inbox import (
 )
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.offload import in_thread
 from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import (
@@ -75,6 +77,7 @@ GRACE = {
 }
 
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
+_RECORD_TIMEOUT = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ async def _run(config: AgentConfig) -> int:
         names = {"job": config.job, "node": config.node, "role": config.role}
         logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
         scope.enter_context(_logging_through(logs))
+        await scope.enter_async_context(Watchdog(config.lease_ttl))
         etcd, embedded = config.etcd, None
         if etcd is None:
             embedded = await scope.enter_async_context(EmbeddedEtcd())
@@ -127,14 +131,14 @@ async def run_agent(
     except BaseExceptionGroup as errors:  # of the loop, or of tasks that crashed
         error = errors.exceptions[0]
         if agent and not isinstance(error, ElasticEtcdError):
-            agent.write_record(f"internal error: {type(error).__name__}: {error}")
+            await agent.write_record(f"internal error: {type(error).__name__}: {error}")
         raise error from None
 
 
 def _put_error(inbox: Inbox, failed: asyncio.Future[Never]) -> None:
     error = None if failed.cancelled() else failed.exception()
     if isinstance(error, Exception):
-        inbox.put(Failed(error))
+        inbox.put(FatalError(error))
 
 
 class Agent:
@@ -172,7 +176,7 @@ class Agent:
         for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
         if signal.SIGUSR1 not in handled:
-            self._loop.add_signal_handler(signal.SIGUSR1, self.write_record, "SIGUSR1")
+            self._loop.add_signal_handler(signal.SIGUSR1, self._asked_for_record)
             handled.append(signal.SIGUSR1)
         try:
             async with self._membership:
@@ -188,11 +192,15 @@ class Agent:
             for number in handled:
                 self._loop.remove_signal_handler(number)
 
-    def write_record(self, why: str) -> None:
+    def _asked_for_record(self) -> None:
+        self._tasks.create(self.write_record("SIGUSR1"))
+
+    async def write_record(self, why: str) -> None:
         """Write the flight record into a file of its own, and say so in the log."""
         try:
-            log.warning("%s: the last events are in %s", why, self._recorder.write())
-        except OSError as error:
+            path = await in_thread(self._recorder.write, _RECORD_TIMEOUT)
+            log.warning("%s: the last events are in %s", why, path)
+        except OSError as error:  # a TimeoutError is one
             log.warning("%s: the last events can't be written: %s", why, error)
 
     async def _take(self, incoming: Incoming) -> None:
@@ -384,13 +392,13 @@ def _root_cause(failure: Failure) -> str:
 @contextmanager
 def _logging_through(logs: Logs) -> Iterator[None]:
     """Log lines go the way of the workers' output: a stuck terminal must not stall the loop."""
-    root = logging.getLogger("elastic_etcd")
-    before = list(root.handlers)
+    ours, asyncios = logging.getLogger("elastic_etcd"), logging.getLogger("asyncio")
+    before = list(ours.handlers), list(asyncios.handlers)
     handler = ConsoleHandler(logs.stderr)
-    if before:
-        handler.setFormatter(before[0].formatter)
-    root.handlers[:] = [handler]
+    if ours.handlers:
+        handler.setFormatter(ours.handlers[0].formatter)
+    ours.handlers[:] = asyncios.handlers[:] = [handler]
     try:
         yield
     finally:
-        root.handlers[:] = before
+        ours.handlers[:], asyncios.handlers[:] = before

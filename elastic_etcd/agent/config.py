@@ -57,6 +57,7 @@ class AgentConfig:
     `etcd`: None means an embedded etcd for this run.
     `argv`: a worker's whole command, still with torchrun's `${local_rank}` in it, see `substitute`.
     `limits`: what the rules decide by.
+    `advertise`: an address, an interface or a network; None is found out, see agent/address.py.
     `etcd_timeout`: None waits for ever for an etcd that went away.
     `leave_exit_code`: of a node that left on a signal; None means 128 + the signal.
     `shutdown_timeout`: None leaves the grace to the reason of the stop.

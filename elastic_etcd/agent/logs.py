@@ -1,7 +1,8 @@
 """Workers' output: to the console with a prefix, and to one file per generation, rank and stream.
 
 The agent reads the workers' pipes itself, so that a full disk or a terminal that nobody reads
-never reaches the training, and so that the last traceback is at hand when a worker fails.
+never reaches the training, and so that the last traceback is at hand when a worker fails. Files
+and folders are a thread's (offload.py), because a disk may stand still.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Self
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
 from elastic_etcd.agent.console import Console, open_consoles
+from elastic_etcd.agent.offload import DiskFile, Writer
 from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "
@@ -29,35 +31,10 @@ _DRAIN = 1 << 21
 log = logging.getLogger(__name__)
 
 
-class LogFile:
-    """One log file. When the disk is full it says so once and drops what doesn't fit."""
-
-    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
-        self._path = path
-        self._failed = failed
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def write(self, data: bytes) -> None:
-        """Append as much of `data` as the disk takes."""
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        except OSError as error:
-            self._failed(self._path, error)
-
-    def close(self) -> None:
-        """Close it; an error that only closing shows (NFS) is told like one of writing."""
-        try:
-            os.close(self._fd)
-        except OSError as error:
-            self._failed(self._path, error)
-
-
 class WorkerStream:
     """One output pipe of one worker, read whenever there is something in it."""
 
-    def __init__(self, prefix: bytes, console: Console | None, file: LogFile | None) -> None:
+    def __init__(self, prefix: bytes, console: Console | None, file: DiskFile | None) -> None:
         self._console = console
         self._file = file
         self._lines = LinePrefixer(prefix)
@@ -74,7 +51,7 @@ class WorkerStream:
         """The last 64 KiB that were read."""
         return bytes(self._tail[-_TAIL:])
 
-    def move(self, prefix: bytes, file: LogFile | None) -> None:
+    def move(self, prefix: bytes, file: DiskFile | None) -> None:
         """What comes from here on is another generation's."""
         self.drain()
         if self._read < 0:
@@ -112,9 +89,10 @@ class WorkerStream:
 
     def _readable(self) -> None:
         self._take()
-        if self._read >= 0 and self._console is not None and self._console.full:
+        full = next((to for to in (self._console, self._file) if to is not None and to.full), None)
+        if self._read >= 0 and full is not None:
             asyncio.get_running_loop().remove_reader(self._read)
-            self._console.when_room(self._resume)
+            full.when_room(self._resume)
 
     def _resume(self) -> None:
         if self._read >= 0:
@@ -163,8 +141,8 @@ class WorkerLog:
 class Logs:
     """Where the output of an agent's workers goes, for its whole life.
 
-    `async with Logs.open(...) as logs`; leaving it writes out what the console has not taken yet,
-    for at most two seconds.
+    `async with Logs.open(...) as logs`; leaving it writes out what waits, and gives up on what does
+    not move for a second.
     """
 
     def __init__(
@@ -172,12 +150,13 @@ class Logs:
         config: LogConfig,
         prefix: Callable[..., str],
         directory: Path | None,
-        consoles: tuple[Console, Console],
     ) -> None:
         self._config = config
         self._prefix = prefix
         self.directory = directory
-        self.stdout, self.stderr = consoles
+        # Of their own, so that the console tells it when the disk of the log files stands still.
+        self._disk, self._console_disk = Writer(), Writer()
+        self.stdout, self.stderr = open_consoles(self._console_disk)
         self._told = False
 
     @classmethod
@@ -192,7 +171,7 @@ class Logs:
         """
         text = DEFAULT_TEMPLATE if template is None else template
         prefix = partial(Template(text).safe_substitute, node=node, role_name=role)
-        logs = cls(config, prefix, _make_directory(config.log_dir, job), open_consoles())
+        logs = cls(config, prefix, _make_directory(config.log_dir, job))
         if logs.directory is not None and logs._keeps_files:
             log.info("the workers' output is kept in %s", logs.directory)
         return logs
@@ -201,10 +180,12 @@ class Logs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.directory is not None and not self._keeps_files:
+            self._disk.put(partial(rmtree, self.directory, ignore_errors=True))
+        await self._disk.close(patience=1)  # first: the console may have to tell of it
         await self.stdout.close(timeout=1)
         await self.stderr.close(timeout=1)
-        if self.directory is not None and not self._keeps_files:
-            rmtree(self.directory, ignore_errors=True)
+        await self._console_disk.close(patience=1)
 
     @property
     def _keeps_files(self) -> bool:
@@ -214,9 +195,12 @@ class Logs:
         return config.log_dir is not None or config.redirects != nothing or config.tee != nothing
 
     def error_file(self, generation: int, rank: int) -> str:
-        """The worker's TORCHELASTIC_ERROR_FILE; "" when there is no folder for it."""
+        """The worker's TORCHELASTIC_ERROR_FILE, whose folder is soon made; "" without a folder."""
         folder = self._folder(generation, rank)
-        return "" if folder is None else str(folder / "error.json")
+        if folder is None:
+            return ""
+        self._disk.put(partial(self._make_folder, folder))
+        return str(folder / "error.json")
 
     def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to."""
@@ -240,11 +224,13 @@ class Logs:
 
     def _file_of(
         self, which: Streams, generation: int, rank: int, local_rank: int
-    ) -> LogFile | None:
+    ) -> DiskFile | None:
         folder = self._folder(generation, rank)
         if folder is None or not self._destinations(which, local_rank)[1]:
             return None
-        return self._open_file(folder / ("stdout.log" if which is Streams.OUT else "stderr.log"))
+        path = folder / ("stdout.log" if which is Streams.OUT else "stderr.log")
+        failed = partial(self._tell, path)
+        return DiskFile(self._disk, str(path), partial(self._open_file, path), failed)
 
     def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
         """Whether a stream goes to (the console, a file)."""
@@ -258,20 +244,19 @@ class Logs:
     def _folder(self, generation: int, rank: int) -> Path | None:
         if self.directory is None:
             return None
-        folder = self.directory / f"generation_{generation}" / str(rank)
+        return self.directory / f"generation_{generation}" / str(rank)
+
+    # --- in the writer's thread
+
+    def _make_folder(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._tell(folder, error)
-            return None
-        return folder
 
-    def _open_file(self, path: Path) -> LogFile | None:
-        try:
-            return LogFile(path, self._tell)
-        except OSError as error:
-            self._tell(path, error)
-            return None
+    def _open_file(self, path: Path) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _tell(self, path: Path, error: OSError) -> None:
         if not self._told:

@@ -12,6 +12,7 @@ from typing import Never, Self, TypeVar
 
 from msgspec import UNSET
 
+from elastic_etcd.agent.address import own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
 from elastic_etcd.core import writes
@@ -205,6 +206,7 @@ class Membership:
         await self._session_scope.aclose()
         self._silence = False
         config = self._config
+        address = await own_address(config, self._client.endpoint, self._member.address)
         session = Session(
             self._client,
             config.lease_ttl,
@@ -218,7 +220,7 @@ class Membership:
             lease=session.lease,
             node=config.node,
             nproc=config.nproc,
-            address=config.advertise or self._client.local_address(),
+            address=address,
             labels=Labels(config.topology_label or UNSET),
             version=__version__,
         )

@@ -37,6 +37,9 @@ _PROGRAM = Path(children.__file__).with_name("forkserver.py")
 _PR_SET_CHILD_SUBREAPER = 36
 # What was used up is forked anew when the generation that used it has had its start.
 _REFILL_AFTER = 2.0
+# One that lived shorter is replaced more and more slowly: each one imports torch.
+_QUIET = 60.0
+_SLOWEST = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class Prefork:
     `command` is what the workers run: a Python interpreter and its arguments, as launch.py makes
     them. `env` is the workers' environment as far as it is known before a generation; what
     libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
-    order. A fork server that dies is replaced.
+    order. A fork server that dies is replaced; meanwhile there is none.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Prefork:
         self._server: _ForkServer | None = None
         self._waiting: list[_Preforked] = []
         self._refill: asyncio.TimerHandle | None = None
+        self._delay = self._warm_since = 0.0
+        self._again: asyncio.TimerHandle | None = None
         self._is_warm = self._was_warm = False
         self._decided = asyncio.Event()
         self._error: UsageError | None = None
@@ -76,6 +81,7 @@ class Prefork:
 
     def start(self) -> None:
         """Start the fork server, which begins to import."""
+        self._again = None
         try:
             self._server = _ForkServer(
                 self._command, self._preload, self._env, self._heard, self._ended
@@ -117,8 +123,9 @@ class Prefork:
 
     def close(self) -> None:
         """End the fork server and the workers that wait; not those that have their order."""
-        if self._refill:
-            self._refill.cancel()
+        for timer in (self._refill, self._again):
+            if timer:
+                timer.cancel()
         self._is_warm = False
         self._stop_server()
         while self._waiting:
@@ -165,6 +172,7 @@ class Prefork:
         match message:
             case Warm():
                 self._is_warm = self._was_warm = True
+                self._warm_since = asyncio.get_running_loop().time()
                 self._fill()
                 self._decided.set()
             case Unsafe(why):
@@ -180,10 +188,18 @@ class Prefork:
         was_warm, self._is_warm = self._is_warm, False
         self._stop_server()
         if was_warm:
-            log.warning("the fork server ended (%d): %s; it is replaced", code, last_words)
-            self.start()
+            self._replace(f"the fork server ended ({code}): {last_words}")
         else:
             self._give_up(f"the fork server ended ({code}) before it was warm: {last_words}")
+
+    def _replace(self, why: str) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._warm_since > _QUIET:
+            self._delay = 0.0
+        when = f"in {self._delay:.0f} s" if self._delay else "now"
+        log.warning("%s; it is replaced %s", why, when)
+        self._again = loop.call_later(self._delay, self.start)
+        self._delay = min(_SLOWEST, max(1.0, 2 * self._delay))
 
     def _give_up(self, why: str) -> None:
         self._is_warm = False

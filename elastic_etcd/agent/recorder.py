@@ -51,12 +51,16 @@ class FlightRecorder:
         return step
 
     def write(self, folder: str | None = None) -> Path:
-        """Write a new file in `folder`, by default that for temporary files. Raises OSError."""
+        """Write a new file in `folder`, by default that for temporary files. Raises OSError.
+
+        In any thread: what is recorded meanwhile is left out.
+        """
+        steps = list(self._steps)
         descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
-        head = Head(self._limits, self._steps[0][0] if self._steps else None)
+        head = Head(self._limits, steps[0][0] if steps else None)
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(to_json(head) + b"\n")
-            file.writelines(to_json(step) + b"\n" for _, step in self._steps)
+            file.writelines(to_json(step) + b"\n" for _, step in steps)
         return Path(name)
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
@@ -21,6 +22,7 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.offload import begin
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute
@@ -39,7 +41,7 @@ from elastic_etcd.protocol import (
     Interrupt,
     Parked,
 )
-from elastic_etcd.times import GOODBYE, PARKED_PATIENCE, STUCK
+from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE, STUCK
 
 if TYPE_CHECKING:
     import socket
@@ -87,6 +89,8 @@ class Workers:
         self._until_stuck: asyncio.TimerHandle | None = None
         self._until_unkillable: asyncio.TimerHandle | None = None
         self._parked_ended = asyncio.Event()
+        self._explaining = 0  # failures whose cause is being read
+        self._in_order = asyncio.Lock()
         self._channels = ChannelServer(self._heard)
         self._socket = self._channels.open()
         self._prefork: Prefork | None = None
@@ -292,10 +296,30 @@ class Workers:
         del self._running[worker.pid]
         self._guard()
         log.debug("worker %d exited %d after %.1f s", worker.spec.rank, code, worker.uptime)
-        tail = worker.output.err.tail()
-        message = failure_message(code, worker.spec.error_file, tail)
-        by_peer = ends_with_lost_peer(message)
-        self._report(worker.spec, worker.pid, code, worker.uptime, message, by_peer=by_peer)
+        if code:
+            self._explaining += 1
+            self._tasks.create(self._explain(worker, code, worker.uptime))
+        else:
+            self._report(worker.spec, worker.pid, code, worker.uptime, "")
+
+    async def _explain(self, worker: Worker, code: int, uptime: float) -> None:
+        """Report a failure with its cause, which may lie on a disk that stands still.
+
+        WorkersGone waits for it, so that it is still of this generation; I3 bears any delay of
+        that. Failures are told in their order, because the first one is the culprit's.
+        """
+        spec, tail = worker.spec, worker.output.err.tail()
+        reading = begin(partial(failure_message, code, spec.error_file, tail))
+        async with self._in_order:
+            await asyncio.wait({reading}, timeout=ERROR_FILE)
+            known = reading.done()
+            message = reading.result() if known else failure_message(code, "", tail)
+            if not known:
+                log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)
+            by_peer = ends_with_lost_peer(message)
+            self._report(spec, worker.pid, code, uptime, message, by_peer=by_peer)
+        self._explaining -= 1
+        self._settle()
 
     def _report(
         self,
@@ -331,7 +355,7 @@ class Workers:
         """Say it when nothing of the generation is left."""
         self._expect_the_end_of_the_killed()
         self._expect_the_end_of_all()
-        if self._running or self._groups or self._starting:
+        if self._running or self._groups or self._starting or self._explaining:
             return
         self._cancel_kill()
         held = self._parked and not self._stopping  # its generation may still go on without it

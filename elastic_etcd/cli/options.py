@@ -9,6 +9,7 @@ of Limits, AgentConfig and LogConfig.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import re
 import signal
@@ -192,7 +193,8 @@ def _job(group: Group) -> None:
         "--local-addr",
         type=address,
         metavar="ADDRESS",
-        help="address of this node for the others (default: its address on the way to etcd)",
+        help="address of this node for the others, its interface (eth0), or network (10.1.0.0/16) "
+        "(default: its address on the way to etcd, but no loopback if max > 1)",
     )
     group.flag(
         "--topology-label",
@@ -447,7 +449,12 @@ def label(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """What other nodes can connect to, without a port."""
+    """What other nodes can connect to, without a port; or an interface, or a network with a /."""
+    if "/" in text:
+        try:
+            return str(ipaddress.ip_network(text, strict=False))
+        except ValueError:
+            raise ArgumentTypeError(f"{text[:140]!r} is no network in CIDR form") from None
     if not valid_address(text):
         raise ArgumentTypeError(f"{text[:140]!r} is neither a host name nor an IP address")
     return text

@@ -9,7 +9,6 @@ mirror.py.
 import asyncio
 import math
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from functools import partial
 from typing import Generic, Never, Self
 
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
-from elastic_etcd.errors import EtcdUnreachable, ForkedClient, UsageError
+from elastic_etcd.errors import ForkedClient, UsageError
 from elastic_etcd.etcd import faults, wire
 from elastic_etcd.etcd._grpc import (
     AUTHENTICATE,
@@ -224,22 +223,6 @@ class Client:
         what = f"lease {lease:x}"
         with suppress(LeaseNotFound):
             await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
-
-    def local_address(self) -> str:
-        """This machine's IP address on the way to etcd."""
-        host, _, port = self.endpoint.rpartition(":")
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-            )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # UDP: chooses a route, sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise EtcdUnreachable(
-                f"no way to etcd at {self.endpoint} ({error.strerror}).\n"
-                "Check --etcd and this machine's network, or give --advertise."
-            ) from None
 
     async def call(
         self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float

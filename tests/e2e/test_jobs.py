@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
+from elastic_etcd.agent.address import interfaces
 from tests.support.etcd import EtcdServer, tool
-from tests.support.job import Agent, Job
+from tests.support.job import TICKER, Agent, Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys
 
@@ -150,3 +152,16 @@ def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
         job.worker(g, rank=0).master
     )
     job.finish(n1, n2)
+
+
+def test_r15_nodes_meet_where_another_machine_would_find_them(job: Job) -> None:
+    """etcd is at 127.0.0.1, where the other node need not be."""
+    if all(each.ip.is_loopback for each in interfaces()):
+        pytest.skip("this machine has only the loopback")
+    agents = [
+        job.start(node, script=(TICKER, "--dir", str(job.directory))) for node in ("n1", "n2")
+    ]
+    job.trains(2, seconds=60)
+    masters = {event.master.rpartition(":")[0] for event in job.events("start")}
+    assert not any(ip_address(master).is_loopback for master in masters)
+    job.finish(*agents)

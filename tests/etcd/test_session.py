@@ -251,3 +251,16 @@ async def test_no_etcd_for_a_new_session(own_etcd: EtcdServer) -> None:
         with pytest.raises(EtcdUnreachable):
             async with Session(client, TTL, timeout=0.5):
                 raise AssertionError("there is no lease")
+
+
+@asynchronous
+async def test_r8_a_loop_that_stands_still_renews_nothing(etcd: EtcdServer) -> None:
+    """gRPC's own threads go on, but whoever writes the renewals is the loop."""
+    async with Client(etcd.config) as client, Session(client, 1) as session:
+        await elapse(1.5)
+        assert not session.lost.done()
+        deadline = time.monotonic() + 30
+        while f"{session.lease:x}" in etcd.ctl("lease", "list"):  # nothing else turns the loop
+            assert time.monotonic() < deadline
+        reason = await asyncio.wait_for(session.lost, 10)
+        assert "expired" in reason

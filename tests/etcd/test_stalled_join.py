@@ -3,7 +3,7 @@
 import asyncio
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.inbox import Failed, Inbox, Tasks
+from elastic_etcd.agent.inbox import FatalError, Inbox, Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import Joined, LeaseLost, Life, Rejoin, State
@@ -64,7 +64,7 @@ async def test_r16_an_etcd_that_is_away_while_a_node_joins_again_is_given_up(
         own_etcd.kill()
         membership.join(joined.run, 0)  # as one that has slept longer than its lease
         failed = await asyncio.wait_for(inbox.get(), 40)
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, FatalError)
         assert isinstance(failed.error, EtcdUnreachable)
         assert "--etcd-timeout" in str(failed.error)
 

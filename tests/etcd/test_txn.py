@@ -189,9 +189,3 @@ async def test_leases(etcd: EtcdServer, prefix: str) -> None:
         await client.revoke(lease.id)
         assert (await client.range(Get(prefix))).kvs == {}
         await client.revoke(lease.id)  # gone is gone
-
-
-@asynchronous
-async def test_local_address(etcd: EtcdServer) -> None:
-    async with Client(etcd.config) as client:
-        assert client.local_address() == "127.0.0.1"

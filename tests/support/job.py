@@ -103,9 +103,12 @@ class Job:
         nproc: int = 1,
         script: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
+        output: Path | None = None,
         **flags: object,
     ) -> Agent:
         """Start an agent; `worker` are the arguments of trainers/ddp.py, `flags` more of launch's.
+
+        Its stdout and stderr are a file in `output`, by default in the job's own folder.
 
         The settle time is long by default: tests start with as many nodes as may be, and then
         nobody waits for it.
@@ -117,10 +120,10 @@ class Job:
         argv += ["--node-name", node, "--nnodes", nnodes, "--nproc-per-node", str(nproc)]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         argv += script or (DDP, "--dir", str(self.directory), *worker)
-        output = self.directory / f"{node}.{len(self.agents)}.agent.log"
+        said = (output or self.directory) / f"{node}.{len(self.agents)}.agent.log"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), MARK: mark}
-        with output.open("wb") as stream:
+        with said.open("wb") as stream:
             process = subprocess.Popen(
                 argv,
                 cwd=self.directory,
@@ -130,7 +133,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        agent = Agent(node, mark, output, process)
+        agent = Agent(node, mark, said, process)
         self.agents.append(agent)
         self._changes.follow(process.pid)
         return agent

@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
-from elastic_etcd.agent.console import Console, ConsoleHandler
+from elastic_etcd.agent.console import ConsoleHandler, open_console
 from elastic_etcd.agent.failures import failure_message, last_traceback
 from elastic_etcd.agent.logs import LinePrefixer, Logs
+from elastic_etcd.agent.offload import Writer
 from elastic_etcd.errors import UsageError
 from tests.support.disks import small_disk
 from tests.unit.watched import Watched
@@ -157,8 +158,9 @@ async def until(condition: Callable[[], object]) -> None:
 BOTH = "import sys; print('out'); print('err', file=sys.stderr)"
 
 
-def files(logs: Logs) -> dict[str, str]:
+async def files(logs: Logs) -> dict[str, str]:
     assert logs.directory is not None
+    assert await logs._disk.written(DEADLINE)
     return {
         str(path.relative_to(logs.directory)): path.read_text()
         for path in logs.directory.rglob("*.log")
@@ -196,7 +198,7 @@ async def test_where_output_goes(
     with (tmp_path / "o").open("wb") as o, (tmp_path / "e").open("wb") as e:
         async with running(LogConfig(**options), o.fileno(), e.fileno()) as run:  # type: ignore[arg-type]
             await run.run(BOTH, BOTH)
-            found = files(run.logs) if run.logs.directory is not None else {}
+            found = await files(run.logs) if run.logs.directory is not None else {}
     assert sorted((tmp_path / "o").read_text().splitlines()) == [f"[node0 {r}]: out" for r in out]
     assert sorted((tmp_path / "e").read_text().splitlines()) == [f"[node0 {r}]: err" for r in err]
     assert found == {
@@ -281,7 +283,7 @@ async def test_a_reader_that_goes_away_ends_the_output_not_the_training(tmp_path
         os.close(r)
         await run.run("for i in range(50000): print(i)")
         assert run.codes == [0]
-        (text,) = filter(None, files(run.logs).values())
+        (text,) = filter(None, (await files(run.logs)).values())
         assert text.count("\n") == 50000
 
 
@@ -317,7 +319,7 @@ async def test_a_socket_as_stdout_gets_everything() -> None:
 async def test_a_closed_stdout_is_no_error() -> None:
     with (Path(os.devnull)).open("wb") as null, descriptor(1, null.fileno()):
         os.close(1)
-        console = Console.open(1)
+        console = open_console(1, Writer())
         os.dup2(null.fileno(), 1)
     console.write(b"x\n")
     await console.close(timeout=1)
@@ -334,7 +336,9 @@ async def test_full_disk_under_log_dir_is_told_once_and_training_goes_on(
             await run.run(talk, talk)
             assert run.codes == [0, 0]
             # The next generation can't even have a directory; it runs.
-            assert [run.logs.error_file(n, 0) for n in range(100, 110)][-1] == ""
+            error_files = [run.logs.error_file(n, 0) for n in range(100, 110)]
+            assert await run.logs._disk.written(DEADLINE)
+            assert not Path(error_files[-1]).parent.exists()
             await run.run(talk)
             assert run.codes == [0]
     assert (tmp_path / "o").read_text().count("\n") == 150_000
@@ -354,7 +358,7 @@ async def test_the_log_directory_must_be_writable(tmp_path: Path) -> None:
 async def test_log_records_go_through_the_console_in_order() -> None:
     r, w = os.pipe()
     with descriptor(2, w):
-        console = Console.open(2)
+        console = open_console(2, Writer())
     os.close(w)
     handler = ConsoleHandler(console)
     console.write(b"before\n")
@@ -385,6 +389,7 @@ async def test_a_hundred_megabytes_never_stall_the_loop(tmp_path: Path) -> None:
         tick()
         await run.watched.emptied()
         assert run.logs.directory is not None
+        assert await run.logs._disk.written(DEADLINE)
         kept = run.logs.directory / "generation_7/4/stdout.log"
         assert kept.stat().st_size == 100_000_000
         kept.unlink()

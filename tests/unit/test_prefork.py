@@ -147,6 +147,21 @@ async def test_a_fork_server_that_dies_is_replaced(
         assert await run(server, tmp_path, "print(1)") == "1\n"
 
 
+async def test_r19_a_fork_server_that_dies_again_and_again_is_replaced_more_and_more_slowly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    """Each one imports torch, on the machine that trains."""
+    async with forking(tmp_path, size=0) as server:
+        await server.warm()
+        dead: set[int | None] = {None}
+        for when in ("now", "in 1 s", "in 2 s"):
+            assert server.pid is not None
+            dead.add(server.pid)
+            os.kill(server.pid, signal.SIGKILL)
+            await news.until(lambda: server.ready and server.pid not in dead)
+            assert caplog.messages[-1].endswith(f"it is replaced {when}")
+
+
 async def test_one_that_dies_before_its_order_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, news: News
 ) -> None:

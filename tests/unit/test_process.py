@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from elastic_etcd.process import (
     signal_group,
     spawn,
 )
+from tests.support.aio import elapse
 
 DEADLINE = 15.0
 # A child leaves the group, but for a zombie of its own, which it never reaps.
@@ -226,6 +228,44 @@ def test_the_end_is_the_end() -> None:
     with child("true") as (process, _):
         assert process.wait(DEADLINE) == 0
         assert end(process) == 0
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Whatever this process opens is refused with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_r19_an_exit_is_seen_though_no_descriptor_was_left() -> None:
+    with child("/bin/true") as (process, _):
+        code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        with no_descriptors():
+            watch = ExitWatch(process, code.set_result)
+        async with asyncio.timeout(DEADLINE):
+            assert await code == 0
+        watch.close()
+
+
+async def test_r19_a_group_is_not_empty_because_no_descriptor_was_left() -> None:
+    """I3: what can't be seen may still run."""
+    watched = Groups()
+    with child(*python(FAMILY)) as (process, read), opened(number(read)) as other:
+        process.terminate()
+        process.wait(DEADLINE)
+        with no_descriptors():
+            watched.groups.add(process.pid)
+            await elapse(0.5)
+            assert watched.groups
+            assert not is_gone(other)
+        await watched.all_are_empty()
+        assert is_gone(other)
 
 
 async def test_last_words(caplog: pytest.LogCaptureFixture) -> None:

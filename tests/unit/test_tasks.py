@@ -143,7 +143,7 @@ async def test_an_agent_ends_with_what_ended_a_task_of_its(
             await asyncio.Event().wait()
             return 0
 
-        def write_record(self, why: str) -> None:
+        async def write_record(self, why: str) -> None:
             records.append(why)
 
     monkeypatch.setattr(agent, "Agent", Crashing)

@@ -120,6 +120,19 @@ async def test_the_message_is_the_last_traceback(watched: Watched) -> None:
     await watched.emptied()
 
 
+async def test_r1_an_error_file_that_never_answers_holds_up_nothing(watched: Watched) -> None:
+    """Like a file of a server that is gone: whoever opens it waits."""
+    watched.launch(
+        python("""
+            import os, sys
+            os.mkfifo(os.environ["TORCHELASTIC_ERROR_FILE"])
+            raise ValueError("told in stderr")
+        """)
+    )
+    await watched.emptied()
+    assert "ValueError: told in stderr" in watched.failures[0].message
+
+
 async def test_the_error_file_is_better_than_stderr(watched: Watched) -> None:
     watched.launch(
         python("""

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Fault:
 
     Written as `do@name=value,...`, for example `exit:7@rank=1,generation=1,step=3`; what is not
     named matches everything. `do` is one of raise, linger-raise (its connections close a while
-    before it exits), exit:CODE, kill, talk (a megabyte), or at step 0 only ignore-term, linger (a
+    before it exits), exit:CODE, kill, talk (a megabyte), chatter (two megabytes a second from
+    then on), or at step 0 only ignore-term, linger (a
     child in the worker's process group holds its pipes), daemon (a child in a session of its own
     does).
     """
@@ -70,6 +72,8 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "talk", _, _:
                 print(("x" * 99 + "\n") * 10_000, flush=True)
+            case "chatter", _, _:
+                threading.Thread(target=chatter, daemon=True).start()
             case "ignore-term", _, _:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "linger" | "daemon", _, _:
@@ -77,6 +81,14 @@ class Fault:
                 subprocess.Popen(["sleep", "600"], start_new_session=own_session)
             case _:
                 raise ValueError(f"no such fault: {self.do}")
+
+
+def chatter() -> None:
+    """Print without Python's buffers, which a daemon thread must not hold at exit."""
+    lines = (b"x" * 99 + b"\n") * 1000
+    while True:
+        os.write(1, lines)
+        time.sleep(0.05)
 
 
 def hang_up() -> None:

@@ -1,0 +1,104 @@
+"""Disks that stand still, for the thread that writes: a job that nobody ends stands in for them."""
+
+import asyncio
+import os
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent.offload import FULL, LOST, DiskFile, Writer, in_thread
+
+DEADLINE = 30.0
+LINE = b"x" * 1023 + b"\n"
+
+
+@pytest.fixture
+async def writer() -> AsyncIterator[Writer]:
+    writer = Writer()
+    yield writer
+    await writer.close(DEADLINE)
+
+
+@contextmanager
+def standing_still(writer: Writer) -> Iterator[None]:
+    released = threading.Event()
+    writer.put(lambda: released.wait(DEADLINE))
+    try:
+        yield
+    finally:
+        released.set()
+
+
+def file_at(path: Path, writer: Writer) -> DiskFile:
+    def failed(error: OSError) -> None:
+        raise AssertionError(error)
+
+    return DiskFile(writer, path.name, lambda: os.open(path, os.O_WRONLY | os.O_CREAT), failed)
+
+
+async def test_r1_each_byte_is_written_or_counted(
+    writer: Writer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "out"
+    file = file_at(path, writer)
+    with standing_still(writer):
+        for _ in range(2 * LOST // len(LINE)):
+            file.write(LINE)
+        file.write(b"no line end")
+        file.keep(b"an agent's line\n")
+    assert await writer.written(DEADLINE)
+    file.write(b"later\n")
+    file.close()
+    assert await writer.written(DEADLINE)
+    text = path.read_bytes()
+    (dropped,) = map(int, re.findall(rb"\.\.\. (\d+) bytes dropped: the disk stood still\n", text))
+    assert text.count(LINE) * len(LINE) == LOST
+    assert dropped == LOST + len(b"no line end")
+    head, _, tail = text.partition(b"... ")
+    assert head.endswith(b"\n")
+    assert tail.endswith(b"still\nan agent's line\nlater\n")
+    assert f"{dropped} bytes of the workers' output dropped" in caplog.text
+    assert caplog.text.count("stands still") == 1
+
+
+async def test_r1_nobody_waits_for_a_disk_that_stands_still(writer: Writer, tmp_path: Path) -> None:
+    file = file_at(tmp_path / "out", writer)
+    resumed = asyncio.Event()
+    with standing_still(writer):
+        file.write(b"x" * FULL)
+        at_first = file.full
+        file.when_room(resumed.set)
+        async with asyncio.timeout(DEADLINE):
+            await resumed.wait()
+        assert (at_first, file.full) == (True, False), "whoever can waits while it may be slow only"
+        assert not await writer.written(patience=0.01)
+    assert await writer.written(DEADLINE)
+
+
+async def test_who_waits_for_room_goes_on_when_there_is_some(
+    writer: Writer, tmp_path: Path
+) -> None:
+    path = tmp_path / "out"
+    file = file_at(path, writer)
+    async with asyncio.timeout(DEADLINE):
+        for _ in range(8):
+            file.write(b"x" * LOST)
+            resumed = asyncio.Event()
+            file.when_room(resumed.set)
+            await resumed.wait()
+            assert await writer.written(DEADLINE)
+    assert path.stat().st_size == 8 * LOST, "a disk that is only slow costs nothing"
+
+
+async def test_what_takes_too_long_in_a_thread_is_left_to_itself() -> None:
+    released = threading.Event()
+    with pytest.raises(TimeoutError):
+        await in_thread(lambda: released.wait(DEADLINE), timeout=0.01)
+    released.set()
+    assert await in_thread(lambda: 7, DEADLINE) == 7
+    with pytest.raises(ValueError, match="x"):
+        await in_thread(lambda: int("x"), DEADLINE)
