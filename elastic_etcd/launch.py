@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
+from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.rules import Limits
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
         return run(config)
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            write_error_file(path, error, error.exit_code)
         return error.exit_code
 
 

@@ -1,4 +1,4 @@
-"""A worker's environment: every variable that torchrun gives, and five of our own."""
+"""A worker's environment: every variable that torchrun gives, NODE_RANK, and five of our own."""
 
 import logging
 import os
@@ -86,6 +86,7 @@ def worker_env(
         LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(ranks.local_world_size),
         GROUP_RANK=str(ranks.group_rank),
+        NODE_RANK=str(ranks.group_rank),  # Composer reads it
         GROUP_WORLD_SIZE=str(ranks.group_world_size),
         MASTER_ADDR=now.master.addr,
         MASTER_PORT=str(now.master.port),

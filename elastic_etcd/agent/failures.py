@@ -1,10 +1,12 @@
 """Why a worker failed, by its torchelastic error file or its last traceback.
 
-Pure, but for reading that file.
+Pure, but for reading that file, and for writing the agent's own.
 """
 
 import json
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,15 @@ def failure_message(code: int, error_file: str, stderr: bytes) -> str:
     if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
         message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     return message[-_LONGEST:].strip().encode(errors="replace").decode()  # of JSON: any surrogate
+
+
+def write_error_file(path: str, error: Exception, code: int) -> None:
+    """Tell who has started this agent why it ends, in torch's form; torchrun does so, too."""
+    text = str(error)
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    record = {"message": {"message": text, "errorCode": code, "extraInfo": extra}}
+    with suppress(OSError):  # the error is also on the console
+        Path(path).write_text(json.dumps(record))
 
 
 def last_traceback(text: str) -> str:

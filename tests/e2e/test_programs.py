@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.support.job import ROOT
 
@@ -155,3 +156,19 @@ def test_torchrun_s_prefix_of_lines() -> None:
         check=True,
     )
     assert done.stdout == "<trainer/0> hello\n"
+
+
+def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> None:
+    """As torchrun does it for who has started it (TorchX), and as torch reads it."""
+    script, file = tmp_path / "train.py", tmp_path / "error.json"
+    script.write_text("raise ValueError('a mistake')")
+    agent = ("-m", "elastic_etcd.launch", "--start-method=exec", "--max-restarts=0", str(script))
+    done = subprocess.run(
+        [sys.executable, *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": str(file)},
+        check=False,
+    )
+    assert done.returncode == 1
+    failure = ProcessFailure(0, 1, 1, str(file))
+    assert "ValueError: a mistake" in str(failure.message)
+    assert failure.timestamp > 0

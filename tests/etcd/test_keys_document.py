@@ -123,7 +123,7 @@ def three_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     alone = launch(etcd, prefix, directory, "node1", "--nnodes=1")
     said(alone, "group rank 0 of 1")
     alone.send_signal(signal.SIGTERM)
-    ends(alone, 0)
+    ends(alone, 128 + signal.SIGTERM)
 
 
 def events(etcd: EtcdServer, prefix: str, revision: int) -> Iterator[Written]:
@@ -251,7 +251,7 @@ def test_the_commands_work(etcd: EtcdServer, prefix: str, tmp_path: Path) -> Non
             pipeline = pipeline.replace("LEASE", lease["coordinator"])
         if " del " in command:
             agent.send_signal(signal.SIGTERM)
-            ends(agent, 0)
+            ends(agent, 128 + signal.SIGTERM)
         done = subprocess.run(
             pipeline, shell=True, env=environment, capture_output=True, text=True, check=False
         )

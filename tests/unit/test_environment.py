@@ -51,6 +51,7 @@ def test_every_variable() -> None:
         "WORLD_SIZE": "9",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
+        "NODE_RANK": "1",
         "GROUP_WORLD_SIZE": "3",
         "ROLE_RANK": "5",
         "ROLE_WORLD_SIZE": "9",
