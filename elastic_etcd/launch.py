@@ -19,6 +19,7 @@ from elastic_etcd.cli.options import shown
 from elastic_etcd.core.rules import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.init import be_init
+from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -89,7 +90,7 @@ def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namesp
 
 
 def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
-    limits = _limits(args)
+    limits = _limits(args, _shutdown_timeout(args, env))
     etcd = None if args.standalone else _etcd(args, env)
     return AgentConfig(
         etcd=etcd,
@@ -117,7 +118,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
     )
 
 
-def _limits(args: Namespace) -> Limits:
+def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
     least, most = _nodes(args)
     return Limits(
         min_nodes=least,
@@ -127,6 +128,7 @@ def _limits(args: Namespace) -> Limits:
         min_uptime=args.min_uptime,
         settle=args.settle,
         join_timeout=args.join_timeout,
+        patience=max(GRACE_LEAVE, shutdown_timeout or 0.0) + args.kill_timeout + STOP_PATIENCE,
     )
 
 

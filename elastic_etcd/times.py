@@ -34,6 +34,10 @@ STUCK = 10.0  # after SIGKILL it is told that processes are still there
 ERROR_FILE = 1.0  # for a failed worker's error file, which may be on a disk that stands still
 UNKILLABLE = 30.0  # and then this node leaves the job; the default
 
+# Who is waited for in a formation: from the time when the round is joinable.
+ACK_PATIENCE = 3.0  # a node that has nothing to stop; --settle if that is longer
+STOP_PATIENCE = 10.0  # beyond the grace and UNKILLABLE, by when a survivor has stopped or left
+
 # Whose failure was it?
 # A failure that a peer seems to have caused is kept back for so long: its cause may be known later,
 # because a dying process closes its connections before it is gone.

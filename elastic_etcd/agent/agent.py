@@ -55,7 +55,7 @@ from elastic_etcd.core.lifecycle import (
     ViewChanged,
     Write,
 )
-from elastic_etcd.core.rules import Ack, Decision, Local, Stop, Verdict, Wait
+from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
 from elastic_etcd.core.schema import Failure, Outcome, Phase
 from elastic_etcd.errors import (
     BudgetUsedUp,
@@ -271,7 +271,7 @@ class Agent:
     def _write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
         master = None
-        if now and isinstance(write.what, Ack):
+        if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
             master = self._workers.offer(now.generation, self._membership.address)
         self._membership.write(self._state, write, master)
 
@@ -294,6 +294,8 @@ class Agent:
         now = self._state.view.round if self._state.view else None
         if isinstance(decision, Stop):
             return logging.INFO
+        if isinstance(decision, Freeze) and decision.without:
+            return logging.WARNING
         if not isinstance(decision, Wait) or now is None:
             return logging.DEBUG
         if now.phase is Phase.JOINABLE:

@@ -43,8 +43,10 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
+from elastic_etcd.times import ACK_PATIENCE, GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
 
 LONGEST_BACKOFF = 60.0
+NAMED = 3  # nodes of many, in a reason
 
 
 class Limits(Struct, frozen=True):
@@ -57,6 +59,7 @@ class Limits(Struct, frozen=True):
     min_uptime: float = 10.0
     settle: float = 3.0
     join_timeout: float = 600.0
+    patience: float = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
 
 
 class Local(Struct, frozen=True):
@@ -126,9 +129,10 @@ class Open(_Decided, frozen=True):
 
 
 class Freeze(_Decided, frozen=True):
-    """Fix the participants and their ranks."""
+    """Fix the participants and their ranks; `without` names live nodes that are not ready."""
 
     round: Round
+    without: tuple[str, ...] = ()
 
 
 class Ack(_Decided, frozen=True):
@@ -241,9 +245,10 @@ def _awaited(now: Round, local: Local, limits: Limits) -> str:
 def _own_part(now: Round, local: Local) -> Ack | Run | None:
     """What every member does for itself in a round, coordinator or not."""
     generation = now.generation
-    if now.phase is Phase.JOINABLE and local.acked != generation and not local.running:
-        return Ack(f"ready for generation {generation}", generation)
     takes_part = now.group_rank(local.lease) is not None
+    awaited = now.phase is Phase.JOINABLE or (now.phase is Phase.FINAL and not takes_part)
+    if awaited and local.acked != generation and not local.running:
+        return Ack(f"ready for generation {generation}", generation)
     if takes_part and now.phase is Phase.FINAL and local.ran != generation and not local.running:
         return Run(f"generation {generation}: {now.reason}", now)
     return None
@@ -287,7 +292,8 @@ def _lead_joinable(
 ) -> Decision:
     """Wait for exactly the live members; only the first formation waits the settle time.
 
-    A re-formation knows by leases who is alive, and a dead node's lease ends by itself.
+    A re-formation knows by leases who is alive, and a dead node's lease ends by itself. A live
+    one that is not ready in time is left out: one stuck agent must not block all others.
     """
     live = _live(view)
     if spoilt := _unread(view, live):
@@ -295,8 +301,9 @@ def _lead_joinable(
     own = {local.lease} if local.acked == now.generation else set()
     acked = {ack.lease for ack in view.acks} | own
     ready = [m for m in live if m.lease in acked]
+    missing = [m for m in live if m.lease not in acked]
     if len(ready) < limits.min_nodes:
-        short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready"
+        short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready{_not(missing)}"
         if elapsed.phase >= limits.join_timeout:
             late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
             return _close(now, Verdict.TOO_FEW_NODES, late)
@@ -312,9 +319,15 @@ def _lead_joinable(
             return Wait(why, limits.settle - since)
     else:
         # A spare, which has nothing to stop, must not push out a slower survivor.
-        awaited = [m for m in live if not full or m.lease in last]
-        if any(m.lease not in acked for m in awaited):
-            return Wait(f"{len(ready)} of {len(live)} live nodes are ready")
+        awaited = [m for m in missing if not full or m.lease in last]
+        left = limits.patience - elapsed.phase
+        if all(m.lease not in last for m in awaited):
+            patience = max(limits.settle, ACK_PATIENCE)
+            left = min(left, patience - min(elapsed.phase, elapsed.join))
+        if not own:  # a coordinator always takes part
+            return Wait(f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}")
+        if awaited and left > 0:
+            return Wait(f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}", left)
     return _freeze(view, now, ready, limits, elapsed)
 
 
@@ -328,13 +341,14 @@ def _freeze(
     starts with a fresh budget. What was used of it is forgiven once the worlds since the last
     failure have lasted for the restart window together, however many they were.
     """
-    back = {m.lease for m in ready} | _done(view)
+    live = {m.lease for m in _live(view)}
+    back = live | _done(view)
     ledger, culprit = view.ledger, _culprit(view)
     trained = round(ledger.trained + elapsed.ran, 3)
     lost = [
         n for lease, n in zip(ledger.group_ranks, ledger.nodes, strict=True) if lease not in back
     ]
-    if {m.lease for m in ready}.isdisjoint(ledger.group_ranks):
+    if live.isdisjoint(ledger.group_ranks):
         ledger = replace(ledger, restarts=0, rapid_failures=0)
         trained = 0.0
     elif culprit and lost:
@@ -361,7 +375,12 @@ def _freeze(
         rapid_failures=ledger.rapid_failures,
         trained=trained,
     )
-    return Freeze(f"{len(world)} nodes take part", frozen)
+    takes_part = f"{len(world)} nodes take part"
+    left_out = [m for m in _live(view) if m not in ready]
+    if left_out:
+        late = f"without {_names(left_out)}, not ready after {elapsed.phase:.0f} s"
+        return Freeze(f"{takes_part}, {late}", frozen, tuple(m.node for m in left_out[:NAMED]))
+    return Freeze(takes_part, frozen)
 
 
 def _lead_frozen(view: View, now: Round, local: Local) -> Decision:
@@ -406,7 +425,8 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits) -> Decisio
     world = {p.lease for p in now.participants}
     if spoilt := _unread(view, [m for m in view.members if m.lease in world]):
         return _claim(view, local, f"the report of {spoilt} can't be read")
-    waiting = [m for m in _live(view) if m.lease not in world]
+    ready = {ack.lease for ack in view.acks}  # one that hangs must not end a world
+    waiting = [m for m in _live(view) if m.lease not in world and m.lease in ready]
     # A world that has begun to finish takes nobody in: it would begin anew.
     if waiting and len(now.participants) < limits.max_nodes and not done:
         return _claim(view, local, f"{waiting[0].node} joins", planned=True)
@@ -429,6 +449,18 @@ def _close(now: Round, verdict: Verdict, reason: str, failure: Failure | None = 
 def _unread(view: View, members: list[Member]) -> str:
     """Whose ack or report somebody has written over: its writer would not repeat it."""
     return next((m.node for m in members if hexed(m.lease) in view.unread), "")
+
+
+def _names(members: list[Member]) -> str:
+    """Their nodes' names, the first few of many."""
+    named = [m.node for m in members[:NAMED]]
+    if more := len(members) - len(named):
+        return f"{', '.join(named)} and {more} more"
+    return " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+
+
+def _not(missing: list[Member]) -> str:
+    return f", {_names(missing)} not" if missing else ""
 
 
 def _live(view: View) -> list[Member]:

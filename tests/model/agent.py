@@ -102,6 +102,18 @@ def lasted(state: State, view: View) -> bool:
     return now is None or (was.generation, was.phase) != (now.generation, now.phase)
 
 
+def leaves_out(state: State, hung: tuple[int, ...]) -> bool:
+    """Whether a coordinator that waits no longer leaves somebody out who would come."""
+    view, now = state.view, state.view.round if state.view else None
+    if view is None or now is None or now.phase is not Phase.JOINABLE:
+        return False
+    if now.coordinator != state.local.lease:
+        return False
+    live = {m.lease for m in view.members if not m.leaving}
+    missing = live - {ack.lease for ack in view.acks} - {state.local.lease}
+    return not live.isdisjoint(view.ledger.group_ranks) and not missing <= set(hung)
+
+
 def _bare_write(write: Write) -> Write:
     """What it writes is in the Txn now."""
     blank = {name: BLANK[name] for name in write.what.__struct_fields__ if name in BLANK}

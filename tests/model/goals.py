@@ -29,7 +29,7 @@ class Goals:
         if not generation:
             return not awaited
         up = {n.lease for n in nodes if n.workers == generation or self._finished(n, generation)}
-        return awaited <= up
+        return awaited <= up | {n.lease for n in nodes if n.hung}
 
     def _finished(self, node: Node, generation: int) -> bool:
         state = self.agent.states[node.state] if node.state else None
@@ -54,7 +54,8 @@ class Goals:
 
     def able(self, nodes: tuple[Node, ...]) -> bool:
         """Whether min agents are alive, so that liveness asks for a final world."""
-        up = [n for n in nodes if n.state and not self.agent.states[n.state].local.leaving]
+        alive = [n for n in nodes if n.state and not n.hung]
+        up = [n for n in alive if not self.agent.states[n.state].local.leaving]
         return len(up) >= self.limits.min_nodes
 
     def _counted(self, number: int) -> int:

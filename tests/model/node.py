@@ -47,6 +47,7 @@ class Node(NamedTuple):
     told: bool = True  # whether the agent knows that its lease is gone
     joining: bool = False
     out: bool = False  # left for good
+    hung: bool = False
 
     @property
     def name(self) -> str:
@@ -73,6 +74,8 @@ class Faults(NamedTuple):
     slow: int = 0  # a Txn is applied, its answer comes whenever that may be
     stop: int = 0  # SIGSTOP to an agent that has not looked at its newest view; then SIGCONT
     long: int = 0  # an agent has seen a world last for half of --restart-window
+    tired: int = 0  # a live agent is not ready in time, and left out of a world
+    hang: int = 0  # an agent does nothing any more, but its lease lives
     silent: int = 0  # etcd does not answer an agent's keepalive, until it does
     newer: int = 0  # an agent of a newer format version writes a key
 

@@ -25,13 +25,14 @@ class Store(NamedTuple):
 
     `top` is the highest generation and `final` the newest final world that was ever written.
     `lost` is whose round went with its coordinator's lease, and in which phase, until the next
-    claim.
+    claim. `hung` are the leases of agents that do nothing any more.
     """
 
     kvs: tuple[tuple[str, str, int], ...] = ()
     top: int = 0
     final: tuple[int, str] = (0, "")
     lost: tuple[int, str] | None = None
+    hung: tuple[int, ...] = ()
 
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]

@@ -212,6 +212,25 @@ def clocks_run_while_etcd_is_silent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_decide", mutant)
 
 
+def whoever_lives_is_awaited(patch: pytest.MonkeyPatch) -> None:
+    joinable = rules._lead_joinable
+
+    def mutant(view: View, now: Round, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
+        return joinable(view, now, local, asked, structs.replace(elapsed, phase=0.0, join=0.0))
+
+    patch.setattr(rules, "_lead_joinable", mutant)
+
+
+def who_is_left_out_is_in_the_world(patch: pytest.MonkeyPatch) -> None:
+    freeze = rules._freeze
+
+    def mutant(seen: View, now: Round, ready: list[Member], *args: Any) -> Decision:
+        taken = rules._live(seen) if seen.ledger.group_ranks else ready
+        return freeze(seen, now, taken, *args)
+
+    patch.setattr(rules, "_freeze", mutant)
+
+
 def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
     freeze = writes._write_freeze
 
@@ -256,6 +275,8 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I7", whoever_leaves_stops_the_job, TWO, Faults(leave=1), "leave"),
     ("I7", reports_are_only_cleared_by_a_final, TWO, Faults(done=2, late=1), "late"),
     ("I7", nothing_is_forgiven, TWO, Faults(fail=2, long=2), "long"),
+    ("I6", whoever_lives_is_awaited, TWO, Faults(hang=1), "hang"),
+    ("I2", who_is_left_out_is_in_the_world, TWO, Faults(tired=1), "tired"),
     ("I7", clocks_run_while_etcd_is_silent, HASTY, Faults(silent=1), "silent"),
     ("I7", only_one_long_world_forgives, TWO, Faults(fail=2, long=2), "long"),
     ("I7", a_failure_counts_from_the_freeze, TWO, Faults(fail=1, crash=1), "fail"),

@@ -29,7 +29,7 @@ from elastic_etcd.core.rules import Limits, Local
 from elastic_etcd.core.schema import Failure, Member, Phase, encode
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, covered, view_of
-from tests.model.agent import RUN, Agent, lasted
+from tests.model.agent import RUN, Agent, lasted, leaves_out
 from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
 from tests.model.labels import described, done, instead, relation
 from tests.model.node import CALM, FREE, INCARNATIONS, Faults, Move, Node, Numbers, owner
@@ -67,7 +67,7 @@ class System:
             again = acked if lease == node.lease else node
             label = f"late copy: {done(ok)}"
             yield Move(label, self.stores.of(after), again._replace(late=None))
-        if node.out:
+        if node.out or node.hung:
             return
         if not node.state:
             if not node.stale and node.lease:
@@ -132,7 +132,8 @@ class System:
 
     def _agent(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         if state.timer is not None and state.timer < FOREVER:
-            yield self._event("has waited", store, node, Tick(), now=state.timer)
+            fault = "tired" if leaves_out(state, store.hung) else CALM
+            yield self._event("has waited", store, node, Tick(), now=state.timer, fault=fault)
         if state.silent_since is not None:
             yield self._event("hears etcd again", store, node, Answered())
         if not node.told:
@@ -165,6 +166,11 @@ class System:
             member = Put(NEWER, '{"v": 2}')
             newer = store.apply(Txn((), (member,)))[0]
             yield Move("meets a newer one", self.stores.of(newer), node, "newer")
+        now = round_of(store)
+        if may.hang and node.lease and not node.txn and not (now and now.coordinator == node.lease):
+            after = store._replace(hung=(*store.hung, node.lease))
+            hung = node._replace(hung=True)
+            yield Move(f"hangs{relation(store, node)}", self.stores.of(after), hung, "hang")
         if may.silent and state.silent_since is None:
             yield self._event("hears nothing of etcd", store, node, Silent(0.0), fault="silent")
         if may.leave and not state.local.leaving:

@@ -5,6 +5,7 @@ import pytest
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.rules import Limits
 from elastic_etcd.times import (
+    ACK_PATIENCE,
     ANSWER_TIMEOUT,
     ATTEMPT_TIMEOUT,
     CONTACT_TIMEOUT,
@@ -31,6 +32,7 @@ from elastic_etcd.times import (
     PARKED_PATIENCE,
     REFUSED_PAUSE,
     REVOKE_TIMEOUT,
+    STOP_PATIENCE,
     STUCK,
     SYNC_PATIENCE,
     UNKILLABLE,
@@ -56,6 +58,9 @@ ATTEMPT = ATTEMPT_TIMEOUT[1]
             ("a parked worker has nothing to end but itself", GOODBYE, GRACE_LEAVE),
             ("processes are told to be stuck before the node gives up", STUCK, UNKILLABLE),
             ("a failure's cause is read before another one is waited for", ERROR_FILE, HOLD),
+            ("a survivor that can't stop has left before it is left out",
+             GRACE_LEAVE + UNKILLABLE, Limits(1, 1).patience),
+            ("and who has nothing to stop is waited for less long", ACK_PATIENCE, STOP_PATIENCE),
             ("the guardian has time for all it does",
              GUARD_GONE + GUARD_REVOKE, GUARD_LIFE),
             ("no revoke is given up before the lease ends by itself", LEASE_TTL, GUARD_REVOKE),
