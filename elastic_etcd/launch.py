@@ -127,6 +127,8 @@ def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
         restart_window=args.restart_window,
         min_uptime=args.min_uptime,
         settle=args.settle,
+        join_settle=args.join_settle,
+        join_interval=args.join_interval,
         join_timeout=args.join_timeout,
         patience=max(GRACE_LEAVE, shutdown_timeout or 0.0) + args.kill_timeout + STOP_PATIENCE,
     )

@@ -326,6 +326,8 @@ def _failures(group: Group) -> None:
         ),
         ("min_uptime", "a worker that fails sooner, again and again, is restarted later"),
         ("settle", "the first formation waits so long after the last node joined"),
+        ("join_settle", "nodes that come later are taken in together, so long after the last one"),
+        ("join_interval", "a world that trains is ended for them after so long at the soonest"),
         (
             "join_timeout",
             "give up when fewer than MIN nodes were there for so long, while etcd answered",

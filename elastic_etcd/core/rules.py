@@ -58,6 +58,8 @@ class Limits(Struct, frozen=True):
     restart_window: float = 3600.0
     min_uptime: float = 10.0
     settle: float = 3.0
+    join_settle: float = 1.0
+    join_interval: float = 0.0
     join_timeout: float = 600.0
     patience: float = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
 
@@ -276,7 +278,7 @@ def _lead(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed
         case Phase.FROZEN:
             return _lead_frozen(view, now, local)
         case Phase.FINAL | Phase.CLOSED:  # who sees it closed has left
-            return _lead_final(view, now, local, limits)
+            return _lead_final(view, now, local, limits, elapsed)
 
 
 def _lead_setup(view: View, now: Round) -> Decision:
@@ -406,7 +408,7 @@ def _lead_frozen(view: View, now: Round, local: Local) -> Decision:
     return Finalise("all participants are ready", final, ledger)
 
 
-def _lead_final(view: View, now: Round, local: Local, limits: Limits) -> Decision:
+def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed) -> Decision:
     """Watch over the world that trains; begin the next one when it is no longer right."""
     done = _done(view)
     if all(p.lease in done for p in now.participants):
@@ -429,8 +431,25 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits) -> Decisio
     waiting = [m for m in _live(view) if m.lease not in world and m.lease in ready]
     # A world that has begun to finish takes nobody in: it would begin anew.
     if waiting and len(now.participants) < limits.max_nodes and not done:
-        return _claim(view, local, f"{waiting[0].node} joins", planned=True)
+        return _take_in(view, now, local, waiting, limits, elapsed)
     return Wait(f"{len(now.participants)} nodes train")
+
+
+def _take_in(
+    view: View, now: Round, local: Local, waiting: list[Member], limits: Limits, elapsed: Elapsed
+) -> Claim | Wait:
+    """End a healthy world for newcomers: for all that come one after the other at once.
+
+    Each end costs a plain script what it has done since its checkpoint. A world always has the
+    minimum of nodes, so that nobody below it waits here.
+    """
+    full = len(now.participants) + len(waiting) >= limits.max_nodes
+    settle = 0.0 if full else limits.join_settle - elapsed.join
+    left = max(settle, limits.join_interval - elapsed.phase)
+    who = f"{_names(waiting)} {'joins' if len(waiting) == 1 else 'join'}"
+    if left > 0:
+        return Wait(f"{len(now.participants)} nodes train, {who} soon", left)
+    return _claim(view, local, who, planned=True)
 
 
 def _give_up(now: Round, culprit: Failure, limits: Limits) -> Close:

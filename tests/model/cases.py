@@ -77,6 +77,7 @@ CASES = [
     Case(2, limits(1, 2), Faults(newer=1, fail=1)),
     Case(2, limits(1, 2), Faults(hang=1, fail=1), ("hangs in joinable", "hangs in final, acked")),
     Case(2, limits(1, 2), Faults(tired=2, fail=1), ("has waited",)),
+    Case(2, limits(1, 3), Faults(crash=1, fail=1), ("has waited",)),
     Case(2, HASTY, Faults(silent=2, crash=1), ("hears etcd again", "has waited")),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(3, limits(2, 2), Faults(crash=1), LOST),

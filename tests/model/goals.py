@@ -17,10 +17,12 @@ class Goals:
         self.limits, self.stores, self.agent = system.limits, system.stores, system.agent
         self.final = cache(self._final)
         self.counted = cache(self._counted)
+        self.open = cache(self._open)
 
     def good(self, store: int, nodes: tuple[Node, ...]) -> bool:
         """What liveness must reach: a final world that trains, or the end of the job.
 
+        Who waits is in it if there is room and no participant is done.
         In a job of a newer format it is the end of all agents.
         """
         generation, awaited = self.final(store)
@@ -29,7 +31,10 @@ class Goals:
         if not generation:
             return not awaited
         up = {n.lease for n in nodes if n.workers == generation or self._finished(n, generation)}
-        return awaited <= up | {n.lease for n in nodes if n.hung}
+        if not awaited <= up | {n.lease for n in nodes if n.hung}:
+            return False
+        world = self.open(store)
+        return world is None or all(n.lease in world for n in self._able(nodes))
 
     def _finished(self, node: Node, generation: int) -> bool:
         state = self.agent.states[node.state] if node.state else None
@@ -54,9 +59,21 @@ class Goals:
 
     def able(self, nodes: tuple[Node, ...]) -> bool:
         """Whether min agents are alive, so that liveness asks for a final world."""
+        return len(self._able(nodes)) >= self.limits.min_nodes
+
+    def _able(self, nodes: tuple[Node, ...]) -> list[Node]:
+        """The nodes that could train."""
         alive = [n for n in nodes if n.state and not n.hung]
-        up = [n for n in alive if not self.agent.states[n.state].local.leaving]
-        return len(up) >= self.limits.min_nodes
+        return [n for n in alive if not self.agent.states[n.state].local.leaving]
+
+    def _open(self, number: int) -> frozenset[int] | None:
+        """The leases in the final world, None if it is full or begins to finish."""
+        store = self.stores[number]
+        now = round_of(store)
+        if now is None or len(now.participants) >= self.limits.max_nodes:
+            return None
+        leases = frozenset(p.lease for p in now.participants)
+        return None if any(is_done(store, now.generation, lease) for lease in leases) else leases
 
     def _counted(self, number: int) -> int:
         """How many failures the job has counted, at least; giving up takes one more."""

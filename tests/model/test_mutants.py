@@ -231,6 +231,16 @@ def who_is_left_out_is_in_the_world(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_freeze", mutant)
 
 
+def newcomers_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
+    take_in = rules._take_in
+
+    def mutant(*args: Any) -> Decision:
+        decision = take_in(*args)
+        return Wait(decision.reason) if isinstance(decision, Wait) else decision
+
+    patch.setattr(rules, "_take_in", mutant)
+
+
 def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
     freeze = writes._write_freeze
 
@@ -275,6 +285,7 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I7", whoever_leaves_stops_the_job, TWO, Faults(leave=1), "leave"),
     ("I7", reports_are_only_cleared_by_a_final, TWO, Faults(done=2, late=1), "late"),
     ("I7", nothing_is_forgiven, TWO, Faults(fail=2, long=2), "long"),
+    ("I6", newcomers_are_waited_for_without_end, limits(1, 3), Faults(), ""),
     ("I6", whoever_lives_is_awaited, TWO, Faults(hang=1), "hang"),
     ("I2", who_is_left_out_is_in_the_world, TWO, Faults(tired=1), "tired"),
     ("I7", clocks_run_while_etcd_is_silent, HASTY, Faults(silent=1), "silent"),
