@@ -74,11 +74,30 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Raises UsageError with a hint where argparse prints its whole usage and exits."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ambiguous: dict[str, str] = {}
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an abbreviation stands for; none if that is ambiguous, which is told by `error`.
+
+        Argparse asks it of the script's arguments, too, before it knows that they are the script's.
+        A flag's two spellings are one.
+        """
+        found: list[Any] = super()._get_option_tuples(option_string)
+        names = {id(each[0]): each[1] for each in reversed(found)}
+        if len(names) <= 1:
+            return found[:1]
+        self._ambiguous[option_string.partition("=")[0]] = ", ".join(sorted(names.values()))
+        return []
+
     def error(self, message: str) -> NoReturn:
         if missing := re.match(r"the following arguments are required: (\w+)", message):
             message = f"no {missing[1].lower()} given"
         message = re.sub(r"/--[a-z]+(?:_[a-z]+)+", "", message).removeprefix("argument ")
         unknown = re.match(r"unrecognized arguments: (-[^ =]+)", message)
+        if unknown and (matches := self._ambiguous.get(unknown[1])):
+            message, unknown = f"ambiguous option: {unknown[1]} could match {matches}", None
         hint = self._nearest(unknown[1]) if unknown else ""
         raise UsageError(f"{message}{hint}\nSee {self.prog} --help.")
 

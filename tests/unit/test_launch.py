@@ -189,6 +189,14 @@ def test_torchruns_abbreviations_work(parse: Parse, short: str) -> None:
     parse(short, "--rdzv-id", "j")
 
 
+@pytest.mark.parametrize(
+    "argument", ["--kill=1:41", "--log=x", "--join", "--node=3", "--max=5", "-l", "--no-such"]
+)
+def test_a_scripts_argument_is_no_abbreviation_of_ours(script: str, argument: str) -> None:
+    config = launch.parse(["--standalone", script, argument, "x"], {"PATH": "/usr/bin:/bin"})
+    assert config.argv[-3:] == (script, argument, "x")
+
+
 def test_our_flags(parse: Parse) -> None:
     argv = "--etcd e:1,f:2 --job j --lease-ttl 7 --settle 1.5 --join_timeout 20 --restart-window 60"
     argv += " --min-uptime 2 --prefix /a/b --topology-label rack1 --etcd-timeout 30 --node-name n1"

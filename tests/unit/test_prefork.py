@@ -255,7 +255,7 @@ async def test_threads_that_come_later_are_found_before_a_fork(
         assert server.pid is not None
         os.kill(server.pid, signal.SIGWINCH)
         # It may have refused, and hung up, before the order was on its way.
-        with pytest.raises(OSError, match="the fork server could not fork|Broken pipe"):
+        with pytest.raises(OSError, match=r"the fork server could not fork|Broken pipe"):
             await fork(server, tmp_path, "")
         await news.until(lambda: not server.ready)
     assert "something after the imports started 1 threads" in caplog.text
