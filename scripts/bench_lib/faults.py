@@ -35,13 +35,16 @@ Workers = list[Stream]
 
 @dataclass(frozen=True)
 class Fault:
-    """`do` gives when it did it, to node 1 if not said otherwise; `before`, `after`: nodes."""
+    """`do` gives when it did it, to node 1 if not said otherwise; `before`, `after`: nodes.
+
+    `codes` are our agents' exit codes in the end, None where a node is not to end well.
+    """
 
     measure: Measure
     do: Callable[[Run, Workers], float]
     before: int = 2
     after: int = 1
-    bad: bool = True  # done to a node that is not to end well
+    codes: tuple[int, ...] | None = None
 
 
 def _under(limit: float) -> Callable[[float, float], bool]:
@@ -76,9 +79,9 @@ _TTL = f"≤ lease TTL ({LEASE_TTL:g} s) + 0.8 s"
 _SOON = _under(LEASE_TTL + 0.8)
 _STOP, _KILL, _TERM = signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM
 WORKER = Fault(
-    Measure("worker SIGKILLed", "s", "≤ 0.30 s", _under(0.30)), _kill_worker, after=2, bad=False
+    Measure("worker SIGKILLed", "s", "≤ 0.30 s", _under(0.30)), _kill_worker, after=2, codes=(0, 0)
 )
-ADDED = Fault(Measure("node added: pause", "s", "≤ 0.35 s", _under(0.35)), _add, 1, 2, bad=False)
+ADDED = Fault(Measure("node added: pause", "s", "≤ 0.35 s", _under(0.35)), _add, 1, 2, codes=(0, 0))
 # torch's own way round the crash that a node added to a running job meets by default.
 ADDED_APART = Fault(Measure("same, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "s"), _add, 1, 2)
 FAULTS = (
@@ -89,7 +92,7 @@ FAULTS = (
     Fault(Measure("node SIGSTOPped", "s", _TTL, _SOON), _to_node(_STOP)),
     ADDED,
     ADDED_APART,
-    Fault(Measure("node leaves by SIGTERM", "s"), _to_agent(_TERM), bad=False),
+    Fault(Measure("node leaves by SIGTERM", "s"), _to_agent(_TERM), codes=(0, 128 + _TERM)),
 )
 MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS, REQUEST)
 
@@ -117,8 +120,10 @@ def suffer(
         took = recovered - (run.last_old_step() if math.isnan(at) else at)
         run.settled(fault.after)
         add(now.name, took)
-        if launcher.ours and not fault.bad and any(codes := run.finish(run.nodes)):
-            raise RuntimeError(f"{now.name}: agents exited {codes}:\n{run.said()}")
+        if launcher.ours and fault.codes is not None:
+            codes = tuple(run.finish(run.nodes))
+            if codes != fault.codes:
+                raise RuntimeError(f"{now.name}: agents exited {codes}:\n{run.said()}")
     except NotRecovered as reason:
         add(now.name, str(reason))
         if launcher.ours or now is START:  # the peers' are known
