@@ -1,4 +1,4 @@
-"""One agent's life as a pure function: `step(state, event, now, limits) -> (state, actions)`.
+"""One agent's life as a pure function: `step(state, event, now) -> (state, actions)`.
 
 An event is what happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. An
 action is what the agent then does. Both are plain values with a JSON form. The flight recorder
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elastic_etcd.core import wanted
 from elastic_etcd.core.rules import (
     Ack,
     Claim,
@@ -23,18 +24,24 @@ from elastic_etcd.core.rules import (
     Finalise,
     Freeze,
     Leave,
-    Limits,
     Local,
     Open,
     Run,
     Stop,
+    TakeOver,
     Wait,
     decide,
+    ended,
+    vacant,
     vanished,
 )
-from elastic_etcd.core.schema import VERSION, Failure, Phase, Round
+from elastic_etcd.core.schema import VERSION, Failure, Limits, Participant, Phase, Round
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View
-from elastic_etcd.times import HOLD
+from elastic_etcd.times import HOLD, KILLED
+
+# When workers that must be gone with the lease are stopped, as a share of its time to live: the
+# rest is for their end.
+CUT_OFF = 2 / 3
 
 
 class Grace(Enum):
@@ -42,7 +49,9 @@ class Grace(Enum):
 
     FAILURE = "failure"
     CHANGE = "change"
+    JOIN = "join"  # no time is set
     LEAVE = "leave"
+    CUT_OFF = "cut off"
 
 
 # --- why an agent ends --------------------------------------------------------------------
@@ -53,9 +62,10 @@ class Left(Struct, frozen=True, tag=True):
 
 
 class Over(Struct, frozen=True, tag=True):
-    """The job is over for this node."""
+    """The job is over for this node; `run` is which run, if it was never a member of it."""
 
     reason: str
+    run: str = ""
 
 
 class Error(Struct, frozen=True, tag=True):
@@ -89,12 +99,13 @@ class ViewChanged(Struct, frozen=True, tag=True):
 
 
 class Joined(Struct, frozen=True, tag=True):
-    """The member key is written. Local says what the fields are."""
+    """The member key is written. Local says what the fields are; `limits` are the job's."""
 
     run: str
     spec: int
     lease: int
     created: int
+    limits: Limits
 
 
 class LeaseLost(Struct, frozen=True, tag=True):
@@ -120,10 +131,31 @@ class WorkerEnded(Struct, frozen=True, tag=True):
     by_peer: bool = False
 
 
+class WorkersHang(Struct, frozen=True, tag=True):
+    """That generation hangs and is to be begun anew; `failure` says by whom or what."""
+
+    generation: int
+    failure: Failure
+
+
 class WorkersGone(Struct, frozen=True, tag=True):
     """No process of that generation's workers is left on this node."""
 
     generation: int
+
+
+class WorkersElastic(Struct, frozen=True, tag=True):
+    """Whether all of that generation's workers on this node recover in process."""
+
+    generation: int
+    elastic: bool
+
+
+class WorkersFinished(Struct, frozen=True, tag=True):
+    """Whether some of that generation's workers here have left their worlds: they train no more."""
+
+    generation: int
+    finished: bool
 
 
 class Signalled(Struct, frozen=True, tag=True):
@@ -156,7 +188,10 @@ Event: TypeAlias = (
     | LeaseLost
     | WriteDone
     | WorkerEnded
+    | WorkersHang
     | WorkersGone
+    | WorkersElastic
+    | WorkersFinished
     | Signalled
     | Silent
     | Answered
@@ -179,7 +214,9 @@ class MarkLeaving(Struct, frozen=True, tag=True):
     """Say that this node is leaving."""
 
 
-Writable: TypeAlias = Claim | Open | Freeze | Ack | Finalise | Close | ReportEnd | MarkLeaving
+Writable: TypeAlias = (
+    Claim | TakeOver | Open | Freeze | Ack | Finalise | Close | ReportEnd | MarkLeaving
+)
 
 
 # --- actions ------------------------------------------------------------------------------
@@ -194,15 +231,21 @@ class Write(Struct, frozen=True, tag=True):
 
 
 class StartWorkers(Struct, frozen=True, tag=True):
-    """Start the workers of this final round."""
+    """Start the workers of this final round, in which this node is that participant."""
 
     round: Round
+    part: Participant
 
 
 class StopWorkers(Struct, frozen=True, tag=True):
-    """Stop the workers; answered by WorkersGone."""
+    """Stop the workers, with SIGKILL `by` then if not before; answered by WorkersGone.
+
+    They have `seconds` for it, if those are given, and else what `grace` gives.
+    """
 
     grace: Grace
+    by: float | None = None
+    seconds: float | None = None
 
 
 class Rejoin(Struct, frozen=True, tag=True):
@@ -237,7 +280,7 @@ class Life(Enum):
     """How far an agent's life has come.
 
     JOINING ──Joined──> MEMBER ──lease lost──> LOST ──no worker is left──> JOINING
-    any of these ──Signalled, Fatal, Leave──> LEAVING ──no worker is left──> ENDED
+    any of these ──Signalled, an order, Fatal, Leave──> LEAVING ──no worker is left──> ENDED
     """
 
     JOINING = "joining"
@@ -255,10 +298,9 @@ class Held(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """A worker failed; of a `victim` the next generation had begun by then."""
+    """A worker failed."""
 
     failure: Failure
-    victim: bool
 
 
 class Finished(Struct, frozen=True, tag=True):
@@ -283,6 +325,7 @@ class State(Struct, frozen=True):
     life: Life = Life.JOINING
     ending: Ending | None = None  # why, when LEAVING or ENDED
     view: View | None = None
+    limits: Limits | None = None  # of the job; None until this agent has joined it
     alive: int = 0  # workers that have not exited yet
     result: Held | Failed | Finished | None = None  # of the generation that ran last
     marked: bool = False  # the others know that this node is leaving
@@ -290,27 +333,37 @@ class State(Struct, frozen=True):
     tried: Basis = ()  # what was written last, and on what it was based
     phase_since: float = 0.0
     join_since: float = 0.0
+    vacant_since: float | None = None  # None: somebody coordinates
     silent_since: float | None = None  # None: etcd answers
     lasted: Lasted = Lasted()
     timer: float | None = None  # when it is due
     logged: str = ""  # the reason
 
 
-def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State, list[Action]]:
+def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     """What the agent is after `event` at `now`, and what it does."""
     state = _release_failure(_absorb(state, event, now), now)
     actions: list[Action] = []
+    state = _give_up_lease(state, now, actions)
     if isinstance(state.result, Failed):
         state = _stop_workers(state, actions, Grace.FAILURE)
-    return _react(state, now, limits, actions), actions
+    return _react(state, now, actions), actions
+
+
+def pages(state: State) -> int:
+    """On how many pages this job's worlds are."""
+    return state.limits.pages if state.limits else 1
 
 
 def coverage(state: State) -> Coverage:
     """What this agent mirrors: everything if it is the coordinator, as far as it knows."""
-    now = state.view.round if state.view else None
-    if now is None:
+    view, lease = state.view, state.local.lease
+    if view is None:
         return Narrow()
-    return Everything() if now.coordinator == state.local.lease else Narrow(now.coordinator)
+    now, page = view.round, lease % pages(state)
+    if now is None:
+        return Narrow(page=page)
+    return Everything() if now.coordinator == lease else Narrow(now.coordinator, page)
 
 
 # --- what an event changes ----------------------------------------------------------------
@@ -319,22 +372,21 @@ def coverage(state: State) -> Coverage:
 def _absorb(state: State, event: Event, now: float) -> State:
     local = state.local
     match event:
-        case ViewChanged(view) if view.newer:
-            outdated = Outdated(view.newer)
-            return replace(_end_life(state, outdated), view=view, ending=outdated)
         case ViewChanged(view):
-            return _lose_lease(state) if vanished(view, local) else _take_view(state, view, now)
+            return _see(state, view, now)
         case Joined():
             return _become_member(state, event)
         case LeaseLost():
             lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
             return replace(lost, life=Life.LEAVING) if state.ending else lost
         case WriteDone(ok):
-            return _hear_answer(state, ok)
-        case WorkerEnded():
+            heard = _hear_answer(state, ok)
+            acked = heard.local.acked != local.acked and _joins(state.view)
+            return replace(heard, join_since=now) if acked else heard
+        case WorkerEnded() | WorkersHang():
             return _end_worker(state, event, now)
-        case WorkersGone(generation) if generation == local.running:
-            return replace(state, local=replace(local, running=0, stopping=False))
+        case WorkersGone() | WorkersElastic() | WorkersFinished():
+            return replace(state, local=_hear_of_workers(local, event))
         case Signalled():
             state = replace(state, local=replace(local, leaving=True))
             return _end_life(state, Left()) if state.ending else state
@@ -345,6 +397,15 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Fatal(why):
             return _end_life(state, why)
     return state
+
+
+def _see(state: State, view: View, now: float) -> State:
+    if view.newer:
+        outdated = Outdated(view.newer)
+        return replace(_end_life(state, outdated), view=view, ending=outdated)
+    if vanished(view, state.local):
+        return _lose_lease(state)
+    return _heed_order(_take_view(state, view, now))
 
 
 def _become_member(state: State, event: Joined) -> State:
@@ -361,6 +422,7 @@ def _become_member(state: State, event: Joined) -> State:
         state,
         local=local,
         life=life,
+        limits=event.limits,
         view=None,
         result=None,
         pending=None,
@@ -376,6 +438,11 @@ def _take_view(state: State, view: View, now: float) -> State:
     is_ = (view.round.generation, view.round.phase) if view.round else None
     known = {m.lease for m in old.members} if old else set()
     arrived = any(m.lease not in known for m in view.members)
+    if _joins(view) and old and len(view.acks) > len(old.acks):
+        arrived = True  # at the end of the step that the others are in
+    vacant_since = None
+    if vacant(view):
+        vacant_since = now if state.vacant_since is None else state.vacant_since
     lasted = state.lasted
     if was and was[1] is Phase.FINAL and was != is_:
         lasted = Lasted(was[0], now - state.phase_since)
@@ -384,8 +451,26 @@ def _take_view(state: State, view: View, now: float) -> State:
         view=view,
         lasted=lasted,
         phase_since=state.phase_since if was == is_ else now,
+        vacant_since=vacant_since,
         join_since=now if arrived else state.join_since,
     )
+
+
+def _heed_order(state: State) -> State:
+    """Leave, as on a signal, if people want that of a job that is not over."""
+    local, view = state.local, state.view
+    if view is None or state.ending or ended(view, local) or not _order(state):
+        return state
+    return replace(state, local=replace(local, leaving=True))
+
+
+def _order(state: State) -> wanted.Order | None:
+    local = state.local
+    return wanted.order(state.view, local.run, local.lease) if state.view else None
+
+
+def _joins(view: View | None) -> bool:
+    return view is not None and view.round is not None and view.round.joins
 
 
 def _leave_out_silence(state: State, now: float) -> State:
@@ -398,14 +483,48 @@ def _leave_out_silence(state: State, now: float) -> State:
     seen = state.view.round if state.view else None
     if seen and seen.phase is Phase.FINAL:
         began = state.phase_since
-    return replace(state, silent_since=None, join_since=joined, phase_since=began)
+    vacant_since = state.vacant_since
+    if vacant_since is not None:
+        vacant_since += now - max(vacant_since, silent)
+    return replace(
+        state,
+        silent_since=None,
+        join_since=joined,
+        phase_since=began,
+        vacant_since=vacant_since,
+    )
 
 
 def _lose_lease(state: State) -> State:
     """No member any more: nothing that was acked or seen counts."""
     local = replace(state.local, lease=0, created=0, acked=0)
     life = Life.LOST if state.life is Life.MEMBER else state.life
-    return replace(state, local=local, life=life, view=None, marked=False)
+    return replace(state, local=local, life=life, view=None, vacant_since=None, marked=False)
+
+
+def _cut_off(state: State) -> float | None:
+    """When the workers have to stop because nobody hears that this node lives; None: never."""
+    after = state.limits.cut_off if state.limits else None
+    if after is None or state.silent_since is None or not state.local.running:
+        return None
+    return state.silent_since + CUT_OFF * after
+
+
+def _give_up_lease(state: State, now: float, actions: list[Action]) -> State:
+    """Before it may have ended, so that no worker is left when others begin a world.
+
+    From there on it is as lost: the agent joins again, as soon as etcd answers.
+    """
+    at = _cut_off(state)
+    if at is None or now < at:
+        return state
+    assert state.limits
+    assert state.limits.cut_off is not None
+    end = at + (1 - CUT_OFF) * state.limits.cut_off
+    actions.append(StopWorkers(Grace.CUT_OFF, end - KILLED))
+    state = _lose_lease(state)
+    local = replace(state.local, stopping=True, patient=False)
+    return replace(state, silent_since=None, local=local)
 
 
 def _hear_answer(state: State, ok: bool) -> State:
@@ -415,9 +534,8 @@ def _hear_answer(state: State, ok: bool) -> State:
     if write is None or write.lease != local.lease:
         return state
     match write.what:
-        case ReportEnd(Failure(), False) if not ok and isinstance(state.result, Failed):
-            # The next generation was faster; tell it as its victim.
-            return replace(state, result=replace(state.result, victim=True))
+        case ReportEnd(Failure(), False) if not ok:
+            return state  # the next generation was faster; its victim, once that is seen
         case ReportEnd():
             return replace(state, local=replace(local, reported=write.generation))
         case MarkLeaving():
@@ -427,42 +545,75 @@ def _hear_answer(state: State, ok: bool) -> State:
     return state
 
 
-def _end_worker(state: State, event: WorkerEnded, now: float) -> State:
-    """Of a generation that is being stopped, no worker's end is a failure of its own."""
+def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> State:
+    """Of a generation that is being stopped, no worker's end is a failure of its own.
+
+    But where its step may last, nobody has made it end.
+    """
     if event.generation != state.local.running:
         return state
-    state = replace(state, alive=state.alive - 1)
-    if state.local.stopping:
+    if isinstance(event, WorkerEnded):
+        state = replace(state, alive=state.alive - 1)
+    if state.local.stopping and not state.local.patient:
         return state
+    if isinstance(event, WorkersHang):
+        return replace(state, result=Failed(event.failure))
     if not event.failure:
         finished = not state.alive and state.result is None
         return replace(state, result=Finished()) if finished else state
     if event.by_peer:  # one that is held already speaks for both
         return replace(state, result=state.result or Held(event.failure, now + HOLD))
-    return replace(state, result=Failed(event.failure, not _present(state)))
+    return replace(state, result=Failed(event.failure))
+
+
+def _hear_of_workers(local: Local, event: WorkersGone | WorkersElastic | WorkersFinished) -> Local:
+    """Of an older generation it is no news."""
+    if event.generation != local.running:
+        return local
+    if isinstance(event, WorkersElastic):
+        return replace(local, elastic=event.elastic)
+    if isinstance(event, WorkersFinished):
+        return replace(local, finished=event.finished)
+    return replace(local, running=0, stopping=False, patient=False)
 
 
 def _release_failure(state: State, now: float) -> State:
     """A failure is kept back until its time is over or another cause has ended the generation."""
     match state.result:
         case Held(failure, until) if now >= until or not _present(state):
-            return replace(state, result=Failed(failure, not _present(state)))
+            return replace(state, result=Failed(failure))
     return state
 
 
 def _present(state: State) -> bool:
-    """Whether the generation that ran here last is still the job's."""
-    now = state.view.round if state.view else None
-    return now is not None and now.generation == state.local.ran
+    """Whether the generation that ran here last is still the job's.
+
+    Of a claim its ledger may be seen before its round.
+    """
+    view, ran = state.view, state.local.ran
+    if view is None or view.round is None:
+        return False
+    return view.round.generation == ran and view.ledger.generation <= ran
 
 
 # --- what follows -------------------------------------------------------------------------
 
 
-def _stop_workers(state: State, actions: list[Action], grace: Grace) -> State:
-    if state.local.running and not state.local.stopping:
-        actions.append(StopWorkers(grace))
-        return replace(state, local=replace(state.local, stopping=True))
+def _begin_to_leave(state: State, actions: list[Action]) -> State:
+    """On a signal, or on an order, which says how long the workers have."""
+    order, state = _order(state), _end_life(state, Left())
+    grace = Grace.LEAVE if order is None or order.save else Grace.CHANGE
+    return _stop_workers(state, actions, grace, order.seconds if order else None)
+
+
+def _stop_workers(
+    state: State, actions: list[Action], grace: Grace, seconds: float | None = None
+) -> State:
+    """Once; and once more where they had all the time that they need, and have not any more."""
+    local, patient = state.local, grace is Grace.JOIN
+    if local.running and (not local.stopping or (local.patient and not patient)):
+        actions.append(StopWorkers(grace, seconds=seconds))
+        return replace(state, local=replace(local, stopping=True, patient=patient))
     return state
 
 
@@ -471,10 +622,10 @@ def _end_life(state: State, why: Ending) -> State:
     return replace(state, life=Life.LEAVING, ending=state.ending or why)
 
 
-def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> State:
+def _react(state: State, now: float, actions: list[Action]) -> State:
     """What follows from all that is known, in the order of urgency."""
     if state.local.leaving and not state.ending:
-        state = _stop_workers(_end_life(state, Left()), actions, Grace.LEAVE)
+        state = _begin_to_leave(state, actions)
     if state.life in (Life.LOST, Life.LEAVING):
         state = _stop_workers(state, actions, Grace.FAILURE)
         if not state.local.running:
@@ -483,12 +634,22 @@ def _react(state: State, now: float, limits: Limits, actions: list[Action]) -> S
         return state
     if isinstance(state.ending, Outdated):
         return state
+    if _cut_off(state) and (state.local.leaving or state.life is Life.LEAVING):
+        state = _set_timer(state, Wait("leaving"), now, actions)
     if state.local.leaving:
-        return state if state.marked else _write(state, actions, MarkLeaving(), 0, ("leaving",))
+        if state.marked or _is_done(state):
+            return state
+        return _write(state, actions, MarkLeaving(), 0, ("leaving",))
     state = _report_end(state, actions)
     if state.view is None or state.life is Life.LEAVING:
         return state
-    return _decide(state, state.view, now, limits, actions)
+    return _decide(state, state.view, now, actions)
+
+
+def _is_done(state: State) -> bool:
+    """Whether the others know that all workers here exited 0: nobody waits for this node."""
+    finished = isinstance(state.result, Finished)
+    return finished and state.local.reported == state.local.ran
 
 
 def _exit_or_rejoin(state: State, actions: list[Action]) -> State:
@@ -501,44 +662,51 @@ def _exit_or_rejoin(state: State, actions: list[Action]) -> State:
 
 
 def _report_end(state: State, actions: list[Action]) -> State:
-    """A failure is reported unless it is held, success when no process of the workers is left."""
+    """A failure is reported unless it is held; success at once, whatever the workers leave.
+
+    A failure that is told after the next generation has begun may be of that: a victim's.
+    """
     generation = state.local.ran
     if state.local.reported == generation:
         return state
     match state.result:
-        case Failed(failure, victim):
-            report = ReportEnd(failure, victim)
-        case Finished() if not state.local.running:
+        case Failed(failure):
+            report = ReportEnd(failure, not _present(state))
+        case Finished():
             report = ReportEnd(None)
         case _:
             return state
-    basis = ("report", generation, int(report.victim))
+    ledger = state.view.ledger_mod if state.view else 0
+    basis = ("report", generation, int(report.victim), ledger)
     return _write(state, actions, report, generation, basis)
 
 
-def _decide(state: State, view: View, now: float, limits: Limits, actions: list[Action]) -> State:
+def _decide(state: State, view: View, now: float, actions: list[Action]) -> State:
+    assert state.limits, "only a member decides"
     lasted = state.lasted.seconds if state.lasted.generation == view.ledger.final else 0.0
     clock = now if state.silent_since is None else state.silent_since
     phase, join = clock - state.phase_since, clock - state.join_since
-    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted)
-    decision = decide(view, state.local, limits, elapsed)
+    waited = clock - (clock if state.vacant_since is None else state.vacant_since)
+    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited))
+    decision = decide(view, state.local, state.limits, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))
         state = replace(state, logged=decision.reason)
     if isinstance(decision, Stop):
         grace = Grace.CHANGE if decision.planned else Grace.FAILURE
+        grace = Grace.JOIN if decision.patient else grace
         state = _stop_workers(state, actions, grace)
-        return _decide(state, view, now, limits, actions)
+        return _decide(state, view, now, actions)
     state = _set_timer(state, decision, now, actions)
     match decision:
         case Wait():
             return state
         case Leave(reason):
             state = _stop_workers(_end_life(state, Over(reason)), actions, Grace.CHANGE)
-            return _react(state, now, limits, actions)
-        case Run(_, begins):
-            state = _start_workers(state, begins, actions)
-            return _decide(state, view, now, limits, actions)  # a coordinator has more to do
+            return _react(state, now, actions)
+        case Run(_, begins, part):
+            state = _start_workers(state, begins, part, actions)
+            return _decide(state, view, now, actions)  # a coordinator has more to do
     generation = view.round.generation if view.round else 0
     kind = type(decision).__name__
     basis = (kind, view.round_mod, view.ledger_mod, state.local.acked)
@@ -546,11 +714,12 @@ def _decide(state: State, view: View, now: float, limits: Limits, actions: list[
 
 
 def _set_timer(state: State, decision: Decision, now: float, actions: list[Action]) -> State:
-    """Due when the decision may change or a failure has been held for long enough.
+    """Due when the decision may change, a failure was held for long enough or a lease may end.
 
     While etcd is silent only its answer changes a decision.
     """
     due = [state.result.until] if isinstance(state.result, Held) else []
+    due += filter(None, [_cut_off(state)])
     answers = state.silent_since is None
     if answers and isinstance(decision, Wait) and decision.until is not None:
         due.append(now + decision.until)
@@ -561,11 +730,11 @@ def _set_timer(state: State, decision: Decision, now: float, actions: list[Actio
     return replace(state, timer=at)
 
 
-def _start_workers(state: State, begins: Round, actions: list[Action]) -> State:
+def _start_workers(state: State, begins: Round, part: Participant, actions: list[Action]) -> State:
     assert not state.local.running, "I3: older workers are alive"
-    actions.append(StartWorkers(begins))
+    actions.append(StartWorkers(begins, part))
     generation = begins.generation
-    local = replace(state.local, running=generation, ran=generation)
+    local = replace(state.local, running=generation, ran=generation, elastic=False, finished=False)
     return replace(state, local=local, result=None, alive=state.nproc)
 
 

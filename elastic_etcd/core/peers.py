@@ -5,9 +5,7 @@ _TEXTS = (
     "gloo/",  # the source file that gloo puts before its message
     "gloo::",
     "Gloo connectFullMesh failed",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
+    "failed to pass monitoredBarrier",  # TORCH_DISTRIBUTED_DEBUG=DETAIL waits there
     "NCCL error",
     "NCCL communicator was aborted",
     "ncclSystemError",
@@ -15,14 +13,30 @@ _TEXTS = (
     "ncclInternalError",
 )
 _ERRORS = tuple(f"torch.distributed.Dist{kind}Error" for kind in ("Backend", "Network", "Store"))
+# What no peer causes, whoever says it: NCCL also when it is used wrongly, and a DataLoader what
+# its own process has met, a file system's "Connection reset by peer" for one.
+_OWN = (
+    "ncclInvalidUsage",
+    "ncclInvalidArgument",
+    "out of memory",
+    "in DataLoader worker process",
+    "in pin memory thread",
+)
+
+
+def names_own_mistake(text: str) -> bool:
+    """Whether what an exception says is the script's own doing, whatever its type."""
+    return any(words in text for words in _OWN)
 
 
 def names_lost_peer(text: str) -> bool:
     """Whether what an exception says is that a peer is gone."""
-    return any(words in text for words in _TEXTS)
+    return not names_own_mistake(text) and any(words in text for words in _TEXTS)
 
 
 def ends_with_lost_peer(stack: str) -> bool:
     """The same of a whole traceback; the lines of its frames are indented and say nothing."""
     said = "\n".join(line for line in stack.splitlines() if not line.startswith(" "))
+    if names_own_mistake(said):
+        return False
     return names_lost_peer(said) or any(error in said for error in _ERRORS)

@@ -9,8 +9,9 @@ Newcomers come in the order of topology label and natural node name: node2 befor
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
-from elastic_etcd.core.schema import Member
+from elastic_etcd.core.schema import Lease, Member, Participant
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -31,13 +32,12 @@ def choose(
 ) -> list[Member]:
     """At most `most` of `ready`: survivors first, then the coordinator, then others.
 
-    `group_ranks` are the leases of the last world in rank order. The coordinator always takes
-    part, so that its end is never a spare's end: a spare's death must not cost the others a
-    restart.
+    `group_ranks` are the leases of the last world in rank order. The coordinator takes part
+    where it can, before other survivors, too, so that it is one node that can be lost and not two.
     """
     rank_of = {lease: rank for rank, lease in enumerate(group_ranks)}
     survivors = [m for m in ready if m.lease in rank_of]
-    survivors.sort(key=lambda m: rank_of[m.lease])
+    survivors.sort(key=lambda m: (m.lease != coordinator, rank_of[m.lease]))
     others = [m for m in order(ready) if m.lease not in rank_of]
     others.sort(key=lambda m: m.lease != coordinator)
     return (survivors + others)[:most]
@@ -54,3 +54,12 @@ def assign(chosen: Sequence[Member], group_ranks: Sequence[int]) -> tuple[Member
     newcomers = iter(order(m for m in chosen if m.lease not in survivors))
     filled = [member or next(newcomers, None) for member in world]
     return (*(member for member in filled if member), *newcomers)
+
+
+def ranked(world: Sequence[Member]) -> tuple[Participant, ...]:
+    """`world`, which is in rank order, with each node's group rank and first rank."""
+    firsts = accumulate((m.nproc for m in world), initial=0)
+    return tuple(
+        Participant(Lease(m.lease), m.node, m.nproc, group_rank, first)
+        for group_rank, (m, first) in enumerate(zip(world, firsts, strict=False))
+    )

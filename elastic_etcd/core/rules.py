@@ -6,35 +6,49 @@ total over stale, partial and empty views: whatever it answers, a write that no 
 is refused by etcd, because every write carries the revisions on which it was decided.
 
     setup ──open──> joinable ──freeze──> frozen ──finalise──> final ──> closed
-      ^                 │                   │                   │
-      └──── claim of the next generation by any live member ────┘
+      ^                 │                   │                 │   ^ │
+      └──── claim of the next generation by any live member ──┘   └─┘ take over by any live member
+
+A claim ends the world that trains. So in final, where the coordinator is gone, another member does
+not claim but takes over the lead of the same round: if that one was done, nothing else is wrong.
 
 Invariants, checked after every step by tests/model:
 
-I1 the generation never decreases; one generation has at most one final world
+I1 the generation never decreases; one generation has at most one final world, of which only
+   the coordinator changes, when the one before is gone or leaving
 I2 a worker of generation g starts only under the lease with which its agent acked g, and is
    stopped as soon as the agent learns that this lease or generation is gone
 I3 no two generations have live workers of the same node at the same time
-I4 a final world has min..max participants, each incarnation once
+I4 a final world has an allowed number of participants, each incarnation once; newcomers end
+   none but for a larger one, and none whose training the coordinator knows to be over
 I5 every write that moves the round is one Txn fenced by the round's mod revision and the
    writer's create revision
 I6 from every state with min live members, no more crashes and a reachable etcd, a final
    round (or the end of the job) is reached
-I7 leaving, failing or finishing of one node never closes the job for the others
+I7 leaving, failing or finishing of one node never closes the job for the others, nor does
+   one that is done end their world
 I8 all participants of a final round hold the same generation, ranks, world size and master
 I9 an agent that has seen a key of a newer format version writes nothing and starts no workers
+I10 no round is frozen while a leaving participant of the last world has its member key, unless
+   its deadline is over: it may still write its checkpoint
+I11 with `cut_off`, an agent that could not renew its lease for two thirds of it stops its workers
+I12 an agent that has seen that its node is drained, or that the run is to stop, stops its workers
+   and starts none; a drained node does not join
 """
 
+import math
 from enum import Enum
 from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core.ranks import assign, choose
+from elastic_etcd.core import suspects, wanted
+from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
     Failure,
     Ledger,
+    Limits,
     Member,
     Outcome,
     Participant,
@@ -43,25 +57,12 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
-from elastic_etcd.times import ACK_PATIENCE, GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
+from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, STOP_PATIENCE
 
 LONGEST_BACKOFF = 60.0
+JOIN_SETTLE = 1.0  # a change costs nothing where workers recover in process
 NAMED = 3  # nodes of many, in a reason
-
-
-class Limits(Struct, frozen=True):
-    """What the user asked for; times are in seconds."""
-
-    min_nodes: int
-    max_nodes: int
-    max_restarts: int = 3
-    restart_window: float = 3600.0
-    min_uptime: float = 10.0
-    settle: float = 3.0
-    join_settle: float = 1.0
-    join_interval: float = 0.0
-    join_timeout: float = 600.0
-    patience: float = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
+FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place
 
 
 class Local(Struct, frozen=True):
@@ -77,17 +78,21 @@ class Local(Struct, frozen=True):
     reported: int = 0  # generation whose end was reported
     stopping: bool = False
     leaving: bool = False
+    elastic: bool = False  # all of its workers recover in process
+    patient: bool = False  # they are stopping for newcomers: their step may last
+    finished: bool = False  # some of them have left their worlds: their training is over
 
 
 class Elapsed(Struct, frozen=True):
     """Seconds on this agent's monotonic clock; no clock of another machine is ever compared.
 
-    `phase` and `join` stand still while etcd is silent: nobody could come.
+    `phase`, `join` and `vacant` stand still while etcd is silent: nobody could come.
     """
 
     phase: float  # since the round was first seen in its phase
     join: float  # since a member was last seen to arrive
     ran: float = 0.0  # how long the last final world was seen to last
+    vacant: float = math.inf  # since nobody was seen to coordinate
 
 
 class Verdict(Enum):
@@ -124,6 +129,12 @@ class Claim(_Decided, frozen=True):
     ledger: Ledger
 
 
+class TakeOver(_Decided, frozen=True):
+    """Lead the final round in the place of its coordinator, which is gone or leaving."""
+
+    round: Round
+
+
 class Open(_Decided, frozen=True):
     """Let the members join the round."""
 
@@ -131,7 +142,7 @@ class Open(_Decided, frozen=True):
 
 
 class Freeze(_Decided, frozen=True):
-    """Fix the participants and their ranks; `without` names live nodes that are not ready."""
+    """Let nobody else join; `without` names nodes that are no longer waited for."""
 
     round: Round
     without: tuple[str, ...] = ()
@@ -148,18 +159,24 @@ class Finalise(_Decided, frozen=True):
 
     round: Round
     ledger: Ledger
+    world: tuple[Participant, ...]
 
 
 class Run(_Decided, frozen=True):
-    """Start the workers of this final round."""
+    """Start the workers of this final round, in which the agent is this participant."""
 
     round: Round
+    part: Participant
 
 
 class Stop(_Decided, frozen=True):
-    """Stop the workers; `planned` is whether a join or a leave is the cause."""
+    """Stop the workers; `planned` is whether a join or a leave is the cause.
+
+    `patient`: they stop by themselves, when their step is over.
+    """
 
     planned: bool
+    patient: bool = False
 
 
 class Wait(_Decided, frozen=True):
@@ -179,7 +196,9 @@ class Leave(_Decided, frozen=True):
     """End this agent: the run is over."""
 
 
-Decision: TypeAlias = Claim | Open | Freeze | Ack | Finalise | Run | Stop | Wait | Close | Leave
+Decision: TypeAlias = (
+    Claim | TakeOver | Open | Freeze | Ack | Finalise | Run | Stop | Wait | Close | Leave
+)
 
 
 # --- what all agents decide ---------------------------------------------------------------
@@ -191,27 +210,27 @@ def decide(view: View, local: Local, limits: Limits, elapsed: Elapsed) -> Decisi
     over = ended(view, local)
     if over:
         return Leave(over)
-    if local.running and not local.stopping and (now is None or now.generation != local.running):
-        why = now.reason if now else "its coordinator is gone"
-        planned = now is not None and now.planned
-        return Stop(f"generation {local.running} is over: {why}", planned)
+    if local.running and (now is None or now.generation != local.running):
+        # Once others train without it, its step is not waited for any more.
+        patient = now is not None and now.joins and now.phase is not Phase.FINAL and local.elastic
+        if not local.stopping or (local.patient and not patient):
+            why = now.reason if now else "its coordinator is gone"
+            planned = now is not None and now.planned
+            return Stop(f"generation {local.running} is over: {why}", planned, patient)
     if local.leaving:
         return Wait("leaving")
-    if now is None:
-        begun = view.ledger.final > 0
-        return _claim(view, local, "no round is under way" if begun else "the job begins")
-    if view.coverage not in (Everything(), Narrow(now.coordinator)):
-        return Wait(_awaited(now, local, limits))  # not looking at its coordinator yet
-    if view.coordinator is None:
-        names = (p.node for p in now.participants if p.lease == now.coordinator)
-        return _claim(view, local, f"{next(names, 'the coordinator')} is lost")
-    if view.coordinator.leaving:
-        return _claim(view, local, f"{view.coordinator.node} is leaving", planned=True)
-    mine = _own_part(now, local)
+    if now is None or vacant(view):
+        left = _turn(view, local) - elapsed.vacant
+        if left > 0:
+            return Wait("others try to coordinate first", left)
+        return _replace_coordinator(view, local)
+    if not _watched(view, now):
+        return Wait(awaited(view, now, local, limits))
+    mine = _own_part(view, now, local)
     if mine:
         return mine
     if now.coordinator != local.lease:
-        return Wait(_awaited(now, local, limits))
+        return Wait(awaited(view, now, local, limits))
     if view.coverage != Everything():
         return Wait("reading all of the job")
     return _lead(view, now, local, limits, elapsed)
@@ -236,32 +255,114 @@ def vanished(view: View, local: Local) -> bool:
     return not ended(view, local) and (no_spec or not own)
 
 
-def _awaited(now: Round, local: Local, limits: Limits) -> str:
-    if now.phase is Phase.FINAL and now.group_rank(local.lease) is None:
-        if len(now.participants) < limits.max_nodes:
-            return "waiting to be taken in"
-        return f"spare: {len(now.participants)} nodes train, this one takes a place that gets free"
+def vacant(view: View) -> bool:
+    """Whether nobody coordinates: there is no round, or its coordinator is gone or leaving."""
+    if view.round is None:
+        return True
+    gone = view.coordinator is None or view.coordinator.leaving
+    return gone and _watched(view, view.round)
+
+
+def _watched(view: View, now: Round) -> bool:
+    """Whether the view has the coordinator's key, if that is there."""
+    if isinstance(view.coverage, Narrow):
+        return view.coverage.coordinator == now.coordinator
+    return True
+
+
+def may_still_save(view: View, generation: int) -> bool:
+    """Whether no world after `generation`'s has begun, or can begin beside one who leaves it."""
+    now = view.round
+    begins = now is not None and now.phase not in (Phase.SETUP, Phase.JOINABLE)
+    return view.ledger.final == generation and not begins
+
+
+def _known(view: View, now: Round) -> bool:
+    """Whether the world of a final round is in the view: a page may come after its round."""
+    if view.coverage == Everything():
+        return len(view.world) == now.nodes
+    return view.page is not None and view.page.generation == now.generation
+
+
+def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
+    """What a member waits for that has nothing to do in this round."""
+    if now.phase is Phase.FINAL and _known(view, now) and not view.part(local.lease):
+        own = _own_name(view, local)
+        if why := suspects.why_left_out(now.suspects, own, limits.suspect_after):
+            return f"spare, until it is needed: {why}"
+        larger = limits.larger(now.nodes)
+        if larger == now.nodes + 1:
+            often = limits.join_interval
+            rare = f", once in {often:g} s at most (--join-interval)" if often else ""
+            return f"waiting to be taken in{rare}"
+        more = f"the next size is {larger}, " if larger else ""
+        return f"spare: {now.nodes} nodes train, {more}this one takes a place that gets free"
     return f"{now.phase}: {now.reason}"
 
 
-def _own_part(now: Round, local: Local) -> Ack | Run | None:
+def _own_part(view: View, now: Round, local: Local) -> Ack | Run | None:
     """What every member does for itself in a round, coordinator or not."""
-    generation = now.generation
-    takes_part = now.group_rank(local.lease) is not None
-    awaited = now.phase is Phase.JOINABLE or (now.phase is Phase.FINAL and not takes_part)
-    if awaited and local.acked != generation and not local.running:
+    generation, final = now.generation, now.phase is Phase.FINAL
+    if local.running or (final and not _known(view, now)):
+        return None
+    part = view.part(local.lease) if final else None
+    if part:
+        run = Run(f"generation {generation}: {now.reason}", now, part)
+        return run if local.ran != generation else None
+    if (final or now.phase is Phase.JOINABLE) and local.acked != generation:
         return Ack(f"ready for generation {generation}", generation)
-    if takes_part and now.phase is Phase.FINAL and local.ran != generation and not local.running:
-        return Run(f"generation {generation}: {now.reason}", now)
     return None
 
 
-def _claim(view: View, local: Local, reason: str, *, planned: bool = False) -> Claim:
+def _turn(view: View, local: Local) -> float:
+    """Seconds before this member tries to take a coordinator's place: none for the first ranks.
+
+    Of all that try one is let through, and each of the others costs etcd a refused Txn. Who is not
+    in the last world comes after those who are, and know how long it has trained.
+    """
+    part, nodes = view.part(local.lease), view.ledger.nodes
+    turns, first = 0, FIRST_RANKS
+    after = max(nodes, FIRST_RANKS) if nodes > 1 else 0  # of one node there is no other
+    own = part.group_rank if part else after
+    while own >= first:
+        turns, first = turns + 1, first * 4
+    return turns * LEAD_TURN
+
+
+def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
+    """Lead in a coordinator's place. The world that trains goes on if that one was done.
+
+    Whether it was is in its report, which only a coordinator reads: who takes over decides then.
+    Who has marked itself as leaving has workers to stop, so that it is not done.
+    """
+    now = view.round
+    if now is None:
+        begun = view.ledger.final > 0
+        return _claim(view, local, "no round is under way" if begun else "the job begins")
+    if view.coordinator:
+        return _claim(view, local, _is_leaving(view.coordinator.node), planned=True)
+    why = f"{now.node or 'the coordinator'} is lost"
+    if now.phase is not Phase.FINAL:
+        return _claim(view, local, why)
+    lead = replace(now, coordinator=local.lease, node=_own_name(view, local))
+    return TakeOver(f"lead generation {now.generation} from here on: {why}", lead)
+
+
+def _own_name(view: View, local: Local) -> str:
+    return next((m.node for m in view.members if m.lease == local.lease), "")
+
+
+def _claim(
+    view: View, local: Local, reason: str, *, planned: bool = False, joins: bool = False
+) -> Claim:
     """Begin the next generation; etcd lets exactly one claim of it through."""
     # Not only what the keys say: somebody may have spoilt both.
     known = view.round.generation if view.round else 0
     last = max(view.ledger.generation, local.acked, local.ran, known)
-    now = Round(last + 1, Phase.SETUP, local.lease, reason, local.run, planned=planned)
+    own = _own_name(view, local)
+    now = Round(
+        last + 1, Phase.SETUP, local.lease, reason, local.run, own, planned=planned, joins=joins
+    )
     ledger = replace(view.ledger, generation=now.generation)
     return Claim(f"claim generation {now.generation}: {reason}", now, ledger)
 
@@ -276,15 +377,15 @@ def _lead(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed
         case Phase.JOINABLE:
             return _lead_joinable(view, now, local, limits, elapsed)
         case Phase.FROZEN:
-            return _lead_frozen(view, now, local)
+            return _lead_frozen(view, now, local, limits)
         case Phase.FINAL | Phase.CLOSED:  # who sees it closed has left
             return _lead_final(view, now, local, limits, elapsed)
 
 
 def _lead_setup(view: View, now: Round) -> Decision:
     """Settle the past: it may be that the last world was finished."""
-    last, done = view.ledger.group_ranks, _done(view)
-    if last and all(lease in done for lease in last):
+    done = _done(view)
+    if view.world and done.issuperset(_leases(view)):
         return _close(now, Verdict.SUCCEEDED, "every participant is done")
     return Open(now.reason, replace(now, phase=Phase.JOINABLE))
 
@@ -304,15 +405,19 @@ def _lead_joinable(
     acked = {ack.lease for ack in view.acks} | own
     ready = [m for m in live if m.lease in acked]
     missing = [m for m in live if m.lease not in acked]
+    if now.joins and (patient := _await_steps(view, now, local, limits, ready, missing)):
+        return patient
     if len(ready) < limits.min_nodes:
         short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready{_not(missing)}"
         if elapsed.phase >= limits.join_timeout:
             late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
             return _close(now, Verdict.TOO_FEW_NODES, late)
         return Wait(short, limits.join_timeout - elapsed.phase)
-    last = frozenset(view.ledger.group_ranks)
-    full = len(ready) >= limits.max_nodes
-    if not any(m.lease in last for m in live):
+    if leavers := _await_leavers(view, limits, elapsed):
+        return leavers
+    last = frozenset(_leases(view))
+    if _all_new(view):
+        full = len(ready) >= limits.max_nodes
         # Who is there but not ready yet is waited for as long as who is not there yet.
         since = elapsed.join if len(ready) == len(live) else min(elapsed.join, elapsed.phase)
         if not full and since < limits.settle:
@@ -321,16 +426,69 @@ def _lead_joinable(
             return Wait(why, limits.settle - since)
     else:
         # A spare, which has nothing to stop, must not push out a slower survivor.
+        full = limits.largest(len(ready)) == limits.largest(len(live))
         awaited = [m for m in missing if not full or m.lease in last]
-        left = limits.patience - elapsed.phase
+        waited = min(elapsed.phase, elapsed.join) if now.joins else elapsed.phase
+        left = limits.patience - waited
         if all(m.lease not in last for m in awaited):
             patience = max(limits.settle, ACK_PATIENCE)
             left = min(left, patience - min(elapsed.phase, elapsed.join))
-        if not own:  # a coordinator always takes part
-            return Wait(f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}")
+        if awaited and not own and now.joins:  # nobody else can make the coordinator hurry
+            late = f"{_names(awaited)} did not stop within {limits.patience:g} s of the first"
+            return Wait(late, left) if left > 0 else _claim(view, local, late, planned=True)
+        waits = f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}"
+        if not own:  # who coordinates takes part
+            return Wait(waits)
         if awaited and left > 0:
-            return Wait(f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}", left)
+            return Wait(waits, left)
     return _freeze(view, now, ready, limits, elapsed)
+
+
+def _await_steps(
+    view: View,
+    now: Round,
+    local: Local,
+    limits: Limits,
+    ready: list[Member],
+    missing: list[Member],
+) -> Claim | Close | Wait | None:
+    """Let newcomers wait until the world that they end has come to the end of its step.
+
+    As long as that is whole: where one of its nodes goes, or a worker fails, the others may never
+    come out of the step, so that another claim, which is not for newcomers, makes them hurry. One
+    that ends its training meanwhile is done. When the first node has stopped the others follow.
+    """
+    last, done = frozenset(_leases(view)), _done(view)
+    if last and done.issuperset(last):
+        return _close(now, Verdict.SUCCEEDED, "every participant is done")
+    awaited = [m for m in missing if m.lease in last]
+    if not awaited:
+        return None
+    if leavers := [m for m in _leavers(view) if m.lease not in done]:
+        return _claim(view, local, _is_leaving(leavers[0].node), planned=True)
+    if lost := _lost(view):
+        return _claim(view, local, f"{lost[0]} is lost")
+    if failed := next((r.failure for r in view.reports if r.failure), None):
+        return _claim(view, local, str(failed))
+    if len(ready) >= limits.min_nodes and any(m.lease in last - done for m in ready):
+        return None
+    return Wait(f"{_names(awaited)} {'is' if len(awaited) == 1 else 'are'} in a step still")
+
+
+def _await_leavers(view: View, limits: Limits, elapsed: Elapsed) -> Wait | None:
+    """Begin no world beside a node of the last one that may still write its checkpoint.
+
+    Its key goes when nothing runs there any more. One that needs its whole deadline has it.
+    """
+    leavers = _leavers(view)
+    if not leavers:
+        return None
+    longest = max(wanted.leave_deadline(view, m, limits) for m in leavers)
+    left = longest + STOP_PATIENCE - elapsed.phase
+    if left <= 0:
+        return None
+    are = "is" if len(leavers) == 1 else "are"
+    return Wait(f"{_names(leavers)} {are} leaving and may still save (--leave-deadline)", left)
 
 
 def _freeze(
@@ -343,18 +501,21 @@ def _freeze(
     starts with a fresh budget. What was used of it is forgiven once the worlds since the last
     failure have lasted for the restart window together, however many they were.
     """
-    live = {m.lease for m in _live(view)}
-    back = live | _done(view)
-    ledger, culprit = view.ledger, _culprit(view)
+    lost, culprit, ledger = _lost(view), _culprit(view), view.ledger
+    known = _remembered(view, lost, limits, elapsed)
+    fit, doubt = _fit(view, ready, known, limits)
     trained = round(ledger.trained + elapsed.ran, 3)
-    lost = [
-        n for lease, n in zip(ledger.group_ranks, ledger.nodes, strict=True) if lease not in back
-    ]
-    if live.isdisjoint(ledger.group_ranks):
+    if _all_new(view):
         ledger = replace(ledger, restarts=0, rapid_failures=0)
         trained = 0.0
     elif culprit and lost:
-        now = replace(now, reason=f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost")
+        if now.reason not in map(_is_leaving, lost):
+            are = "is" if len(lost) == 1 else "are"
+            now = replace(now, reason=f"{' and '.join(lost)} {are} lost")
+    elif culprit and culprit.node in doubt.difference(m.node for m in fit):
+        why = suspects.why_left_out(known, culprit.node, limits.suspect_after)
+        now = replace(now, reason=f"{culprit}; {why}")
+        ledger = replace(ledger, rapid_failures=0)
     elif culprit:
         spent = 0 if trained >= limits.restart_window else ledger.restarts
         rapid = ledger.rapid_failures + 1 if culprit.uptime < limits.min_uptime else 0
@@ -366,73 +527,148 @@ def _freeze(
         if elapsed.phase < backoff:
             why = f"workers failed {rapid} times right after their start"
             return Wait(why, backoff - elapsed.phase)
-    chosen = choose(ready, ledger.group_ranks, now.coordinator, limits.max_nodes)
-    world = assign(chosen, ledger.group_ranks)
-    assert limits.min_nodes <= len(world) <= limits.max_nodes, f"I4: a world of {len(world)}"
     frozen = replace(
         now,
         phase=Phase.FROZEN,
-        participants=tuple(Participant(m.lease, m.node, m.nproc) for m in world),
         restarts=ledger.restarts,
         rapid_failures=ledger.rapid_failures,
         trained=trained,
+        suspects=known,
     )
-    takes_part = f"{len(world)} nodes take part"
-    left_out = [m for m in _live(view) if m not in ready]
-    if left_out:
-        late = f"without {_names(left_out)}, not ready after {elapsed.phase:.0f} s"
-        return Freeze(f"{takes_part}, {late}", frozen, tuple(m.node for m in left_out[:NAMED]))
-    return Freeze(takes_part, frozen)
+    return _freeze_with(fit, frozen, ready, view, limits, elapsed)
 
 
-def _lead_frozen(view: View, now: Round, local: Local) -> Decision:
-    """All participants must still be there; group rank 0's ack says where its store will be."""
-    live = {m.lease for m in _live(view)}
-    for participant in now.participants:
-        if participant.lease not in live:
-            return _claim(view, local, f"{participant.node} went before its round was final")
-    first = now.participants[0]
-    master = next((a.master for a in view.acks if a.lease == first.lease), None)
+def _freeze_with(
+    fit: list[Member],
+    frozen: Round,
+    ready: list[Member],
+    view: View,
+    limits: Limits,
+    elapsed: Elapsed,
+) -> Freeze:
+    """Freeze; say who is not waited for or left out."""
+    late, doubted = _but(_live(view), ready), _but(ready, fit)
+    leavers = _leavers(view)
+    after = f"after {elapsed.phase:.0f} s"
+    told = f"{limits.largest(len(fit))} nodes take part"
+    if late:
+        told += f", without {_names(late)}, not ready {after}"
+    if doubted:
+        told += f", without {_names(doubted)}, left out (--suspect-after)"
+    if leavers:
+        told += f", beside {_names(leavers)}, still leaving {after} (--leave-deadline)"
+    named = (*late, *doubted, *leavers)[:NAMED]
+    return Freeze(told, frozen, tuple(m.node for m in named))
+
+
+def _but(members: list[Member], those: list[Member]) -> list[Member]:
+    """All but those."""
+    leases = {m.lease for m in those}
+    return [m for m in members if m.lease not in leases]
+
+
+def _fit(
+    view: View, ready: list[Member], known: suspects.Suspects, limits: Limits
+) -> tuple[list[Member], frozenset[str]]:
+    """Who of `ready` takes part, and the names of the nodes that had better not."""
+    doubt = suspects.doubted(known, limits.suspect_after)
+    return suspects.trusted(ready, doubt, _leases(view), limits.min_nodes), doubt
+
+
+def _remembered(view: View, lost: list[str], limits: Limits, elapsed: Elapsed) -> suspects.Suspects:
+    """The suspects, with what ended the last world: a lost node, else a worker's failure."""
+    after, culprit = limits.suspect_after, _culprit(view)
+    if _all_new(view) or not after:
+        return ()
+    known = suspects.aged(view.ledger.suspects, elapsed.ran, after)
+    if lost or not culprit or not culprit.node:
+        return suspects.went(known, lost)
+    rapid = culprit.uptime < limits.min_uptime or bool(culprit.hang)
+    return suspects.failed(known, culprit.node, rapid=rapid)
+
+
+def _all_new(view: View) -> bool:
+    """Whether nobody of the last world is there."""
+    return {m.lease for m in _live(view)}.isdisjoint(_leases(view))
+
+
+def _leases(view: View) -> tuple[int, ...]:
+    """Of the last world, in rank order."""
+    return tuple(p.lease for p in view.world)
+
+
+def _lost(view: View) -> list[str]:
+    """The nodes of the last world that are gone, but for those that had finished."""
+    back = {m.lease for m in _live(view)} | _done(view)
+    return [p.node for p in view.world if p.lease not in back]
+
+
+def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decision:
+    """Who is ready and still there takes part; group rank 0's ack says where its store is."""
+    masters = {ack.lease: ack.master for ack in view.acks}
+    ready = [m for m in _live(view) if m.lease in masters]
+    fit, _ = _fit(view, ready, now.suspects, limits)
+    last, size = _leases(view), limits.largest(len(fit))
+    if not size:
+        return _claim(view, local, f"only {len(fit)} nodes are left of those that were ready")
+    world = ranked(assign(choose(fit, last, now.coordinator, size), last))
+    assert len(world) == size, f"I4: a world of {len(world)}"
+    master = masters[world[0].lease]
     if master is None:
-        return _claim(view, local, f"the ack of {first.node} is gone")
-    final = replace(now, phase=Phase.FINAL, master=master)
+        return _claim(view, local, f"the ack of {world[0].node} names no store")
+    final = replace(
+        now,
+        phase=Phase.FINAL,
+        nodes=len(world),
+        world_size=world[-1].first_rank + world[-1].nproc,
+        master=master,
+    )
     ledger = replace(
         view.ledger,
         final=now.generation,
-        group_ranks=tuple(p.lease for p in now.participants),
-        nodes=tuple(p.node for p in now.participants),
+        nodes=len(world),
         restarts=now.restarts,
         rapid_failures=now.rapid_failures,
         trained=now.trained,
+        suspects=now.suspects,
     )
-    return Finalise("all participants are ready", final, ledger)
+    return Finalise("all participants are ready", final, ledger, world)
 
 
 def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed) -> Decision:
     """Watch over the world that trains; begin the next one when it is no longer right."""
     done = _done(view)
-    if all(p.lease in done for p in now.participants):
+    if len(view.world) != now.nodes:
+        return _claim(view, local, "who takes part can't be read")
+    if done.issuperset(_leases(view)):
         return _close(now, Verdict.SUCCEEDED, "every participant is done")
     culprit = _culprit(view)
-    if culprit:
-        return _claim(view, local, str(culprit))
+    if culprit:  # beside a node that goes it is taken for that one's victim, see _freeze
+        leavers = [m for m in _leavers(view) if m.lease not in done]
+        why = _is_leaving(leavers[0].node) if leavers else str(culprit)
+        return _claim(view, local, why)
     members = {m.lease: m for m in view.members}
-    for p in now.participants:
+    for p in view.world:
         if p.lease in done:
             continue
         if p.lease not in members:
             return _claim(view, local, f"{p.node} is lost")
         if members[p.lease].leaving:
-            return _claim(view, local, f"{p.node} is leaving", planned=True)
-    world = {p.lease for p in now.participants}
+            return _claim(view, local, _is_leaving(p.node), planned=True)
+    world = frozenset(_leases(view))
     if spoilt := _unread(view, [m for m in view.members if m.lease in world]):
         return _claim(view, local, f"the report of {spoilt} can't be read")
     ready = {ack.lease for ack in view.acks}  # one that hangs must not end a world
     waiting = [m for m in _live(view) if m.lease not in world and m.lease in ready]
     # A world that has begun to finish takes nobody in: it would begin anew.
-    if waiting and len(now.participants) < limits.max_nodes and not done:
-        return _take_in(view, now, local, waiting, limits, elapsed)
-    return Wait(f"{len(now.participants)} nodes train")
+    there, size = now.nodes + len(waiting), limits.larger(now.nodes)
+    if waiting and size and not done:
+        if local.finished:
+            return Wait(f"{now.nodes} nodes finish, and take nobody in")
+        if there >= size:
+            return _take_in(view, now, local, waiting, limits, elapsed)
+        return Wait(f"{now.nodes} nodes train, {there} are there, the next size is {size}")
+    return Wait(f"{now.nodes} nodes train")
 
 
 def _take_in(
@@ -440,16 +676,28 @@ def _take_in(
 ) -> Claim | Wait:
     """End a healthy world for newcomers: for all that come one after the other at once.
 
-    Each end costs a plain script what it has done since its checkpoint. A world always has the
-    minimum of nodes, so that nobody below it waits here.
+    Each end costs a plain script what it has done since its checkpoint, so that a node that fails
+    or goes again and again is left out. A world always has the minimum of nodes, so that nobody
+    below it waits here.
     """
-    full = len(now.participants) + len(waiting) >= limits.max_nodes
-    settle = 0.0 if full else limits.join_settle - elapsed.join
+    after = limits.suspect_after
+    off = {m.lease: suspects.left(now.suspects, m.node, after) - elapsed.phase for m in waiting}
+    welcome = [m for m in waiting if off[m.lease] <= 0]
+    nodes, there = f"{now.nodes} nodes train", now.nodes + len(welcome)
+    if there < limits.larger(now.nodes):
+        return Wait(f"{nodes}, without {_names(waiting)} (--suspect-after)", min(off.values()))
+    settle = 0.0 if there >= limits.max_nodes else _join_settle(local, limits) - elapsed.join
     left = max(settle, limits.join_interval - elapsed.phase)
-    who = f"{_names(waiting)} {'joins' if len(waiting) == 1 else 'join'}"
+    who = f"{_names(welcome)} {'joins' if len(welcome) == 1 else 'join'}"
     if left > 0:
-        return Wait(f"{len(now.participants)} nodes train, {who} soon", left)
-    return _claim(view, local, who, planned=True)
+        return Wait(f"{nodes}, {who} soon", left)
+    return _claim(view, local, who, planned=True, joins=local.elastic)
+
+
+def _join_settle(local: Local, limits: Limits) -> float:
+    if limits.join_settle is not None:
+        return limits.join_settle
+    return 0.0 if local.elastic else JOIN_SETTLE
 
 
 def _give_up(now: Round, culprit: Failure, limits: Limits) -> Close:
@@ -482,8 +730,18 @@ def _not(missing: list[Member]) -> str:
     return f", {_names(missing)} not" if missing else ""
 
 
+def _is_leaving(node: str) -> str:
+    return f"{node} is leaving"
+
+
 def _live(view: View) -> list[Member]:
     return [m for m in view.members if not m.leaving]
+
+
+def _leavers(view: View) -> list[Member]:
+    """Who of the last world has said that it goes, and is still there."""
+    last = frozenset(_leases(view))
+    return [m for m in view.members if m.leaving and m.lease in last]
 
 
 def _done(view: View) -> set[int]:

@@ -13,20 +13,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
+
 VERSION = 1
 PREFIX = "/elastic_etcd"
 # A job or a part of a prefix that is called so could lie among another job's keys.
-PARTS = frozenset(("spec", "members", "ledger", "round", "acks", "reports", "history", "outcome"))
+PARTS = frozenset(
+    (
+        *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
+        *("hang", "steps", "wanted"),
+    )
+)
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
 LONGEST = 1 << 16  # characters of a text
 MOST_WORKERS = 4096  # of one node
+MOST_PAGES = 120  # of a world: etcd takes 128 operations in one Txn
+ON_A_PAGE = 64  # participants at most, until there are MOST_PAGES
+MOST_SIZES = 1024  # that a world may have
+MOST_DRAINS = 1024
+MOST_SECONDS = 1e12
 
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
+_IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
+_NONCE = r"\A[0-9a-f]{32}\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -103,6 +118,13 @@ class Keys:
     def round(self) -> str:
         return f"{self.root}/round"
 
+    @property
+    def world(self) -> str:
+        return f"{self.root}/world/"
+
+    def page(self, number: int) -> str:
+        return f"{self.root}/world/{number}"
+
     def acks(self, generation: int | None = None) -> str:
         return self._folder("acks", generation)
 
@@ -122,6 +144,20 @@ class Keys:
     def outcome(self) -> str:
         return f"{self.root}/outcome"
 
+    @property
+    def hang(self) -> str:
+        return f"{self.root}/hang"
+
+    @property
+    def wanted(self) -> str:
+        return f"{self.root}/wanted"
+
+    def steps(self, generation: int | None = None) -> str:
+        return self._folder("steps", generation)
+
+    def step(self, generation: int, lease: int) -> str:
+        return self._folder("steps", generation) + hexed(lease)
+
     def _folder(self, kind: str, generation: int | None) -> str:
         return f"{self.root}/{kind}/" + ("" if generation is None else f"{generation}/")
 
@@ -137,14 +173,17 @@ else:
 
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
+Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=1e12)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
 Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 # It becomes a variable of the workers' environment.
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
 Port: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 16)]
+IP: TypeAlias = Annotated[str, Meta(pattern=_IP)]
+Nonce: TypeAlias = Annotated[str, Meta(pattern=_NONCE)]
 
 
 class Value(Struct, frozen=True):
@@ -169,13 +208,110 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
+class Limits(Value, frozen=True):
+    """What the user asked for; times are in seconds.
+
+    A world has a number of nodes from min to max, one of `sizes` if there are any, and a
+    multiple of `multiple_of`. Both ends are such numbers.
+    """
+
+    min_nodes: Nodes
+    max_nodes: Nodes
+    sizes: Annotated[tuple[Nodes, ...], Meta(max_length=MOST_SIZES)] = ()
+    multiple_of: Nodes = 1
+    max_restarts: Number = 3
+    restart_window: Seconds = 3600.0
+    min_uptime: Seconds = 10.0
+    suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
+    hang_action: Literal["report", "restart"] = "report"
+    settle: Seconds = 3.0
+    join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
+    join_interval: Seconds = 0.0
+    join_timeout: Seconds = 600.0
+    cut_off: Seconds | None = None  # from a renewal until no worker is left; None: never
+    leave_deadline: Seconds = GRACE_LEAVE  # of the workers of a node that leaves
+    patience: Seconds = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no flags say."""
+        if self.min_nodes > self.max_nodes:
+            raise ValueError("min_nodes is above max_nodes")
+        if self.min_nodes % self.multiple_of or self.max_nodes % self.multiple_of:
+            raise ValueError("min_nodes or max_nodes is no multiple of multiple_of")
+        if self.sizes and (self.min_nodes, self.max_nodes) != (self.sizes[0], self.sizes[-1]):
+            raise ValueError("sizes are not from min_nodes to max_nodes")
+        if any(a >= b for a, b in pairwise(self.sizes)):
+            raise ValueError("sizes don't ascend")
+
+    @property
+    def nnodes(self) -> str:
+        """The flags that say how many nodes may train."""
+        if self.sizes:
+            return ",".join(map(str, self.sizes))
+        step = f" --nodes-multiple-of {self.multiple_of}" if self.multiple_of > 1 else ""
+        return f"{self.min_nodes}:{self.max_nodes}{step}"
+
+    @property
+    def pages(self) -> int:
+        """On how many pages worlds are: the same for all, so that a node knows its page before."""
+        return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
+
+    def largest(self, nodes: int) -> int:
+        """The largest world that so many nodes make, 0 if they are too few."""
+        if nodes < self.min_nodes:
+            return 0
+        most = min(nodes, self.max_nodes)
+        if self.sizes:
+            return max(size for size in self.sizes if size <= most)
+        return most - most % self.multiple_of
+
+    def larger(self, nodes: int) -> int:
+        """The size of the smallest world of more nodes, 0 if there is none."""
+        if nodes >= self.max_nodes:
+            return 0
+        if self.sizes:
+            return min(size for size in self.sizes if size > nodes)
+        return max(self.min_nodes, nodes + self.multiple_of - nodes % self.multiple_of)
+
+    def differing(self, own: "Limits") -> str:
+        """The flags whose values here a node has asked for otherwise, "" if there is none."""
+        both = ((flag, getattr(self, n), getattr(own, n)) for n, flag in _POLICY.items())
+        told = [
+            f"{flag} {_in_words(its)} (here {_in_words(here)})"
+            for flag, its, here in both
+            if its != here
+        ]
+        if (self.cut_off is None) != (own.cut_off is None):
+            told.append("--when-cut-off")
+        return ", ".join(told)
+
+
+def _in_words(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return "by default" if value is None else f"{value:.15g}"
+
+
+_POLICY = {  # the limits that need not be the same on all nodes, by the flags that say them
+    **{
+        name: "--" + name.replace("_", "-")
+        for name in Limits.__struct_fields__
+        if name not in ("min_nodes", "max_nodes", "sizes", "multiple_of", "patience", "cut_off")
+    },
+    "patience": "the wait for a node that stops (--shutdown-timeout, --kill-timeout)",
+}
+
+
 class Spec(Value, frozen=True):
-    """What a job was created with; `run` tells two runs of one job id apart."""
+    """What a job was created with; `run` tells two runs of one job id apart.
+
+    An agent that knows no format version of at least `min_version` may not take part.
+    """
 
     run: Text
-    min_nodes: Number
-    max_nodes: Number
+    limits: Limits
     created_by: Text = ""
+    min_version: Number = VERSION
 
 
 class Labels(Value, frozen=True):
@@ -184,11 +320,19 @@ class Labels(Value, frozen=True):
     topology: Text | UnsetType = UNSET
 
 
+class Contact(Value, frozen=True):
+    """Where an agent takes calls of others, and what a caller has to know; see agent/lines.py."""
+
+    addr: IP
+    port: Port
+    nonce: Nonce
+
+
 class Member(Value, frozen=True):
     """An agent that holds a live lease in the job; the lease id is its identity."""
 
     FROM_KEY: ClassVar = ("lease",)
-    OPTIONAL: ClassVar = ("labels", "joined", "version", "leaving")
+    OPTIONAL: ClassVar = ("labels", "joined", "version", "leaving", "contact")
 
     lease: int
     node: Text
@@ -199,6 +343,7 @@ class Member(Value, frozen=True):
     joined: Number = 0
     version: Text = ""
     leaving: bool = False
+    contact: Contact | None = None
 
     @property
     def topology(self) -> str:
@@ -207,11 +352,29 @@ class Member(Value, frozen=True):
 
 
 class Participant(Value, frozen=True):
-    """A member in a round's world; its index there is its group rank."""
+    """A member in a world: its group rank, and the rank of its first worker."""
 
     lease: Lease
     node: Text
     nproc: Workers
+    group_rank: Number
+    first_rank: Number
+
+
+class Page(Value, frozen=True):
+    """A part of the last world: a world of many nodes is too long for one value.
+
+    The participant with lease L is on page L modulo the number of pages, so that each agent
+    reads one page, whatever the size of the world.
+    """
+
+    generation: Number
+    participants: tuple[Participant, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what can't be a page."""
+        if len({p.lease for p in self.participants}) < len(self.participants):
+            raise ValueError("participants has one of them twice")
 
 
 class Master(Value, frozen=True):
@@ -221,59 +384,67 @@ class Master(Value, frozen=True):
     port: Port
 
 
+class Suspect(Value, frozen=True):
+    """A node that failed or went again and again, by name: see core/suspects.py.
+
+    `failed` is how many times in a row a worker of it failed right after its start, `went` how
+    many times it was lost or left, `since` how many seconds worlds have trained since the last
+    of these.
+    """
+
+    node: Text
+    failed: Number = 0
+    went: Number = 0
+    since: Seconds = 0.0
+
+
 class Round(Value, frozen=True):
-    """One agreement on a set of members."""
+    """One agreement on a set of members. Which they are stands in the pages of the world.
+
+    `node` is the coordinator's name, `nodes` and `world_size` count the world once it is final.
+    """
 
     generation: Number
     phase: Phase
     coordinator: Lease
     reason: Reason
     run: Text
-    participants: tuple[Participant, ...] = ()
+    node: Text = ""
+    nodes: Number = 0
+    world_size: Number = 0
     master: Master | None = None
     restarts: Number = 0
     rapid_failures: Number = 0
     trained: Seconds = 0.0
+    suspects: tuple[Suspect, ...] = ()
     planned: bool = False  # begun by a join or a leave: workers get more time to stop
+    joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a round."""
-        if len({p.lease for p in self.participants}) < len(self.participants):
-            raise ValueError("participants has one of them twice")
-        if self.phase in (Phase.FROZEN, Phase.FINAL) and not self.participants:
-            raise ValueError(f"phase is {self.phase}, and participants empty")
+        if self.phase is Phase.FINAL and not 0 < self.nodes <= self.world_size:
+            counts = f"nodes {self.nodes}, and world_size {self.world_size}"
+            raise ValueError(f"phase is final, {counts}")
         if self.phase is Phase.FINAL and self.master is None:
             raise ValueError("phase is final, and master null")
-
-    def group_rank(self, lease: int) -> int | None:
-        """The group rank of the member with `lease`, None when it is no participant."""
-        return next((i for i, p in enumerate(self.participants) if p.lease == lease), None)
 
 
 class Ledger(Value, frozen=True):
     """What outlives a round: it is bound to no lease and changes with the generation.
 
-    `generation` is the last one handed out, `final` the last one that had a world. `group_ranks`
-    are the leases of that world in rank order, `nodes` their names. `restarts` is how much of the
-    budget is used, `rapid_failures` how many times in a row a worker failed right after its start,
-    `trained` how many seconds the worlds since the last failure have lasted together.
+    `generation` is the last one handed out, `final` the last one that had a world, which has
+    `nodes` nodes. `restarts` is how much of the budget is used, `rapid_failures` how many times in
+    a row a worker failed right after its start, `trained` how many seconds the worlds since the
+    last failure have lasted together, `suspects` the nodes that are left out, or soon will be.
     """
 
     generation: Number = 0
     final: Number = 0
-    group_ranks: tuple[Lease, ...] = ()
-    nodes: tuple[Text, ...] = ()
+    nodes: Number = 0
     restarts: Number = 0
     rapid_failures: Number = 0
     trained: Seconds = 0.0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what can't be a ledger."""
-        if len(self.group_ranks) != len(self.nodes):
-            counts = f"{len(self.group_ranks)} leases, nodes {len(self.nodes)} names"
-            raise ValueError(f"group_ranks has {counts}")
-        if len(set(self.group_ranks)) < len(self.group_ranks):
-            raise ValueError("group_ranks has a lease twice")
+    suspects: tuple[Suspect, ...] = ()
 
 
 class Ack(Value, frozen=True):
@@ -289,7 +460,11 @@ class Ack(Value, frozen=True):
 
 
 class Failure(Value, frozen=True):
-    """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds."""
+    """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds.
+
+    One that hung was given up: `hang` says so, and `code` is 0. Where nobody in particular hung
+    `node` is empty, and all numbers are 0.
+    """
 
     node: Text
     rank: Number
@@ -299,8 +474,11 @@ class Failure(Value, frozen=True):
     uptime: Seconds
     message: Text = ""
     at: Text = ""
+    hang: Text | UnsetType = UNSET
 
     def __str__(self) -> str:
+        if self.hang:
+            return self.hang
         how = f"was killed by signal {-self.code}" if self.code < 0 else f"exited {self.code}"
         return f"worker {self.rank} on {self.node} {how}"
 
@@ -326,6 +504,101 @@ class Report(Value, frozen=True):
         return self.failure is None
 
 
+class Doing(StrEnum):
+    """What a worker does; the names of those of progress.py, and two more."""
+
+    STARTING = "starting"
+    INIT = "init"
+    STEP = "step"
+    CHECK = "check"
+    COMMIT = "commit"
+    SAVE = "save"
+    QUIET = "quiet"
+    DONE = "done"
+    WAIT = "wait"  # in a step, and in a collective
+    TRACED = "traced"  # by a debugger
+
+
+class RankStep(Value, frozen=True):
+    """Where one rank is: in `step` for so many seconds, of which it does `doing`.
+
+    `what` it said that is quiet, or where its stack ends. Steps that a script has `told` are not
+    those of its optimizers.
+    """
+
+    rank: Number
+    step: Number
+    doing: Doing
+    seconds: Seconds
+    what: Text = ""
+    told: bool = False
+
+
+class Steps(Value, frozen=True):
+    """Where the workers of a node are, those that run.
+
+    `number` is that of the question that it answers, or wants to be asked.
+    """
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    number: Number
+    ranks: Annotated[tuple[RankStep, ...], Meta(max_length=MOST_WORKERS)] = ()
+
+
+class Hang(Value, frozen=True):
+    """The coordinator's question to all nodes where their workers are, and with `line` its answer.
+
+    Somebody has been found in a step for so many `seconds`. With `evidence` it is also asked where
+    those that do not move stand. `alarm` is whether the line is of a hang; `rank` who is behind,
+    where that is known.
+    """
+
+    generation: Number
+    number: Number
+    seconds: Seconds
+    evidence: bool = False
+    line: Text = ""
+    alarm: bool = False
+    rank: Number | None = None
+
+
+class Drain(Value, frozen=True):
+    """A node that is to go, and not to come back before somebody undrains it.
+
+    Its workers have `deadline` seconds to end, None: the run's leave_deadline. With `lease`, as
+    hexed gives it, only that member is to go, and who comes after it is welcome.
+    """
+
+    node: Text
+    deadline: Seconds | None = None
+    lease: Text = ""
+    by: Text = ""
+    at: Text = ""
+
+
+class Halt(Value, frozen=True):
+    """That all nodes of `run` are to go; with `save` their scripts are waited for as they leave."""
+
+    run: Text
+    save: bool = False
+    by: Text = ""
+    at: Text = ""
+
+
+class Wanted(Value, frozen=True):
+    """What people want of a job. They write it, and agents only read it.
+
+    Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
+    """
+
+    OPTIONAL: ClassVar = ("drains", "stop")
+
+    drains: Annotated[tuple[Drain, ...], Meta(max_length=MOST_DRAINS)] = ()
+    stop: Halt | None = None
+
+
 class Outcome(Value, frozen=True):
     """How a run of the job ended: `state` is succeeded, failed or stopped."""
 
@@ -343,7 +616,7 @@ class History(Value, frozen=True):
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "outcome"),
+        *("ended", "ended_at", "failures", "hangs", "outcome"),
     )
 
     generation: Number
@@ -357,6 +630,7 @@ class History(Value, frozen=True):
     ended: Text | UnsetType = UNSET
     ended_at: Text | UnsetType = UNSET
     failures: tuple[Failure, ...] | UnsetType = UNSET
+    hangs: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
 
 
@@ -389,15 +663,18 @@ def decode(kind: type[V], text: str, **from_key: int) -> V:
 
 
 def format_of(text: str) -> int:
-    """The format version that `text` says it is written in; 0 where it says none."""
+    """The format version that `text` says one has to know, to read it or to take part; 0: none."""
     try:
-        return msgspec.json.decode(text, type=_Versioned).v
+        told = msgspec.json.decode(text, type=_Versioned)
     except (ValueError, RecursionError):
         return 0
+    versions = (v for v in (told.v, told.min_version) if type(v) is int)
+    return max((v for v in versions if 0 <= v <= LARGEST), default=0)
 
 
 class _Versioned(Struct):
-    v: int = 0
+    v: Any = 0
+    min_version: Any = 0
 
 
 def plain(value: Value) -> dict[str, Any]:
@@ -429,14 +706,10 @@ def _required(kind: type[Value]) -> frozenset[str]:
 @cache
 def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
-    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, tuple[Lease, ...]: _all_hexed}
+    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
     fields = msgspec.structs.fields(kind)
     own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in kind.FROM_KEY]
     return (*own, *((name, _plain) for name in kind.DERIVED))
-
-
-def _all_hexed(leases: tuple[int, ...]) -> list[str]:
-    return [hexed(lease) for lease in leases]
 
 
 def _plain(field: Any) -> Any:

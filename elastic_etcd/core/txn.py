@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 
 @dataclass(frozen=True, slots=True)
 class Compare:
@@ -38,10 +40,11 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read `key`, or every key that starts with it."""
+    """Read `key`, or every key that starts with it, of these at most `limit` (0: all)."""
 
     key: str
     prefix: bool = False
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,17 @@ class Txn:
     otherwise: tuple[Get, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
-    """A key with its create revision, mod revision and lease id (0: none)."""
+class KeyValue(Struct, frozen=True, gc=False):
+    """A key with its create revision, mod revision and lease id (0: none).
+
+    A Struct for its hash: a view of ten thousand nodes looks up as many, see view.py.
+    """
 
     key: str
     value: str
     create: int
     mod: int
     lease: int
-
-    def __hash__(self) -> int:
-        """Cheap, since a view of a thousand nodes looks up thousands: see view.py."""
-        return self.mod
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the ledger, the outcome, the coordinator's member key and the agent's own.
+round, the ledger, the outcome, what is said of a hang and what people want, one page of the world,
+the coordinator's member key and the agent's own.
 """
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import count, takewhile
 from operator import attrgetter
 from typing import TypeAlias, TypeVar
 
@@ -15,15 +17,20 @@ from msgspec.structs import replace
 from elastic_etcd.core.schema import (
     VERSION,
     Ack,
+    Hang,
     Keys,
     Ledger,
     Member,
     Outcome,
+    Page,
+    Participant,
     Phase,
     Report,
     Round,
     Spec,
+    Steps,
     Value,
+    Wanted,
     decimal,
     decode,
     format_of,
@@ -33,13 +40,21 @@ from elastic_etcd.core.txn import Get, KeyValue, Snapshot
 
 V = TypeVar("V", bound=Value)
 _BY_LEASE = attrgetter("lease")
+_BY_RANK = attrgetter("group_rank")
+_DEPTH = {
+    "acks": 3,
+    "reports": 3,
+    "steps": 3,
+    "history": 2,
+}  # parts of a key in a folder by generations
 _SHOWN = 256  # characters of a key, and of what is wrong with it
 
 
 class Narrow(Struct, frozen=True, tag=True):
-    """The round, the ledger, the outcome, the own member key and that of one coordinator."""
+    """What there is once of a job, one page, the own member key and a coordinator's."""
 
     coordinator: int | None = None  # its lease, as far as it is known
+    page: int = 0
 
 
 class Everything(Struct, frozen=True, tag=True):
@@ -60,30 +75,61 @@ class View(Struct, frozen=True):
     ledger_mod: int = 0
     coordinator: Member | None = None
     members: tuple[Member, ...] = ()
+    page: Page | None = None  # the one on which the agent is, if it takes part
+    world: tuple[Participant, ...] = ()  # the last one, in rank order
     acks: tuple[Ack, ...] = ()
     reports: tuple[Report, ...] = ()
     spec: Spec | None = None
     outcome: Outcome | None = None
     outcome_mod: int = 0  # of one that can't be read
+    hang: Hang | None = None
+    hang_mod: int = 0
+    wanted: Wanted | None = None
+    steps: tuple[Steps, ...] = ()  # of the generation that trains
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
+    stepped: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()  # leases whose ack or report of now can't be read
     malformed: tuple[str, ...] = ()
-    newer: int = 0  # a format version above ours in any of the keys
+    newer: int = 0  # a format version above ours that any of the keys has or asks for
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Of the last world its generation, and how many nodes it has."""
+        if self.round and self.round.phase is Phase.FINAL:
+            return self.round.generation, self.round.nodes
+        return self.ledger.final, self.ledger.nodes
+
+    @property
+    def trains(self) -> int:
+        """The generation whose world trains; 0: none does, or its end is near.
+
+        One that ends for newcomers alone trains until its step is over.
+        """
+        now = self.round
+        if now is None:
+            return 0
+        if now.phase is Phase.FINAL:
+            return now.generation
+        return self.ledger.final if now.joins and now.phase is Phase.JOINABLE else 0
+
+    def part(self, lease: int) -> Participant | None:
+        """What the member with `lease` is in the last world, as far as it is known here."""
+        known = self.page.participants if self.page else self.world
+        return next((p for p in known if p.lease == lease), None)
 
 
 def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     """The keys that the member with `lease` mirrors: a constant number, unless everything."""
-    own = Get(keys.member(lease))
-    watched = (Get(keys.round), Get(keys.ledger), Get(keys.outcome), own)
-    match coverage:
-        case Everything():
-            return (Get(keys.root + "/", prefix=True),)
-        case Narrow(int(coordinator)) if coordinator != lease:
-            return (*watched, Get(keys.member(coordinator)))
-        case Narrow():
-            return watched
+    if isinstance(coverage, Everything):
+        return (Get(keys.root + "/", prefix=True),)
+    own, page = Get(keys.member(lease)), Get(keys.page(coverage.page))
+    whole = (keys.round, keys.ledger, keys.outcome, keys.hang, keys.wanted)
+    watched = (*map(Get, whole), page, own)
+    if coverage.coordinator in (None, lease):
+        return watched
+    return (*watched, Get(keys.member(coverage.coordinator)))
 
 
 def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
@@ -106,14 +152,20 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         spec=spec,
         outcome=outcome,
         outcome_mod=0 if outcome else _mod(kvs.get(keys.outcome)),
+        hang=_value(Hang, kvs.get(keys.hang), bad),
+        hang_mod=_mod(kvs.get(keys.hang)),
+        wanted=_value(Wanted, kvs.get(keys.wanted), bad),
     )
-    if coverage == Everything():
-        view = _with_parts(view, kvs, keys, bad)
+    match coverage:
+        case Everything():
+            view = _with_parts(view, kvs, keys, bad)
+        case Narrow(page=number):
+            view = replace(view, page=_value(Page, kvs.get(keys.page(number)), bad))
     return replace(view, malformed=tuple(bad), newer=_newer(kvs))
 
 
 def _newer(kvs: Mapping[str, KeyValue]) -> int:
-    """The highest format version in these keys, 0 if this program knows it.
+    """The highest format version in these keys or asked for by them, 0 if this program knows it.
 
     Also in keys that this version does not read: to it, what a newer one wrote looks absent, so
     that it would begin anew over a job that lives.
@@ -132,37 +184,56 @@ def _members(
 
 
 def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]) -> View:
-    """The view with acks, reports and history, which only the coordinator needs."""
+    """The view with the world, acks, reports, steps and history, for the coordinator only."""
     now, found = view.round, _by_generation(kvs, keys)
-    final = now.generation if now and now.phase is Phase.FINAL else view.ledger.final
+    final, _ = view.last
     ready = found["acks"].get(now.generation, []) if now else []
+    steps, _ = _read_all(Steps, found["steps"].get(view.trains, []), bad)
     acks, no_acks = _read_all(Ack, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
     return replace(
         view,
+        world=_world(view, kvs, keys, bad),
         acks=tuple(sorted(acks, key=_BY_LEASE)),
         reports=tuple(sorted(reports, key=lambda r: (r.revision, r.lease))),
         history=tuple(sorted((g, kv.value) for g, (kv,) in found["history"].items())),
         acked=tuple(sorted(found["acks"])),
         reported=tuple(sorted(found["reports"])),
+        steps=tuple(sorted(steps, key=_BY_LEASE)),
+        stepped=tuple(sorted(found["steps"])),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
 
 
+def _world(
+    view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]
+) -> tuple[Participant, ...]:
+    """The last world from all of its pages, in rank order; what is left of older ones is not."""
+    on = takewhile(kvs.__contains__, map(keys.page, count()))
+    found = (_value(Page, kvs[key], bad) for key in on)
+    pages = [page for page in found if page and page.generation == view.last[0]]
+    world = [participant for page in pages for participant in page.participants]
+    return tuple(sorted(world, key=_BY_RANK))
+
+
 def _by_generation(kvs: Mapping[str, KeyValue], keys: Keys) -> dict[str, dict[int, list[KeyValue]]]:
     """The keys that belong to a generation, by the folder that they are in."""
-    depth = {"acks": 3, "reports": 3, "history": 2}
-    found: dict[str, dict[int, list[KeyValue]]] = {folder: {} for folder in depth}
-    members, start = keys.members, len(keys.root) + 1
+    found: dict[str, dict[int, list[KeyValue]]] = {folder: {} for folder in _DEPTH}
+    start = len(keys.root) + 1
     for key, kv in kvs.items():
-        if key.startswith(members):
-            continue
-        parts = key[start:].split("/", 3)
-        generation = decimal(parts[1]) if depth.get(parts[0]) == len(parts) else None
-        if generation is not None:
-            found[parts[0]].setdefault(generation, []).append(kv)
+        folder, generation = _place(key, start)
+        if folder:
+            found[folder].setdefault(generation, []).append(kv)
     return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(key: str, start: int) -> tuple[str, int]:
+    """The folder and generation of a key below a job's, "" where it has none."""
+    parts = key[start:].split("/", 3)
+    generation = decimal(parts[1]) if _DEPTH.get(parts[0]) == len(parts) else None
+    return ("", 0) if generation is None else (parts[0], generation)
 
 
 def _read_all(kind: type[V], kvs: list[KeyValue], bad: list[str]) -> tuple[list[V], list[str]]:
@@ -211,19 +282,18 @@ def _malformed(kv: KeyValue, error: ValueError) -> str:
     return f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}"
 
 
-# Values change far less often than views are made: each is decoded once. A round of a thousand
-# nodes takes 300 KB, so that few are kept.
-@lru_cache(maxsize=32)
+# Values change far less often than views are made: each is decoded once.
+@lru_cache(maxsize=128)
 def _decode_value(kind: type[V], kv: KeyValue) -> V:
     return decode(kind, kv.value)
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=1 << 16)
 def _format_of(kv: KeyValue) -> int:
     return format_of(kv.value)
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=1 << 16)
 def _decode_of_node(kind: type[V], kv: KeyValue) -> V:
     lease = unhexed(kv.key.rpartition("/")[2])
     from_key = {"lease": lease, "revision": kv.mod}

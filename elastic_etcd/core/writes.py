@@ -5,22 +5,38 @@ holds its lease), and the round the mod revision on which the decision was made.
 the wall-clock time for people to read; nothing compares it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.core import schema
-from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, ReportEnd, State, Write
-from elastic_etcd.core.rules import Ack, Claim, Close, Finalise, Freeze, Local, Open, Verdict
+from elastic_etcd.core import schema, wanted
+from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, Over, ReportEnd, State, Write, pages
+from elastic_etcd.core.rules import (
+    Ack,
+    Claim,
+    Close,
+    Finalise,
+    Freeze,
+    Local,
+    Open,
+    TakeOver,
+    Verdict,
+)
 from elastic_etcd.core.schema import (
+    Drain,
+    Hang,
     History,
     Keys,
     Ledger,
     Master,
     Member,
     Outcome,
+    Page,
+    Participant,
     Report,
     Spec,
+    Steps,
     decode,
     encode,
 )
@@ -29,62 +45,114 @@ from elastic_etcd.core.view import Everything, Narrow, View, view_of
 
 HISTORY = 100  # generations that are remembered
 FAILURES = 32  # and of each, this many failed workers: a value has its limit in etcd
+NODES = 128  # and so many names
+HANGS = 8  # and so many lines of hangs
+SOME = 16  # members that an agent looks at before it joins
+MANY = 100  # where the spec is gone, and they all go; a Txn has at most 128 operations
 
 
 # --- joining ------------------------------------------------------------------------------
 
 
-def look(keys: Keys) -> tuple[Get, ...]:
-    """What an agent reads before it joins."""
-    members = Get(keys.members, prefix=True)
-    return (Get(keys.spec), Get(keys.outcome), Get(keys.ledger), members)
+def look(keys: Keys, most: int = SOME) -> tuple[Get, ...]:
+    """What an agent reads before it joins; all members read by all would be N x N."""
+    members = Get(keys.members, prefix=True, limit=most)
+    return (Get(keys.spec), Get(keys.outcome), Get(keys.ledger), Get(keys.wanted), members)
+
+
+def look_again(keys: Keys, seen: Snapshot) -> bool:
+    """Whether joining removes members, and there may be more than were seen: see `_orphans`."""
+    members = sum(key.startswith(keys.members) for key in seen.kvs)
+    return members == SOME and keys.spec not in seen.kvs
+
+
+def succeeded(keys: Keys, seen: Snapshot) -> Over | None:
+    """That there is nothing left to do, in a job that nobody wants to run once more.
+
+    Whoever supervises agents starts them again also after the job's success, and a new run would
+    begin to write over what this one has made.
+    """
+    outcome = view_of(seen, keys, Everything()).outcome
+    if outcome is None or outcome.state != Verdict.SUCCEEDED.state:
+        return None
+    when = f" at {outcome.at}" if outcome.at else ""
+    return Over(f"this job has already succeeded{when}; --rerun runs it again")
 
 
 def join(
-    keys: Keys, seen: Snapshot, member: Member, spec: Spec, *, again: bool, last: int = 0
-) -> Txn | str | Outdated:
-    """The Txn by which `member` joins its job, or why it can't.
+    keys: Keys,
+    seen: Snapshot,
+    member: Member,
+    spec: Spec,
+    *,
+    again: bool,
+    rerun: bool = False,
+    last: int = 0,
+) -> Txn | str | Drain | Outdated | Over:
+    """The Txn by which `member` joins its job, or why it can't, or the Drain that keeps it out.
 
     A run goes on until it has an outcome: a node that comes back joins the run it was in, and
     `again` says that it was in run `spec.run`, up to generation `last`. After an outcome, or
-    when nobody lives of a run with other limits, `spec` begins a new run (pytorch/elastic#151).
-    Where nothing is left at all (etcd was wiped) the run it was in begins anew. Generations keep
-    growing over runs, so that no key of an old run is ever mistaken for one of the new.
+    when nobody lives of a run with another --nnodes, `spec` begins a new run
+    (pytorch/elastic#151); after success only for a `rerun`. The run's other limits count for all
+    its agents, whatever theirs are; but when nobody is there who goes by them, they become those
+    of `spec`. Where nothing is left at all (etcd was wiped) the run it was in begins anew.
+    A node that is drained meanwhile comes back into its run `again`, and leaves it as others do.
+    Generations keep growing over runs, so that no key of an old run is ever mistaken for one of
+    the new.
     """
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
+    if not (again or rerun) and (over := succeeded(keys, seen)):
+        return over
+    if not again and (drain := wanted.drained(view, member.node)):
+        return drain
     known = view.spec
-    spoilt = known is None and keys.spec in seen.kvs and not view.outcome
-    if spoilt and view.members:  # the members know which run it is, and go on with it
-        known = replace(spec, run=view.members[0].run)
+    if known is None and keys.spec in seen.kvs and view.members and not view.outcome:
+        known = replace(spec, run=view.members[0].run)  # it is spoilt; the members know the run
     if again and (view.outcome or (known and known.run != spec.run)):
         return "the job ended while this node was cut off"
-    fresh = known is None or view.outcome is not None
-    if known and not fresh and _nnodes(known) != _nnodes(spec):
-        if view.members:
-            return f"--nnodes {_nnodes(spec)} differs from {_nnodes(known)} of the nodes there"
-        fresh = True
-    run = spec.run if known is None or fresh else known.run
-    fence = (
+    if known and not (again or view.members) and wanted.halted(view, known.run):
+        known = None  # all have left, and the last one died before it wrote the outcome
+    own, others = spec.limits.nnodes, known.limits.nnodes if known else ""
+    if known and view.members and not view.outcome and own != others:
+        return f"--nnodes {own} differs from {others[:256]} of the nodes there"
+    fence = _join_fence(keys, seen, member)
+    if known is None or view.outcome or own != others:
+        begun = _begin_run(keys, view, spec, last)
+        return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
+    if _is_deserted(keys, seen) and known.limits != spec.limits:
+        known, fence = replace(known, limits=spec.limits), (*fence, *nobody(keys))
+    renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
+    return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
+
+
+def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
+    joined = replace(member, run=run, joined=view.ledger.generation)
+    return Put(keys.member(member.lease), encode(joined), member.lease)
+
+
+def _join_fence(keys: Keys, seen: Snapshot, member: Member) -> tuple[Compare, ...]:
+    return (
         Compare(keys.member(member.lease), "create", 0),
         Compare(keys.spec, "mod", _mod_of(seen, keys.spec)),
         Compare(keys.outcome, "mod", _mod_of(seen, keys.outcome)),
     )
-    joined = replace(member, run=run, joined=view.ledger.generation)
-    then = Put(keys.member(member.lease), encode(joined), member.lease)
-    if known and spoilt:
-        return Txn(fence, (then, Put(keys.spec, encode(known))))
-    return Txn(fence, (then, *(_begin_run(keys, view, spec, last) if fresh else ())))
+
+
+def _is_deserted(keys: Keys, seen: Snapshot) -> bool:
+    """Whether there is no member key at all, not even of another run."""
+    return not any(key.startswith(keys.members) for key in seen.kvs)
 
 
 def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:
     """The keys of members whose spec was removed by hand: without them they join again.
 
-    Their fence is on the spec that is gone, so they could claim nothing (128 operations a Txn).
+    Their fence is on the spec that is gone, so they could claim nothing.
     """
     orphaned = view.spec is None and view.outcome is None
-    return tuple(Delete(keys.member(m.lease)) for m in view.members[:100] if orphaned)
+    return tuple(Delete(keys.member(m.lease)) for m in view.members if orphaned)
 
 
 def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Delete, ...]:
@@ -95,12 +163,9 @@ def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Del
         Delete(keys.round),
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
+        Delete(keys.world, prefix=True),
         *_orphans(keys, view),
     )
-
-
-def _nnodes(spec: Spec) -> str:
-    return f"{spec.min_nodes}:{spec.max_nodes}"
 
 
 def _mod_of(seen: Snapshot, key: str) -> int:
@@ -127,6 +192,8 @@ def build(
             return _write_report(keys, state.view, local, write.generation, end)
         case Claim() as claim:
             return _write_claim(keys, view, local, claim)
+        case TakeOver() as lead:
+            return _write_take_over(keys, view, local, lead)
         case Open() as open_:
             return _write_open(keys, view, local, open_, now)
         case Freeze() as freeze:
@@ -134,7 +201,7 @@ def build(
         case Ack() as ack:
             return _write_ack(keys, view, local, ack, master)
         case Finalise() as finalise:
-            return _write_finalise(keys, view, local, finalise, now)
+            return _write_finalise(keys, view, local, finalise, now, pages(state))
         case Close() as close:
             return _write_close(keys, view, local, close, now)
 
@@ -154,14 +221,25 @@ def _write_claim(keys: Keys, view: View, local: Local, claim: Claim) -> Txn:
     )
 
 
+def _write_take_over(keys: Keys, view: View, local: Local, lead: TakeOver) -> Txn:
+    """Lead the same final round, which stays bound to no lease.
+
+    The fence does not ask for the coordinator before: one that is gone or leaving stays so.
+    """
+    return Txn(_round_fence(keys, view, local), (Put(keys.round, encode(lead.round)),))
+
+
 def _write_open(keys: Keys, view: View, local: Local, opened: Open, now: str) -> Txn:
     """Make the round joinable; settle the last world's history and remove what is old."""
     last = view.ledger.final
+    trains = last if opened.round.joins else 0  # until its step is over it may hang
     stale: list[Put | Delete] = [
         Delete(keys.acks(g), prefix=True) for g in view.acked if g < opened.round.generation
     ]
     stale += [Delete(keys.reports(g), prefix=True) for g in view.reported if g < last]
     stale += [Delete(keys.history(g)) for g, _ in view.history[:-HISTORY]]
+    stale += [Delete(keys.steps(g), prefix=True) for g in view.stepped if g != trains]
+    stale += [Delete(keys.hang)] if view.hang_mod and not trains else []
     return Txn(
         _round_fence(keys, view, local),
         (
@@ -173,23 +251,25 @@ def _write_open(keys: Keys, view: View, local: Local, opened: Open, now: str) ->
 
 
 def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze) -> Txn:
-    """Fix the participants, their ranks, and what the last failure cost."""
+    """From here on no ack is written: their fence is the round's older revision."""
     put = Put(keys.round, encode(freeze.round), local.lease)
     why = freeze.round.reason  # by now it is known whose failure it was
     return Txn(_round_fence(keys, view, local), (put, *_settle_history(keys, view, ended=why)))
 
 
-def _write_finalise(keys: Keys, view: View, local: Local, finalise: Finalise, now: str) -> Txn:
-    """The world and its master endpoint in one Txn, bound to no lease from here on."""
+def _write_finalise(
+    keys: Keys, view: View, local: Local, finalise: Finalise, now: str, pages: int
+) -> Txn:
+    """The world, ranks and master endpoint in one Txn, bound to no lease from here on."""
     final = finalise.round
     began = History(
         generation=final.generation,
         run=final.run,
         began=final.reason,
         began_at=now,
-        coordinator=next(m.node for m in view.members if m.lease == local.lease),
-        nodes=tuple(p.node for p in final.participants),
-        world_size=sum(p.nproc for p in final.participants),
+        coordinator=final.node,
+        nodes=tuple(p.node for p in finalise.world[:NODES]),
+        world_size=final.world_size,
         restarts=final.restarts,
     )
     return Txn(
@@ -198,8 +278,17 @@ def _write_finalise(keys: Keys, view: View, local: Local, finalise: Finalise, no
             Put(keys.round, encode(final)),
             Put(keys.ledger, encode(finalise.ledger)),
             Put(keys.history(final.generation), encode(began)),
+            *_write_pages(keys, finalise, pages),
         ),
     )
+
+
+def _write_pages(keys: Keys, finalise: Finalise, pages: int) -> Iterator[Put]:
+    found: list[list[Participant]] = [[] for _ in range(pages)]
+    for participant in finalise.world:
+        found[participant.lease % pages].append(participant)
+    for number, on in enumerate(found):
+        yield Put(keys.page(number), encode(Page(finalise.round.generation, tuple(on))))
 
 
 def _write_close(keys: Keys, view: View, local: Local, close: Close, now: str) -> Txn:
@@ -227,7 +316,8 @@ def _write_report(
 ) -> Txn:
     """How this node's workers of `generation` ended. Bound to no lease: it outlives the node.
 
-    A failure is a cause only as long as its world stands, so it is fenced by the round.
+    A failure is a cause only as long as its world stands, so it is fenced by the ledger: the next
+    claim writes that, and a change of coordinator does not.
     """
     fence: tuple[Compare, ...] = (
         Compare(keys.member(local.lease), "create", local.created),
@@ -237,9 +327,41 @@ def _write_report(
     if end.victim:  # it may be the cause all the same: written, and only its answer lost
         fence = (*fence, Compare(key, "version", 0))
     elif view and end.failure:
-        fence = (*fence, Compare(keys.round, "mod", view.round_mod))
+        fence = (*fence, Compare(keys.ledger, "mod", view.ledger_mod))
     report = Report(local.lease, 0, end.failure, end.victim)
     return Txn(fence, (Put(key, encode(report)),))
+
+
+# --- hangs --------------------------------------------------------------------------------
+
+
+def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
+    """Where this node's workers are, as long as their generation is the job's."""
+    fence = (
+        Compare(keys.member(local.lease), "create", local.created),
+        Compare(keys.ledger, "mod", view.ledger_mod),
+    )
+    key = keys.step(local.running, local.lease)
+    return Txn(fence, (Put(key, encode(steps), local.lease),))
+
+
+def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
+    """The coordinator's question or its answer, which is also the world's history if it is a hang.
+
+    Bound to no lease: who takes over the lead goes on with it.
+    """
+    told = _history_with(keys, view, hang) if hang.alarm else ()
+    fence = (*_round_fence(keys, view, local), Compare(keys.hang, "mod", view.hang_mod))
+    return Txn(fence, (Put(keys.hang, encode(hang)), *told))
+
+
+def _history_with(keys: Keys, view: View, hang: Hang) -> tuple[Put, ...]:
+    entry = dict(view.history).get(hang.generation)
+    if entry is None:
+        return ()
+    known = _known_history(hang.generation, entry)
+    lines = (*(known.hangs or ()), hang.line)[-HANGS:]
+    return (Put(keys.history(hang.generation), encode(replace(known, hangs=lines))),)
 
 
 # --- leaving ------------------------------------------------------------------------------
@@ -267,7 +389,7 @@ def nobody(keys: Keys) -> tuple[Compare, ...]:
 
 def stop(keys: Keys, view: View, local: Local, now: str) -> Txn:
     """Stop the job, which its last member has left."""
-    why = "the last node left"
+    why = wanted.why_stopped(view, local.run)
     stopped = Verdict.STOPPED.outcome(local.run, view.ledger.generation, why, None)
     outcome = replace(stopped, at=now)
     settled = _settle_history(keys, view, ended=why, ended_at=now, outcome=outcome)
@@ -292,6 +414,9 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.ledger),
         Delete(keys.acks(), prefix=True),
         Delete(keys.reports(), prefix=True),
+        Delete(keys.world, prefix=True),
+        Delete(keys.hang),
+        Delete(keys.steps(), prefix=True),
     )
 
 
@@ -303,9 +428,13 @@ def _settle_history(keys: Keys, view: View, **ended: Any) -> tuple[Put, ...]:
         return ()
     failures = [r.failure for r in view.reports if r.failure][:FAILURES]
     short = [replace(f, message="") for f in failures[1:]]
-    try:
-        known = decode(History, entry)
-    except ValueError:
-        known = History(last)
+    known = _known_history(last, entry)
     known = replace(known, failures=(*failures[:1], *short), **ended)
     return (Put(keys.history(last), encode(known)),)
+
+
+def _known_history(generation: int, entry: str) -> History:
+    try:
+        return decode(History, entry)
+    except ValueError:
+        return History(generation)

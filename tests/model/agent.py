@@ -9,11 +9,12 @@ from msgspec import structs
 
 from elastic_etcd.core import lifecycle, writes
 from elastic_etcd.core.lifecycle import Action, Event, Lasted, State, ViewChanged, Write
-from elastic_etcd.core.rules import Ack, Limits, Verdict
-from elastic_etcd.core.schema import Ledger, Master, Member, Phase, Round
+from elastic_etcd.core.rules import Ack, Verdict
+from elastic_etcd.core.schema import Ledger, Limits, Master, Member, Phase, Round
+from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
 from elastic_etcd.core.view import Coverage, View, covered, view_of
-from tests.model.invariants import check_budget, check_format
+from tests.model.invariants import check_budget, check_format, check_joins, check_leavers
 from tests.model.node import Numbers, owner
 from tests.model.store import KEYS, Store
 
@@ -23,6 +24,7 @@ BLANK: dict[str, Any] = {
     "round": Round(0, Phase.SETUP, 0, "", RUN),
     "generation": 0,
     "ledger": Ledger(),
+    "world": (),
     "outcome": Verdict.SUCCEEDED.outcome(RUN, 0, "", None),
 }
 
@@ -66,12 +68,14 @@ class Agent:
 
     def _step(self, before: State, event: Event | int, now: float) -> Step:
         happened = ViewChanged(self.views[event]) if isinstance(event, int) else event
-        state, actions = lifecycle.step(before, happened, now, self.limits)
+        state, actions = lifecycle.step(before, happened, now)
         write = next((a for a in actions if isinstance(a, Write)), None)
         check_format(before, happened, actions)
         txn = 0
         if write:
             check_budget(state, write, self.limits)
+            check_joins(state, write, self.limits)
+            check_leavers(state, write, now, self.limits)
             txn = self.txns.of(_txn(state, write))
             state = structs.replace(state, pending=_bare_write(write))
         others = tuple(a for a in actions if not isinstance(a, Write))
@@ -89,9 +93,16 @@ class Agent:
         if state.timer is not None and state.timer != before.timer:
             state = structs.replace(state, timer=state.timer - now)
         silent = None if state.silent_since is None else 0.0
-        return structs.replace(
-            state, logged="", phase_since=0.0, join_since=0.0, silent_since=silent
-        )
+        since = self._began(before, state, now)
+        vacant = None if state.vacant_since is None else 0.0
+        still = {"phase_since": since, "join_since": 0.0, "vacant_since": vacant}
+        return structs.replace(state, logged="", silent_since=silent, **still)
+
+    def _began(self, before: State, state: State, now: float) -> float:
+        """Since when a world is seen: for long, if an agent has waited in it for a suspect."""
+        if state.phase_since != before.phase_since:
+            return 0.0
+        return state.phase_since - now if now >= LONGEST else state.phase_since
 
 
 def lasted(state: State, view: View) -> bool:
@@ -103,15 +114,18 @@ def lasted(state: State, view: View) -> bool:
 
 
 def leaves_out(state: State, hung: tuple[int, ...]) -> bool:
-    """Whether a coordinator that waits no longer leaves somebody out who would come."""
+    """Whether a coordinator that waits no longer leaves somebody out who would come, or go."""
     view, now = state.view, state.view.round if state.view else None
     if view is None or now is None or now.phase is not Phase.JOINABLE:
         return False
     if now.coordinator != state.local.lease:
         return False
+    last = {p.lease for p in view.world}
     live = {m.lease for m in view.members if not m.leaving}
+    leavers = {m.lease for m in view.members if m.leaving} & last
     missing = live - {ack.lease for ack in view.acks} - {state.local.lease}
-    return not live.isdisjoint(view.ledger.group_ranks) and not missing <= set(hung)
+    awaited = leavers if live.isdisjoint(last) else leavers | missing
+    return not awaited <= set(hung)
 
 
 def _bare_write(write: Write) -> Write:

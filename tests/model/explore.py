@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import Spec, encode
+from elastic_etcd.core.schema import Limits, Spec, encode
 from elastic_etcd.core.txn import Put, Txn
 from tests.model.agent import RUN
 from tests.model.goals import Goals
@@ -74,7 +73,7 @@ class Search:
         self.budgets = Budgets(faults)
         self.nodes: Numbers[Node] = Numbers()
         self.moves: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
-        spec = Put(KEYS.spec, encode(Spec(RUN, 1, 1)))
+        spec = Put(KEYS.spec, encode(Spec(RUN, Limits(1, 1))))
         store = self.system.stores.of(Store().apply(Txn((), (spec,)))[0])
         first = tuple(self.nodes.of(self.system.fresh(Node(i))) for i in range(count))
         self.worlds: list[World] = [(store, *first)]
@@ -166,7 +165,8 @@ class Search:
                     seen[before] = 1
                     queue.append(before)
         for at, (number, _) in enumerate(self.queue):
-            if not seen[number] and self.goals.able(self._nodes(self.worlds[number][1:])):
+            store, *left = self.worlds[number]
+            if not seen[number] and self.goals.able(store, self._nodes(left)):
                 return "I6: no final world can be reached any more", at
         return "", -1
 

@@ -4,7 +4,7 @@ from functools import cache
 
 from elastic_etcd.core.lifecycle import Finished
 from elastic_etcd.core.schema import Ledger, Outcome, Phase, decode
-from tests.model.invariants import is_done, round_of
+from tests.model.invariants import is_done, is_drained, round_of, sizes, wanted_of, world_of
 from tests.model.node import Node
 from tests.model.store import KEYS, NEWER
 from tests.model.world import System
@@ -22,7 +22,7 @@ class Goals:
     def good(self, store: int, nodes: tuple[Node, ...]) -> bool:
         """What liveness must reach: a final world that trains, or the end of the job.
 
-        Who waits is in it if there is room and no participant is done.
+        Who waits is in it if that makes a larger one and no participant is done.
         In a job of a newer format it is the end of all agents.
         """
         generation, awaited = self.final(store)
@@ -34,7 +34,10 @@ class Goals:
         if not awaited <= up | {n.lease for n in nodes if n.hung}:
             return False
         world = self.open(store)
-        return world is None or all(n.lease in world for n in self._able(nodes))
+        if world is None:
+            return True
+        there = world | {n.lease for n in self._able(store, nodes)}
+        return not any(len(world) < size <= len(there) for size in sizes(self.limits))
 
     def _finished(self, node: Node, generation: int) -> bool:
         state = self.agent.states[node.state] if node.state else None
@@ -51,28 +54,37 @@ class Goals:
         if store.value(NEWER) is not None:
             return -1, frozenset()
         now = round_of(store)
-        if now is None or now.phase is not Phase.FINAL:
+        if now is None or now.phase is not Phase.FINAL or wanted_of(store).stop:
             return 0, frozenset({0})
-        leases = {p.lease for p in now.participants}
+        leases = {p.lease for p in world_of(store)}
         done = {lease for lease in leases if is_done(store, now.generation, lease)}
+        able = leases - done - {*store.hung}
+        if any(p.lease in able and is_drained(store, p.node) for p in world_of(store)):
+            return 0, frozenset({0})
         return now.generation, frozenset(leases - done)
 
-    def able(self, nodes: tuple[Node, ...]) -> bool:
-        """Whether min agents are alive, so that liveness asks for a final world."""
-        return len(self._able(nodes)) >= self.limits.min_nodes
+    def able(self, store: int, nodes: tuple[Node, ...]) -> bool:
+        """Whether min agents are alive, so that liveness asks for a final world.
 
-    def _able(self, nodes: tuple[Node, ...]) -> list[Node]:
+        In a job that is to stop it asks one for its end.
+        """
+        if wanted_of(self.stores[store]).stop:
+            return any(n.state and n.lease and not n.hung for n in nodes)
+        return len(self._able(store, nodes)) >= self.limits.min_nodes
+
+    def _able(self, store: int, nodes: tuple[Node, ...]) -> list[Node]:
         """The nodes that could train."""
-        alive = [n for n in nodes if n.state and not n.hung]
+        there = [n for n in nodes if n.state and not n.hung]
+        alive = [n for n in there if not is_drained(self.stores[store], n.name)]
         return [n for n in alive if not self.agent.states[n.state].local.leaving]
 
     def _open(self, number: int) -> frozenset[int] | None:
-        """The leases in the final world, None if it is full or begins to finish."""
+        """The leases in the final world, None if there is none or it begins to finish."""
         store = self.stores[number]
         now = round_of(store)
-        if now is None or len(now.participants) >= self.limits.max_nodes:
+        if now is None:
             return None
-        leases = frozenset(p.lease for p in now.participants)
+        leases = frozenset(p.lease for p in world_of(store))
         return None if any(is_done(store, now.generation, lease) for lease in leases) else leases
 
     def _counted(self, number: int) -> int:

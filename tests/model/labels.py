@@ -1,7 +1,7 @@
 """What transitions are called: for people who read a trace, and to say what a search reached."""
 
 from elastic_etcd.core.lifecycle import MarkLeaving, ReportEnd, State
-from tests.model.invariants import round_of
+from tests.model.invariants import is_done, round_of
 from tests.model.node import Node, owner
 from tests.model.store import KEYS, Store
 
@@ -29,9 +29,9 @@ def relation(store: Store, node: Node) -> str:
 
 
 def instead(what: str, store: Store, node: Node) -> str:
-    """Of a claim, in whose place it coordinates: " instead of one lost in frozen"."""
+    """Of a new coordinator, in whose place it leads: " instead of one lost in frozen"."""
     now = round_of(store)
-    if what != "claim":
+    if what not in ("claim", "takeover"):
         return ""
     if now is None:
         other = store.lost is not None and store.lost[0] != node.number
@@ -39,5 +39,7 @@ def instead(what: str, store: Store, node: Node) -> str:
     if owner(now.coordinator) == node.number:
         return ""
     value = store.value(KEYS.member(now.coordinator))
-    leaves = "leaving" if value else "lost"
-    return f", instead of one {leaves} in {now.phase}"
+    went = "leaving" if value else "lost"
+    if is_done(store, now.generation, now.coordinator):
+        went = f"done and {went}"
+    return f", instead of one {went} in {now.phase}"

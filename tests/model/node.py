@@ -74,10 +74,14 @@ class Faults(NamedTuple):
     slow: int = 0  # a Txn is applied, its answer comes whenever that may be
     stop: int = 0  # SIGSTOP to an agent that has not looked at its newest view; then SIGCONT
     long: int = 0  # an agent has seen a world last for half of --restart-window
-    tired: int = 0  # a live agent is not ready in time, and left out of a world
+    tired: int = 0  # a live agent is not ready, or does not leave, in time: a world is without it
     hang: int = 0  # an agent does nothing any more, but its lease lives
     silent: int = 0  # etcd does not answer an agent's keepalive, until it does
+    elastic: int = 0  # a node's workers say that they recover in process
+    finish: int = 0  # a node's training is over, and its workers still run
     newer: int = 0  # an agent of a newer format version writes a key
+    drain: int = 0  # somebody drains a node, and may undrain it
+    halt: int = 0  # somebody stops the job
 
     def __str__(self) -> str:
         """Those that may happen: "crash=1 back=1"."""

@@ -7,7 +7,7 @@ lead to the same keys are one state.
 
 from typing import NamedTuple
 
-from elastic_etcd.core.schema import Keys
+from elastic_etcd.core.schema import Keys, Participant
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 
 KEYS = Keys("/m/j")
@@ -23,14 +23,15 @@ def _revision(value: str) -> int:
 class Store(NamedTuple):
     """Sorted (key, value, lease), and what is to be remembered of keys that are gone.
 
-    `top` is the highest generation and `final` the newest final world that was ever written.
+    `top` is the highest generation and `final` the newest final round that was ever
+    written, with each of its participants.
     `lost` is whose round went with its coordinator's lease, and in which phase, until the next
     claim. `hung` are the leases of agents that do nothing any more.
     """
 
     kvs: tuple[tuple[str, str, int], ...] = ()
     top: int = 0
-    final: tuple[int, str] = (0, "")
+    final: tuple[int, tuple[tuple[str, Participant], ...]] = (0, ())
     lost: tuple[int, str] | None = None
     hung: tuple[int, ...] = ()
 

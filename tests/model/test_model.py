@@ -1,15 +1,17 @@
-"""The rendezvous, explored completely: every interleaving, every fault, I1-I8 at each step."""
+"""The rendezvous, explored completely: every interleaving, every fault, I1-I12 at each step."""
 
 import pytest
 
+from elastic_etcd.core import rules
 from elastic_etcd.core.schema import Phase
-from tests.model.cases import CASES, Case, limits
+from tests.model.cases import CASES, DONE_AND_LOST, LOST, Case, limits
 from tests.model.explore import Search
-from tests.model.invariants import round_of
+from tests.model.invariants import round_of, world_of
 from tests.model.node import Faults
+from tests.model.store import KEYS
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_interleaving(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     result = case.run()
@@ -27,13 +29,27 @@ def test_a_lease_that_is_armed_again_outlives_a_formation() -> None:
     worlds, stores, nodes = search.worlds, search.system.stores, search.nodes
 
     def dead(world: tuple[int, ...], phase: Phase) -> set[int]:
-        """The dead whose leases are in a round of this phase."""
+        """The dead who are ready in a round of this phase."""
         now = round_of(stores[world[0]])
+        if now is None or now.phase is not phase:
+            return set()
         gone = {node.lease for n in world[1:] if not (node := nodes[n]).state and node.lease}
-        return gone & {p.lease for p in now.participants} if now and now.phase is phase else set()
+        return {lease for lease in gone if stores[world[0]].value(KEYS.ack(now.generation, lease))}
+
+    def taken(world: tuple[int, ...]) -> set[int]:
+        return {p.lease for p in world_of(stores[world[0]])}
 
     steps = ((worlds[b], worlds[a]) for a, before in enumerate(search.back) for b in before)
-    assert any(dead(a, Phase.FINAL) & dead(b, Phase.FROZEN) for b, a in steps)
+    both = ((dead(b, Phase.FROZEN) & dead(a, Phase.FINAL), a) for b, a in steps)
+    assert any(gone & taken(a) for gone, a in both)
+
+
+def test_r10_who_waits_for_the_first_ranks_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than eight nodes some wait; here of two."""
+    monkeypatch.setattr(rules, "FIRST_RANKS", 1)
+    result = Search(limits(1, 2), 2, Faults(crash=1, done=1)).run()
+    assert not result.violation, result
+    assert not {*LOST, *DONE_AND_LOST} - result.reached
 
 
 def test_a_budget_that_another_includes_leads_nowhere_else() -> None:

@@ -10,13 +10,40 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elastic_etcd.core import lifecycle, rules, view, writes
-from elastic_etcd.core.lifecycle import Action, Event, LeaseLost, Life, State, ViewChanged
-from elastic_etcd.core.rules import Claim, Decision, Elapsed, Freeze, Limits, Local, Run, Wait
-from elastic_etcd.core.schema import Ack, Keys, Member, Phase, Round, encode
+from elastic_etcd.core import lifecycle, rules, suspects, view, wanted, writes
+from elastic_etcd.core.lifecycle import (
+    Action,
+    Event,
+    LeaseLost,
+    Life,
+    ReportEnd,
+    State,
+    ViewChanged,
+)
+from elastic_etcd.core.rules import (
+    Claim,
+    Decision,
+    Elapsed,
+    Local,
+    Run,
+    TakeOver,
+    Wait,
+)
+from elastic_etcd.core.schema import (
+    Ack,
+    Keys,
+    Lease,
+    Limits,
+    Master,
+    Member,
+    Participant,
+    Phase,
+    Round,
+    encode,
+)
 from elastic_etcd.core.txn import Compare, Delete, KeyValue, Put, Txn
 from elastic_etcd.core.view import View
-from tests.model.cases import HASTY, limits
+from tests.model.cases import HASTY, LISTED, STRICT, limits, wary
 from tests.model.explore import Search
 from tests.model.node import Faults, owner
 
@@ -35,20 +62,21 @@ def same_generation_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def acks_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    joinable = rules._lead_joinable
+    joinable, frozen = rules._lead_joinable, rules._lead_frozen
+    patch.setattr(rules, "_lead_joinable", lambda seen, *args: joinable(_all_ready(seen), *args))
+    patch.setattr(rules, "_lead_frozen", lambda seen, *args: frozen(_all_ready(seen), *args))
 
-    def mutant(view: View, now: Round, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
-        acks = tuple(Ack(m.lease) for m in view.members)
-        return joinable(structs.replace(view, acks=acks), now, local, asked, elapsed)
 
-    patch.setattr(rules, "_lead_joinable", mutant)
+def _all_ready(seen: View) -> View:
+    acks = tuple(Ack(m.lease, Master("n", 1)) for m in seen.members)
+    return structs.replace(seen, acks=acks)
 
 
 def old_workers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
 
-    def mutant(now: Round, local: Local) -> Decision | None:
-        return own_part(now, structs.replace(local, running=0))
+    def mutant(view: View, now: Round, local: Local) -> Decision | None:
+        return own_part(view, now, structs.replace(local, running=0))
 
     patch.setattr(rules, "_own_part", mutant)
 
@@ -60,6 +88,14 @@ def everybody_takes_part(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "choose", mutant)
 
 
+def any_number_trains(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Limits, "largest", lambda asked, nodes: min(nodes, asked.max_nodes))
+
+
+def newcomers_end_a_world_that_gets_no_larger(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Limits, "larger", lambda _, nodes: nodes + 1)
+
+
 def rounds_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     def mutant(keys: Keys, view: View, local: Local) -> tuple[Compare, ...]:
         del view
@@ -69,38 +105,105 @@ def rounds_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lost_coordinator_is_not_replaced(patch: pytest.MonkeyPatch) -> None:
-    claim = rules._claim
+    replaced = rules._replace_coordinator
 
-    def mutant(view: View, local: Local, reason: str, **planned: bool) -> Decision:
-        if reason.endswith("is lost"):
-            return Wait(reason)
-        return claim(view, local, reason, **planned)
+    def mutant(seen: View, local: Local) -> Decision:
+        return replaced(seen, local) if seen.round is None else Wait("is lost")
 
-    patch.setattr(rules, "_claim", mutant)
+    patch.setattr(rules, "_replace_coordinator", mutant)
+
+
+def who_waits_for_the_first_ranks_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rules, "FIRST_RANKS", 1)
+    patch.setattr(rules, "LEAD_TURN", float("inf"))
+
+
+def a_lost_coordinator_ends_its_world(patch: pytest.MonkeyPatch) -> None:
+    def mutant(seen: View, local: Local) -> Decision:
+        return rules._claim(seen, local, "the coordinator is lost")
+
+    patch.setattr(rules, "_replace_coordinator", mutant)
+
+
+def everybody_leads(patch: pytest.MonkeyPatch) -> None:
+    own_part = rules._own_part
+
+    def mutant(view: View, now: Round, local: Local) -> Decision | None:
+        mine = own_part(view, now, local)
+        leads = now.phase is not Phase.FINAL or now.coordinator == local.lease
+        if mine or leads or local.running:
+            return mine
+        return TakeOver("mine", structs.replace(now, coordinator=local.lease))
+
+    patch.setattr(rules, "_own_part", mutant)
+
+
+def who_takes_over_fences_nothing(patch: pytest.MonkeyPatch) -> None:
+    def mutant(keys: Keys, seen: View, local: Local, lead: TakeOver) -> Txn:
+        del seen, local
+        return Txn((), (Put(keys.round, encode(lead.round)),))
+
+    patch.setattr(writes, "_write_take_over", mutant)
+
+
+def who_takes_over_drops_the_lost(patch: pytest.MonkeyPatch) -> None:
+    replaced = rules._replace_coordinator
+
+    def mutant(seen: View, local: Local) -> Decision:
+        decision, now = replaced(seen, local), seen.round
+        if isinstance(decision, Claim) or now is None or now.nodes == 1:
+            return decision
+        less = structs.replace(now, nodes=now.nodes - 1, coordinator=local.lease)
+        return structs.replace(decision, round=less)
+
+    patch.setattr(rules, "_replace_coordinator", mutant)
+
+
+def a_failure_is_fenced_by_the_round(patch: pytest.MonkeyPatch) -> None:
+    """As every other write; but the round has another coordinator meanwhile."""
+    report = writes._write_report
+
+    def mutant(keys: Keys, seen: View | None, local: Local, generation: int, end: ReportEnd) -> Txn:
+        txn = report(keys, seen, local, generation, end)
+        round_ = Compare(keys.round, "mod", seen.round_mod if seen else 0)
+        return replace(
+            txn, compare=tuple(round_ if c.key == keys.ledger else c for c in txn.compare)
+        )
+
+    patch.setattr(writes, "_write_report", mutant)
+
+
+def a_world_without_its_coordinator_is_over(patch: pytest.MonkeyPatch) -> None:
+    present = lifecycle._present
+
+    def mutant(state: State) -> bool:
+        return present(state) and bool(state.view and state.view.coordinator)
+
+    patch.setattr(lifecycle, "_present", mutant)
 
 
 def one_done_is_all_done(patch: pytest.MonkeyPatch) -> None:
     done = rules._done
-    patch.setattr(rules, "_done", lambda v: set(v.ledger.group_ranks) if done(v) else set())
+    patch.setattr(rules, "_done", lambda v: {p.lease for p in v.world} if done(v) else set())
 
 
 def workers_start_when_frozen(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
 
-    def mutant(now: Round, local: Local) -> Decision | None:
-        if now.phase is Phase.FROZEN and now.group_rank(local.lease) and not local.running:
-            return Run("early", now)
-        return own_part(now, local)
+    def mutant(view: View, now: Round, local: Local) -> Decision | None:
+        if now.phase is Phase.FROZEN and now.coordinator != local.lease and not local.running:
+            return Run("early", now, Participant(Lease(local.lease), "", 1, 1, 1))
+        return own_part(view, now, local)
 
     patch.setattr(rules, "_own_part", mutant)
 
 
 def group_ranks_are_the_node_s(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Round, lease: int) -> int | None:
-        nodes = [owner(p.lease) for p in self.participants]
-        return nodes.index(owner(lease)) if owner(lease) in nodes else None
+    def mutant(self: View, lease: int) -> Participant | None:
+        known = self.page.participants if self.page else self.world
+        return next((p for p in known if owner(p.lease) == owner(lease)), None)
 
-    patch.setattr(Round, "group_rank", mutant)
+    patch.setattr(View, "part", mutant)
 
 
 def a_lost_lease_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
@@ -121,8 +224,8 @@ def whoever_leaves_stops_the_job(patch: pytest.MonkeyPatch) -> None:
 def who_was_told_of_no_ack_does_not_start(patch: pytest.MonkeyPatch) -> None:
     own_part = rules._own_part
 
-    def mutant(now: Round, local: Local) -> Decision | None:
-        mine = own_part(now, local)
+    def mutant(view: View, now: Round, local: Local) -> Decision | None:
+        mine = own_part(view, now, local)
         unsure = isinstance(mine, Run) and local.acked != now.generation
         return None if unsure else mine
 
@@ -136,7 +239,7 @@ def reports_are_only_cleared_by_a_final(patch: pytest.MonkeyPatch) -> None:
     def renamed(kv: KeyValue, keys: Keys, final: int) -> KeyValue:
         ours = kv.key.startswith(keys.reports())
         lease = int(kv.key.rpartition("/")[2], 16) if ours else 0
-        return replace(kv, key=keys.report(final, lease)) if ours else kv
+        return structs.replace(kv, key=keys.report(final, lease)) if ours else kv
 
     def read(seen: View, kvs: dict[str, KeyValue], keys: Keys, bad: list[str]) -> View:
         now = seen.round
@@ -168,10 +271,10 @@ def an_answer_is_to_what_is_seen(patch: pytest.MonkeyPatch) -> None:
 def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
     vanished, react = rules.vanished, lifecycle._react
 
-    def mutant(state: State, now: float, asked: Limits, actions: list[Action]) -> State:
-        state = react(state, now, asked, actions)
+    def mutant(state: State, now: float, actions: list[Action]) -> State:
+        state = react(state, now, actions)
         if state.life is Life.LOST and state.view:
-            return lifecycle._decide(state, state.view, now, asked, actions)
+            return lifecycle._decide(state, state.view, now, actions)
         return state
 
     patch.setattr(lifecycle, "vanished", lambda seen, local: local.lease and vanished(seen, local))
@@ -205,8 +308,8 @@ def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
 def clocks_run_while_etcd_is_silent(patch: pytest.MonkeyPatch) -> None:
     decided = lifecycle._decide
 
-    def mutant(state: State, seen: View, now: float, asked: Limits, actions: list[Action]) -> State:
-        after = decided(structs.replace(state, silent_since=None), seen, now, asked, actions)
+    def mutant(state: State, seen: View, now: float, actions: list[Action]) -> State:
+        after = decided(structs.replace(state, silent_since=None), seen, now, actions)
         return structs.replace(after, silent_since=state.silent_since)
 
     patch.setattr(lifecycle, "_decide", mutant)
@@ -221,14 +324,26 @@ def whoever_lives_is_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_lead_joinable", mutant)
 
 
+def a_leaving_node_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rules, "_await_leavers", lambda *_: None)
+
+
+def a_leaving_node_is_awaited_without_end(patch: pytest.MonkeyPatch) -> None:
+    await_leavers = rules._await_leavers
+
+    def mutant(seen: View, asked: Limits, elapsed: Elapsed) -> Decision | None:
+        return await_leavers(seen, asked, structs.replace(elapsed, phase=0.0))
+
+    patch.setattr(rules, "_await_leavers", mutant)
+
+
 def who_is_left_out_is_in_the_world(patch: pytest.MonkeyPatch) -> None:
-    freeze = rules._freeze
+    frozen = rules._lead_frozen
 
-    def mutant(seen: View, now: Round, ready: list[Member], *args: Any) -> Decision:
-        taken = rules._live(seen) if seen.ledger.group_ranks else ready
-        return freeze(seen, now, taken, *args)
+    def mutant(seen: View, *args: Any) -> Decision:
+        return frozen(_all_ready(seen) if seen.world else seen, *args)
 
-    patch.setattr(rules, "_freeze", mutant)
+    patch.setattr(rules, "_lead_frozen", mutant)
 
 
 def newcomers_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
@@ -241,19 +356,28 @@ def newcomers_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_take_in", mutant)
 
 
-def a_failure_counts_from_the_freeze(patch: pytest.MonkeyPatch) -> None:
-    freeze = writes._write_freeze
+def a_failure_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    frozen = rules._lead_frozen
 
-    def mutant(keys: Keys, seen: View, local: Local, decision: Freeze) -> Txn:
-        txn = freeze(keys, seen, local, decision)
-        ledger = structs.replace(seen.ledger, restarts=decision.round.restarts)
-        return replace(txn, then=(*txn.then, Put(keys.ledger, encode(ledger))))
+    def mutant(seen: View, now: Round, *args: Any) -> Decision:
+        more = now.restarts > seen.ledger.restarts
+        return frozen(seen, structs.replace(now, restarts=now.restarts + more), *args)
 
-    patch.setattr(writes, "_write_freeze", mutant)
+    patch.setattr(rules, "_lead_frozen", mutant)
 
 
 def what_a_peer_seems_to_have_caused_is_kept_back_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_release_failure", lambda state, _: state)
+
+
+def who_is_done_has_nothing_left(patch: pytest.MonkeyPatch) -> None:
+    own_part = rules._own_part
+
+    def mutant(view: View, now: Round, local: Local) -> Decision | None:
+        done = local.reported == local.running
+        return own_part(view, now, structs.replace(local, running=0) if done else local)
+
+    patch.setattr(rules, "_own_part", mutant)
 
 
 def a_newer_format_is_as_good_as_absent(patch: pytest.MonkeyPatch) -> None:
@@ -267,6 +391,68 @@ def a_newer_format_is_as_good_as_absent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_absorb", mutant)
 
 
+def suspects_never_take_part(patch: pytest.MonkeyPatch) -> None:
+    joinable = rules._lead_joinable
+
+    def mutant(seen: View, now: Round, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
+        known = suspects.doubted(seen.ledger.suspects, asked.suspect_after)
+        trusted = {m.lease for m in seen.members if m.node not in known}
+        acks = tuple(ack for ack in seen.acks if ack.lease in trusted)
+        own = local.acked if local.lease in trusted else 0
+        less = structs.replace(seen, acks=acks), structs.replace(local, acked=own)
+        return joinable(less[0], now, less[1], asked, elapsed)
+
+    patch.setattr(rules, "_lead_joinable", mutant)
+
+
+def suspects_use_up_the_budget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(suspects, "doubted", lambda *_: frozenset())
+
+
+def suspects_are_left_out_for_ever(patch: pytest.MonkeyPatch) -> None:
+    left = suspects.left
+    patch.setattr(suspects, "left", lambda *asked: float("inf") if left(*asked) else 0.0)
+
+
+def who_is_cut_off_trains_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "_give_up_lease", lambda state, *_: state)
+
+
+def who_is_cut_off_and_leaves_has_time(patch: pytest.MonkeyPatch) -> None:
+    give_up = lifecycle._give_up_lease
+
+    def mutant(state: State, *rest: Any) -> State:
+        return state if state.local.stopping else give_up(state, *rest)
+
+    patch.setattr(lifecycle, "_give_up_lease", mutant)
+
+
+def nobody_hurries(patch: pytest.MonkeyPatch) -> None:
+    stop = lifecycle._stop_workers
+
+    def mutant(state: State, *rest: Any) -> State:
+        return state if state.local.patient else stop(state, *rest)
+
+    patch.setattr(lifecycle, "_stop_workers", mutant)
+
+
+def newcomers_end_what_comes_after_the_training(patch: pytest.MonkeyPatch) -> None:
+    final = rules._lead_final
+
+    def mutant(seen: View, now: Round, local: Local, *rest: Any) -> Decision:
+        return final(seen, now, structs.replace(local, finished=False), *rest)
+
+    patch.setattr(rules, "_lead_final", mutant)
+
+
+def a_drain_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "_heed_order", lambda state: state)
+
+
+def who_is_told_to_stop_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wanted, "halted", lambda *_: None)
+
+
 TWO, ONE = limits(1, 2), limits(1, 1)
 MUTANTS = [  # which invariant it breaks, and the fault without which nobody would notice
     ("I1", same_generation_again, TWO, Faults(fail=1), ""),
@@ -274,10 +460,20 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I2", a_lost_lease_is_not_heeded, TWO, Faults(expire=1), "expire"),
     ("I2", group_ranks_are_the_node_s, TWO, Faults(crash=1, back=1), "back"),
     ("I3", old_workers_are_forgotten, TWO, Faults(fail=1), ""),
+    ("I3", who_is_done_has_nothing_left, TWO, Faults(done=1, crash=1), "done"),
     ("I4", everybody_takes_part, ONE, Faults(), ""),
+    ("I4", any_number_trains, LISTED, Faults(), ""),
+    ("I4", newcomers_end_a_world_that_gets_no_larger, LISTED, Faults(), ""),
     ("I5", rounds_are_not_fenced, TWO, Faults(), ""),
     ("I5", an_old_view_is_believed, TWO, Faults(crash=1, stop=1), "stop"),
     ("I6", a_lost_coordinator_is_not_replaced, TWO, Faults(crash=1), "crash"),
+    ("I6", who_waits_for_the_first_ranks_waits_for_ever, TWO, Faults(crash=1), "crash"),
+    ("I7", a_lost_coordinator_ends_its_world, TWO, Faults(crash=1, done=1), "done"),
+    ("I1", everybody_leads, TWO, Faults(), ""),
+    ("I5", who_takes_over_fences_nothing, TWO, Faults(crash=1), "crash"),
+    ("I1", who_takes_over_drops_the_lost, TWO, Faults(crash=1), "crash"),
+    ("I6", a_failure_is_fenced_by_the_round, TWO, Faults(crash=1, done=1, fail=1), "done"),
+    ("I7", a_world_without_its_coordinator_is_over, TWO, Faults(crash=1, fail=1), "crash"),
     ("I6", who_was_told_of_no_ack_does_not_start, TWO, Faults(lost=1), "lost"),
     ("I6", what_a_peer_seems_to_have_caused_is_kept_back_for_ever, TWO, Faults(peer=1), "peer"),
     ("I6", an_answer_is_to_what_is_seen, TWO, Faults(slow=1), "slow"),
@@ -290,13 +486,24 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I2", who_is_left_out_is_in_the_world, TWO, Faults(tired=1), "tired"),
     ("I7", clocks_run_while_etcd_is_silent, HASTY, Faults(silent=1), "silent"),
     ("I7", only_one_long_world_forgives, TWO, Faults(fail=2, long=2), "long"),
-    ("I7", a_failure_counts_from_the_freeze, TWO, Faults(fail=1, crash=1), "fail"),
+    ("I7", a_failure_counts_twice, TWO, Faults(fail=1), "fail"),
+    ("I6", suspects_never_take_part, wary(1, 2), Faults(fail=1), "fail"),
+    ("I7", suspects_use_up_the_budget, wary(1, 2), Faults(fail=2), "fail"),
+    ("I6", suspects_are_left_out_for_ever, wary(1, 2), Faults(fail=1), "fail"),
     ("I8", workers_start_when_frozen, limits(2, 2), Faults(), ""),
+    ("I10", a_leaving_node_is_not_awaited, TWO, Faults(leave=1), "leave"),
+    ("I6", a_leaving_node_is_awaited_without_end, TWO, Faults(leave=1, hang=1), "hang"),
+    ("I11", who_is_cut_off_trains_on, STRICT, Faults(silent=1), "silent"),
+    ("I11", who_is_cut_off_and_leaves_has_time, STRICT, Faults(silent=1, leave=1), "silent"),
+    ("I6", nobody_hurries, TWO, Faults(elastic=1, leave=1), "elastic"),
+    ("I4", newcomers_end_what_comes_after_the_training, TWO, Faults(finish=1), "finish"),
+    ("I12", a_drain_is_not_heeded, TWO, Faults(drain=1), "drain"),
+    ("I12", who_is_told_to_stop_goes_on, TWO, Faults(halt=1), "halt"),
     ("I9", a_newer_format_is_as_good_as_absent, TWO, Faults(newer=1), "newer"),
 ]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("invariant", "mutate", "asked", "faults", "only"),
     MUTANTS,

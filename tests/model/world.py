@@ -6,6 +6,8 @@ transitions remembered, so that exploring all interleavings is mostly look-ups.
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import (
     Action,
@@ -22,15 +24,29 @@ from elastic_etcd.core.lifecycle import (
     State,
     Tick,
     WorkerEnded,
+    WorkersElastic,
+    WorkersFinished,
     WorkersGone,
     WriteDone,
 )
-from elastic_etcd.core.rules import Limits, Local
-from elastic_etcd.core.schema import Failure, Member, Phase, encode
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Drain, Failure, Halt, Limits, Member, Phase, Wanted, encode
+from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, covered, view_of
 from tests.model.agent import RUN, Agent, lasted, leaves_out
-from tests.model.invariants import check_alone, check_learned, check_start, checked, round_of
+from tests.model.invariants import (
+    check_alone,
+    check_cut_off,
+    check_learned,
+    check_order,
+    check_start,
+    checked,
+    in_endless_step,
+    is_drained,
+    round_of,
+    wanted_of,
+)
 from tests.model.labels import described, done, instead, relation
 from tests.model.node import CALM, FREE, INCARNATIONS, Faults, Move, Node, Numbers, owner
 from tests.model.store import KEYS, NEWER, Store
@@ -69,6 +85,7 @@ class System:
             yield Move(label, self.stores.of(after), again._replace(late=None))
         if node.out or node.hung:
             return
+        yield from self._people(store, node)
         if not node.state:
             if not node.stale and node.lease:
                 yield self._ends(store, node.lease, node._replace(lease=0), "lease ends")
@@ -83,6 +100,23 @@ class System:
             yield from self._writes(store, node, state)
             yield from self._agent(store, node, state)
             yield from self._faults(store, node, state)
+
+    def _people(self, store: Store, node: Node) -> Iterator[Move]:
+        """What somebody wants of the node, or of the job."""
+        there = wanted_of(store)
+        name, drains = Drain(node.name), there.drains
+        if self.faults.drain and name not in drains:
+            more = replace(there, drains=tuple(sorted((*drains, name), key=lambda d: d.node)))
+            yield Move("is drained", self._want(store, more), node, "drain")
+        if name in drains:
+            less = replace(there, drains=tuple(d for d in drains if d != name))
+            yield Move("is undrained", self._want(store, less), node, FREE)
+        if self.faults.halt and not there.stop:
+            halted = replace(there, stop=Halt(RUN))
+            yield Move("is told to stop the job", self._want(store, halted), node, "halt")
+
+    def _want(self, store: Store, wanted: Wanted) -> int:
+        return self.stores.of(store.apply(Txn((), (Put(KEYS.wanted, encode(wanted)),)))[0])
 
     def _views(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         """An agent sees what is there now, unless it was stopped with an older view before it."""
@@ -133,12 +167,14 @@ class System:
     def _agent(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         if state.timer is not None and state.timer < FOREVER:
             fault = "tired" if leaves_out(state, store.hung) else CALM
-            yield self._event("has waited", store, node, Tick(), now=state.timer, fault=fault)
+            label = "has waited, the time of a suspect" if state.timer >= LONGEST else "has waited"
+            yield self._event(label, store, node, Tick(), now=state.timer, fault=fault)
         if state.silent_since is not None:
             yield self._event("hears etcd again", store, node, Answered())
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
-        if node.workers and (state.local.stopping or not state.alive):
+        ending = state.local.stopping or not state.alive
+        if node.workers and ending and not in_endless_step(store, state):
             empty = node._replace(workers=0)
             yield self._event("is empty", store, empty, WorkersGone(node.workers))
 
@@ -148,7 +184,14 @@ class System:
             node.number, node.incarnation, lease=node.lease, stale=node.stale, late=node.late
         )
         yield Move(f"dies{relation(store, node)}", here, dead, "crash")
-        if node.workers and state.alive and not state.local.stopping:
+        local = state.local
+        if may.elastic and node.workers and not (local.elastic or local.stopping):
+            event = WorkersElastic(node.workers, True)
+            yield self._event("is elastic", store, node, event, fault="elastic")
+        if may.finish and node.workers and state.alive and not local.finished:
+            over = WorkersFinished(node.workers, True)
+            yield self._event("finishes", store, node, over, fault="finish")
+        if node.workers and state.alive and (local.patient or not local.stopping):
             failure = Failure(node.name, 0, 0, 1, 1, 100.0)
             if may.fail:
                 failed = WorkerEnded(node.workers, failure)
@@ -156,9 +199,10 @@ class System:
             if may.peer:
                 failed = WorkerEnded(node.workers, failure, by_peer=True)
                 yield self._event("worker loses its peer", store, node, failed, fault="peer")
-            if may.done:
+            if may.done or local.finished:
+                fault = CALM if local.finished else "done"  # what is over ends sooner or later
                 finished = WorkerEnded(node.workers, None)
-                yield self._event("worker is done", store, node, finished, fault="done")
+                yield self._event("worker is done", store, node, finished, fault=fault)
         if may.expire and node.lease:
             gone = node._replace(lease=0, told=False)
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
@@ -207,12 +251,15 @@ class System:
             if store.value(KEYS.outcome):
                 yield Move("finds the end", self.stores.of(store), Node(node.number, out=True))
                 return
+            fresh = self.agent.states[node.state].limits is None
+            if fresh and is_drained(store, node.name):
+                return
             store, node = self._enter(store, node)
             if self.faults.expire:  # else nothing can come between
                 yield Move("enters", self.stores.of(store), node)
                 return
         joined = node._replace(joining=False)
-        yield self._event("joins", store, joined, Joined(RUN, 1, node.lease, 1))
+        yield self._event("joins", store, joined, Joined(RUN, 1, node.lease, 1, self.limits))
         if self.faults.expire:
             gone = node._replace(lease=0, told=False)
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
@@ -241,15 +288,22 @@ class System:
             store, node = self._do(store, node, state, action)
         if node.state:
             check_learned(node.name, state)
+            check_cut_off(node.name, state, now, self.limits)
+            check_order(node.name, state)
         return Move(label, self.stores.of(store), node, fault)
 
     def _do(self, store: Store, node: Node, state: State, action: Action) -> tuple[Store, Node]:
         match action:
-            case StartWorkers(begins):
-                check_start(node.name, state.local, node.acked, node.workers, begins, store)
+            case StartWorkers(begins, _):
+                check_start(node.name, state.local, node.acked, node.workers, action, store)
                 return store, node._replace(workers=begins.generation)
             case Rejoin():  # the mirror is closed, and a write is given up
-                return store, node._replace(joining=True, unread=0, answer=None)
+                again = node._replace(joining=True, unread=0, answer=None)
+                if node.lease and node.told:  # given up by the agent, not yet by the server
+                    if node.stale:
+                        store = self.stores[self._ends(store, node.stale, node, "").store]
+                    again = again._replace(stale=node.lease, lease=0)
+                return store, again
             case Exit():
                 assert not node.workers
                 return self._exit(store, node, state)
@@ -266,4 +320,6 @@ class System:
                 store = after
         if node.lease:
             store = self.stores[self._ends(store, node.lease, node, "").store]
+        if is_drained(store, node.name):  # another agent may be started there
+            return store, Node(node.number, node.incarnation, stale=node.stale, late=node.late)
         return store, Node(node.number, stale=node.stale, late=node.late, out=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from elastic_etcd.cli import options
 from elastic_etcd.core.lifecycle import (
     Answered,
     LeaseLost,
@@ -13,11 +14,17 @@ from elastic_etcd.core.lifecycle import (
     State,
     Tick,
     WorkerEnded,
+    WorkersElastic,
+    WorkersFinished,
+    WorkersHang,
 )
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Failure, Ledger, Round
+from elastic_etcd.core.schema import Drain, Failure, Halt, Phase, Suspect, Wanted, encode
 from elastic_etcd.core.txn import Delete, Put, Txn
+from elastic_etcd.core.view import View
 from tests.scenarios.simulator import KEYS, Agent, Simulator
+
+JOBS = ("limits", "node", "form", "start", "wait", "etcd", "show", "drain", "undrain", "stop")
 
 
 class Commands(Simulator):
@@ -28,7 +35,7 @@ class Commands(Simulator):
         first, *rest = shlex.split(line)
         if first == "quietly":
             list(self.do(line.removeprefix("quietly ")))
-        elif first in ("limits", "node", "form", "start", "wait", "etcd", "show"):
+        elif first in JOBS:
             yield from getattr(self, f"_{first}")(*rest)
         elif (first, *rest[:1]) == ("go", "on"):
             names, _, phase = " ".join(rest[1:]).partition("until")
@@ -41,9 +48,12 @@ class Commands(Simulator):
 
     def _limits(self, *given: str) -> Iterator[str]:
         values = dict(pair.split("=") for pair in given)
-        least, _, most = values.pop("nnodes", "1:2").partition(":")
-        numbers = {name: type(getattr(self.limits, name))(v) for name, v in values.items()}
-        self.limits = replace(self.limits, min_nodes=int(least), max_nodes=int(most), **numbers)
+        step = int(values.pop("multiple_of", "1"))
+        asked = options.in_multiples(options.nnodes(values.pop("nnodes", "1:2")), step)
+        nodes = {name: getattr(asked, name) for name in ("min_nodes", "max_nodes", "sizes")}
+        whole = {name for name in values if isinstance(getattr(self.limits, name), int)}
+        numbers = {name: int(v) if name in whole else float(v) for name, v in values.items()}
+        self.limits = replace(self.limits, **nodes, multiple_of=step, **numbers)
         return iter(())
 
     def _node(self, name: str, *given: str) -> Iterator[str]:
@@ -54,6 +64,7 @@ class Commands(Simulator):
             label=values.pop("label", name),
             topology=values.pop("topology", ""),
             run=values.pop("run", "run1"),
+            rerun=bool(values.pop("rerun", "")),
         )
         assert not values, values
         return iter(())
@@ -100,9 +111,11 @@ class Commands(Simulator):
     def _show(self, what: str) -> Iterator[str]:
         view = self.everything()
         if what == "round":
-            yield _round(view.round)
+            yield _round(view)
         elif what == "ledger":
-            yield _ledger(view.ledger)
+            yield _ledger(view)
+        elif what == "suspects":
+            yield from map(_suspect, view.ledger.suspects)
         elif what == "outcome":
             o = view.outcome
             code = f", exit code {o.exit_code}: {o.reason}" if o else ""
@@ -118,6 +131,31 @@ class Commands(Simulator):
         else:
             raise ValueError(what)
 
+    def _drain(self, node: str, deadline: str = "") -> Iterator[str]:
+        """As `elastic-etcd drain`; a deadline is in seconds."""
+        there = self._wanted()
+        drain = Drain(node, float(deadline) if deadline else None, by="root")
+        self._want(replace(there, drains=(*there.drains, drain)))
+        return iter(())
+
+    def _undrain(self, node: str) -> Iterator[str]:
+        there = self._wanted()
+        kept = tuple(drain for drain in there.drains if drain.node != node)
+        self._want(replace(there, drains=kept))
+        return iter(())
+
+    def _stop(self, save: str = "") -> Iterator[str]:
+        spec = self.everything().spec
+        assert spec
+        self._want(replace(self._wanted(), stop=Halt(spec.run, bool(save), by="root")))
+        return iter(())
+
+    def _wanted(self) -> Wanted:
+        return self.everything().wanted or Wanted()
+
+    def _want(self, wanted: Wanted) -> None:
+        self.etcd.txn(Txn((), (Put(KEYS.wanted, encode(wanted)),)))
+
     # --- commands about one agent
 
     def agent_worker(self, agent: Agent, how: str, *given: str) -> Iterator[str]:
@@ -126,6 +164,21 @@ class Commands(Simulator):
         failure = Failure(agent.name, 0, 0, 1, code, uptime) if how == "fails" else None
         of_peer = values.get("of") == "peer"
         yield from self.event(agent, WorkerEnded(agent.workers, failure, of_peer))
+
+    def agent_hangs(self, agent: Agent, *given: str) -> Iterator[str]:
+        """The coordinator has found that a worker of it is behind, or nobody in particular is."""
+        nobody = given == ("of=nobody",)
+        node, line = ("", "nobody has moved") if nobody else (agent.name, "rank 0 is behind")
+        failure = Failure(node, 0, 0, 0, 0, 100.0, hang=line)
+        yield from self.event(agent, WorkersHang(agent.workers, failure))
+
+    def agent_elastic(self, agent: Agent) -> Iterator[str]:
+        """All of its workers recover in process."""
+        yield from self.event(agent, WorkersElastic(agent.workers, True))
+
+    def agent_finishes(self, agent: Agent) -> Iterator[str]:
+        """A worker has left its worlds, and runs on."""
+        yield from self.event(agent, WorkersFinished(agent.workers, True))
 
     def agent_leaves(self, agent: Agent) -> Iterator[str]:
         yield from self.event(agent, Signalled())
@@ -156,18 +209,28 @@ class Commands(Simulator):
         yield from self.join(agent)
 
 
-def _round(now: Round | None) -> str:
+def _round(view: View) -> str:
+    now = view.round
     if now is None:
         return "no round"
-    world = " ".join(f"{p.lease:x}" for p in now.participants)
+    world = _world(view) if now.phase is Phase.FINAL else ""
     planned = ", planned" if now.planned else ""
     restarts = f", {now.restarts} restarts" if now.restarts else ""
     head = f"generation {now.generation} {now.phase}"
     return f"{head} [{world}]{restarts}{planned}: {now.reason}"
 
 
-def _ledger(ledger: Ledger) -> str:
-    ranks = " ".join(f"{lease:x}" for lease in ledger.group_ranks)
-    last = f"generation {ledger.generation}, last world {ledger.final} [{ranks}]"
+def _world(view: View) -> str:
+    return " ".join(f"{p.lease:x}" for p in view.world)
+
+
+def _ledger(view: View) -> str:
+    ledger = view.ledger
+    last = f"generation {ledger.generation}, last world {ledger.final} [{_world(view)}]"
     trained = f", trained for {ledger.trained:g} s" if ledger.trained else ""
     return f"{last}, {ledger.restarts} restarts, {ledger.rapid_failures} rapid failures{trained}"
+
+
+def _suspect(suspect: Suspect) -> str:
+    times = f"failed {suspect.failed} times, went {suspect.went} times"
+    return f"{suspect.node}: {times}, the last time {suspect.since:g} s of training ago"

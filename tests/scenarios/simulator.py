@@ -35,8 +35,7 @@ from elastic_etcd.core.lifecycle import (
     Write,
     WriteDone,
 )
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import Keys, Labels, Master, Member, Spec
+from elastic_etcd.core.schema import Drain, Keys, Labels, Limits, Master, Member, Spec
 from elastic_etcd.core.txn import KeyValue, Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
 from tests.support.keyspace import KeySpace
@@ -54,6 +53,7 @@ class Agent:
     label: str = ""
     topology: str = ""
     run: str = "run1"
+    rerun: bool = False
     incarnation: int = 0
     state: State | None = None  # None: not there
     member: Member | None = None
@@ -130,7 +130,7 @@ class Simulator:
             return
         if agent.joining:
             yield from ("", *self.join(agent))
-        elif state.local.running and state.local.stopping:
+        elif state.local.running and state.local.stopping and not state.local.patient:
             yield from ("", *self.agent_empties(agent))
         elif agent.txn:
             yield from ("", *self.agent_writes(agent))
@@ -152,11 +152,16 @@ class Simulator:
             labels=Labels(agent.topology or UNSET),
         )
         run = agent.state.local.run or agent.run
-        spec = Spec(run, self.limits.min_nodes, self.limits.max_nodes)
+        spec = Spec(run, agent.state.limits or self.limits)
         seen = self.etcd.read(*writes.look(KEYS))
         last = agent.state.local.ran
-        txn = writes.join(KEYS, seen, agent.member, spec, again=again, last=last)
-        if isinstance(txn, Outdated):
+        rerun = agent.rerun
+        txn = writes.join(KEYS, seen, agent.member, spec, again=again, rerun=rerun, last=last)
+        if isinstance(txn, Drain):
+            yield f"{agent.name}: waits, it is drained"
+            agent.state = None
+            return
+        if isinstance(txn, Outdated | Over):
             yield f"{agent.name}: cannot join: {txn.reason}"
             agent.state = None
             return
@@ -173,11 +178,14 @@ class Simulator:
         assert known is not None
         agent.member = structs.replace(agent.member, run=known.run)
         yield f"{agent.name}: joined as {agent.lease:x}"
-        yield from self.event(agent, Joined(known.run, spec_kv.create, agent.lease, key.create))
+        if differing := known.limits.differing(spec.limits):
+            yield f"{agent.name}: the job's limits count: {differing}"
+        joined = Joined(known.run, spec_kv.create, agent.lease, key.create, known.limits)
+        yield from self.event(agent, joined)
 
     def event(self, agent: Agent, event: Event) -> Iterator[str]:
         assert agent.state is not None, f"{agent.name} is not there"
-        agent.state, actions = lifecycle.step(agent.state, event, self.clock, self.limits)
+        agent.state, actions = lifecycle.step(agent.state, event, self.clock)
         for action in actions:
             yield from (f"{agent.name}: {line}" for line in self._do(agent, agent.state, action))
 
@@ -188,13 +196,13 @@ class Simulator:
             case Write(what):
                 yield f"writes {_what(what)}"
                 agent.txn = self._txn(agent, state, action)
-            case StartWorkers(now):
+            case StartWorkers(now, part):
                 assert not agent.workers, "I3: it still has workers"
-                place = now.group_rank(state.local.lease)
                 agent.workers = now.generation
-                yield f"starts generation {now.generation} as {place} of {len(now.participants)}"
-            case StopWorkers(grace):
-                yield f"stops its workers ({grace.value})"
+                yield f"starts generation {now.generation} as {part.group_rank} of {now.nodes}"
+            case StopWorkers(grace, _, seconds):
+                given = "" if seconds is None else f", {seconds:g} s"
+                yield f"stops its workers ({grace.value}{given})"
             case Rejoin():
                 agent.joining = True
                 yield "joins again"

@@ -1,0 +1,248 @@
+"""Who is behind in a world that does not move, by what its agents say of their workers.
+
+The agent that finds a worker too long in its step publishes where its workers are. The coordinator
+then asks all agents, by a Hang without a line. If none of the ranks does what may take long it asks
+once more, for evidence, and at last it says in one line who is behind and who waits. In a healthy
+world nothing of this is written.
+"""
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from elastic_etcd.core.schema import Doing, Hang, Participant, RankStep, Steps
+from elastic_etcd.core.view import View
+from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
+
+NAMED = 3  # nodes of many, in a line
+MAY_LAST = frozenset(
+    (Doing.STARTING, Doing.INIT, Doing.COMMIT, Doing.SAVE, Doing.QUIET, Doing.TRACED)
+)
+_BEGINS = frozenset((Doing.STARTING, Doing.INIT))
+_IN_STEP = frozenset((Doing.STEP, Doing.WAIT))
+_MOVING = _IN_STEP | {Doing.CHECK}
+
+
+class At(NamedTuple):
+    """A rank of a world, and where it is; None: its agent does not answer."""
+
+    rank: int
+    node: str
+    step: RankStep | None
+
+
+def of_now(view: View) -> Hang | None:
+    """What is asked or said about the world that trains."""
+    hang = view.hang
+    return hang if hang and hang.generation == view.trains else None
+
+
+def lead(view: View, waited: float) -> Hang | None:
+    """What the coordinator writes next; `waited` is for how long its question has been there."""
+    if not view.trains:
+        return None
+    asked = of_now(view)
+    if asked and not asked.line:
+        answers = [s for s in view.steps if s.number >= asked.number]
+        done = frozenset(r.lease for r in view.reports if r.failure is None)
+        missing = {p.lease for p in view.world} - done - {s.lease for s in answers}
+        if missing and waited < patience(asked):
+            return None
+        return answer(asked, _located(view.world, answers, done))
+    number = asked.number if asked else 0
+    wanted = [s for s in view.steps if s.number == number + 1]
+    if not wanted:
+        return None
+    seconds = max((r.seconds for s in wanted for r in s.ranks if r.doing in _IN_STEP), default=0)
+    return Hang(view.trains, number + 1, float(seconds))
+
+
+def patience(asked: Hang) -> float:
+    """How long the answers to a question are waited for."""
+    return HANG_ANSWER + (HANG_STACKS + HANG_EVIDENCE if asked.evidence else 0.0)
+
+
+def answer(asked: Hang, ranks: Sequence[At]) -> Hang:
+    """What follows from the answers: a question for evidence, or the line."""
+    found = judged(asked, ranks)
+    if found.alarm and not asked.evidence:
+        return replace(asked, number=asked.number + 1, evidence=True)
+    return found
+
+
+def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
+    """Who is behind and who waits.
+
+    Behind are those in the lowest step. Where all are in one step, as they mostly are, or steps
+    can't be compared, it is those that stand in no collective, if they are no more than those that
+    wait in one. Else it can't be known: nobody moves. A rank that does what may take long excuses
+    those that wait for it, and so does one whose agent gives no answer: what it does is not known,
+    and the agent's lease may be about to end. One that moves again, as after `ee.quiet`, excuses
+    those that all wait in a collective: it is asked about when it stands.
+    """
+    still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
+    if not still:
+        return replace(asked, line="all ranks go on")
+    low = _lowest(still) if _are_comparable(ranks) else math.inf
+    longest = _longest(still)
+    excuses = [at for at in ranks if _excuses(at.step, low, longest)]
+    if all(at.step and at.step.doing is Doing.WAIT for at in still):
+        excuses += [at for at in ranks if at.step and _comes(at.step, low, asked.seconds)]
+    if excuses:
+        return replace(asked, line=_excused(still, excuses))
+    behind = _behind(still, ranks, asked.seconds)
+    nodes = {at.node for at in behind}
+    culprit = behind[0].rank if len(nodes) == 1 else None
+    return replace(asked, line=_line(ranks, still, behind, asked.seconds), alarm=True, rank=culprit)
+
+
+def _located(
+    world: Sequence[Participant], answers: Iterable[Steps], done: Container[int]
+) -> list[At]:
+    """Every rank of the world, in order; of an agent that answers, one it leaves out has ended.
+
+    An agent whose workers are all `done` does not answer.
+    """
+    by_lease = {s.lease: s for s in answers}
+    ranks = []
+    for part in world:
+        said = by_lease.get(part.lease)
+        known = {r.rank: r for r in said.ranks} if said else {}
+        for rank in range(part.first_rank, part.first_rank + part.nproc):
+            has_ended = said or part.lease in done
+            ended = RankStep(rank, 0, Doing.DONE, 0.0) if has_ended else None
+            ranks.append(At(rank, part.node, known.get(rank, ended)))
+    return ranks
+
+
+def _is_still(step: RankStep, seconds: float) -> bool:
+    """Whether it does not move: those that wait for another came to it within half of its time."""
+    return step.doing in _MOVING and step.seconds >= seconds / 2
+
+
+def _excuses(step: RankStep | None, low: float, longest: float) -> bool:
+    """Whether it may do what takes long, and others can't be further without it."""
+    if step is None:
+        return True
+    return step.doing in MAY_LAST and step.step <= low and not _tells_nothing(step, longest)
+
+
+def _comes(step: RankStep, low: float, seconds: float) -> bool:
+    """Whether it moves, and is no further than those that stand."""
+    return _moves(step, seconds) and step.step <= low
+
+
+def _tells_nothing(step: RankStep, longest: float) -> bool:
+    """Whether the others went on for longer than they stand, while it seemed to begin."""
+    return step.doing in _BEGINS and step.step == 1 and step.seconds > 2 * longest
+
+
+def _are_comparable(ranks: Sequence[At]) -> bool:
+    """Whether all count the same steps: those that are told, or those of optimizers."""
+    return len({at.step.told for at in ranks if at.step and at.step.step > 1}) <= 1
+
+
+def _moves(step: RankStep, seconds: float) -> bool:
+    return step.doing in _MOVING and not _is_still(step, seconds)
+
+
+def _behind(still: list[At], ranks: Sequence[At], seconds: float) -> list[At]:
+    low = _lowest(still)
+    lowest = [at for at in still if at.step and at.step.step == low]
+    if len(ranks) == 1 or (len(lowest) < len(still) and _are_comparable(ranks)):
+        return lowest
+    stand = [at for at in still if at.step and at.step.doing is Doing.STEP]
+    if any(at.step and _moves(at.step, seconds) for at in ranks):
+        return stand or still
+    return stand if len(stand) <= len(still) - len(stand) else []
+
+
+def _lowest(some: Iterable[At]) -> int:
+    return min(at.step.step for at in some if at.step)
+
+
+def _longest(some: Iterable[At]) -> float:
+    return max(at.step.seconds for at in some if at.step)
+
+
+# --- its words ----------------------------------------------------------------------------
+
+
+def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float) -> str:
+    longest = _longest(still)
+    mute = [at for at in ranks if at.step and _tells_nothing(at.step, longest)]
+    ended = [at for at in ranks if at.step and at.step.doing is Doing.DONE]
+    told = []
+    if behind:
+        told.append(f"{_are(behind, f'in {_steps(behind)}')} for {_longest(behind):.0f} s")
+    if mute:
+        told.append(f"{_who(mute)} {_verb(mute, 'tells', 'tell')} no steps")
+    if ended:
+        told.append(_are(ended, "at its end" if len(ended) == 1 else "at their end"))
+    if not told:
+        return f"nobody has moved for {longest:.0f} s (storage? network?)"
+    named = {at.rank for at in behind}
+    if waiting := [at for at in still if at.rank not in named]:
+        told.append(_waiting(waiting, "" if behind else f" for {longest:.0f} s"))
+    if moving := sum(1 for at in ranks if at.step and _moves(at.step, seconds)):
+        told.append(f"{moving} {'goes' if moving == 1 else 'go'} on")
+    where = behind[0].step.what if len(behind) == 1 and behind[0].step else ""
+    return ", ".join(told) + (f" ({where})" if where else "")
+
+
+def _waiting(waiting: list[At], seconds: str) -> str:
+    where = _steps(waiting).partition(" ")[2]
+    return f"{len(waiting)} {_verb(waiting, 'other waits', 'others wait')} in {where}{seconds}"
+
+
+def _excused(still: list[At], excuses: list[At]) -> str:
+    waits = f"{_who(still)} {_verb(still, 'waits', 'wait')} in {_steps(still)}"
+    known = [at for at in excuses if at.step]
+    if not known:
+        return f"{waits} for {_who(excuses)} (no answer)"
+    first = max((at.step for at in known if at.step), key=attrgetter("seconds"))
+    what = f": {first.what}" if first.what else ""
+    return f"{waits} for {_who(known)} ({first.doing}{what}, for {first.seconds:.0f} s)"
+
+
+def _steps(some: list[At]) -> str:
+    """`step 1042`, `steps 1042 to 1043`."""
+    steps = {at.step.step for at in some if at.step}
+    return f"steps {min(steps)} to {max(steps)}" if len(steps) > 1 else f"step {min(steps)}"
+
+
+def _are(some: list[At], where: str) -> str:
+    return f"{_who(some)} {_verb(some, 'is', 'are')} {where}"
+
+
+def _verb(some: list[At], one: str, several: str) -> str:
+    return one if len(some) == 1 else several
+
+
+def _who(some: list[At]) -> str:
+    """`rank 5 on n3`, `ranks 0-7 on n1 and 8-11 on n2`; of many nodes the first few."""
+    by_node: dict[str, list[int]] = {}
+    for at in some:
+        by_node.setdefault(at.node, []).append(at.rank)
+    named = [f"{_spans(ranks)} on {node}" for node, ranks in by_node.items()]
+    more = len(named) - NAMED
+    if more > 0:
+        named[NAMED:] = [f"on {more} more node{'s' if more > 1 else ''}"]
+    *first, last = named
+    head = "ranks" if len(some) > 1 else "rank"
+    return f"{head} " + " and ".join(filter(None, (", ".join(first), last)))
+
+
+def _spans(ranks: list[int]) -> str:
+    """`0-3, 7`; of many spans the first few."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:NAMED]]
+    return ", ".join(told) + (", ..." if len(spans) > NAMED else "")

@@ -1,0 +1,67 @@
+"""What people want of a job, and what follows from it for a node.
+
+`elastic-etcd drain`, `undrain` and `stop` write it into one key, which every agent mirrors. It is
+a state and no message: who sees it late, or again, does the same.
+"""
+
+from msgspec import Struct
+
+from elastic_etcd.core.schema import Drain, Halt, Limits, Member, hexed
+from elastic_etcd.core.view import View
+
+
+class Order(Struct, frozen=True):
+    """That a node goes. Its workers have `seconds`, None: as ever; with `save` they may save."""
+
+    reason: str
+    seconds: float | None = None
+    save: bool = True
+
+
+def order(view: View, run: str, lease: int) -> Order | None:
+    """Whether the member of `run` with that lease is to go."""
+    member = next((m for m in view.members if m.lease == lease), None)
+    if member and (drain := _of_member(view, member)):
+        return Order(f"{member.node} is drained{_by(drain)}", drain.deadline)
+    if halt := halted(view, run):
+        return Order(f"the job is to stop{_by(halt)}", save=halt.save)
+    return None
+
+
+def drained(view: View, node: str) -> Drain | None:
+    """Whether a node of that name is kept out, whichever member it would be."""
+    return next((d for d in _drains(view) if d.node == node and not d.lease), None)
+
+
+def halted(view: View, run: str) -> Halt | None:
+    """Whether `run` is to stop."""
+    halt = view.wanted.stop if view.wanted else None
+    return halt if halt and halt.run == run else None
+
+
+def leave_deadline(view: View, member: Member, limits: Limits) -> float:
+    """Seconds that the workers of a member have that leaves."""
+    drain = _of_member(view, member)
+    given = drain.deadline if drain else None
+    return limits.leave_deadline if given is None else given
+
+
+def why_stopped(view: View, run: str) -> str:
+    """Why a run ends whose last node has left."""
+    halt = halted(view, run)
+    return f"stopped{_by(halt)}" if halt else "the last node left"
+
+
+def _drains(view: View) -> tuple[Drain, ...]:
+    return view.wanted.drains if view.wanted else ()
+
+
+def _of_member(view: View, member: Member) -> Drain | None:
+    """The drain that means this member; one that names it first."""
+    own = ("", hexed(member.lease))
+    both = [d for d in _drains(view) if d.node == member.node and d.lease in own]
+    return max(both, key=lambda d: d.lease, default=None)
+
+
+def _by(asked: Drain | Halt) -> str:
+    return f" by {asked.by}" if asked.by else ""
