@@ -1,0 +1,164 @@
+"""The rendezvous handler for torch's own agent, called as that agent calls it."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from elastic_etcd.torchrun import NAME, etcd_v3
+from tests.support.etcd import EtcdServer
+from tests.support.processes import MARK, command, marked, send
+
+pytestmark = pytest.mark.timeout(600)
+
+Nodes = Callable[..., RendezvousHandler]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture
+def nodes(etcd: EtcdServer, prefix: str, pool: ThreadPoolExecutor) -> Iterator[Nodes]:
+    """Makes a node's handler; at the end all of them leave."""
+    made: list[RendezvousHandler] = []
+
+    def make(name: str, least: int = 1, most: int = 3, **more: Any) -> RendezvousHandler:
+        conf = {"prefix": prefix, "node_name": name, "settle": "1", "join_settle": "0.2"} | more
+        endpoint = conf.pop("endpoint", etcd.endpoint)
+        made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, "j", least, most, **conf)))
+        return made[-1]
+
+    yield make
+    list(pool.map(fail, made))
+
+
+def world(pool: ThreadPoolExecutor, *handlers: RendezvousHandler) -> list[RendezvousInfo]:
+    """All of them meet in one world, begun as often as torch's agent would."""
+
+    def meet(handler: RendezvousHandler) -> RendezvousInfo:
+        while (info := handler.next_rendezvous()).world_size < len(handlers):
+            told(handler)
+        return info
+
+    found = list(pool.map(meet, handlers, timeout=120))
+    assert sorted(info.rank for info in found) == list(range(len(handlers)))
+    assert {info.world_size for info in found} == {len(handlers)}
+    starts = [info.bootstrap_store_info for info in found]
+    assert len({(start.master_addr, start.master_port) for start in starts}) == 1
+    found[0].store.set("key", b"value")
+    assert all(info.store.get("key") == b"value" for info in found)
+    assert not any(handler.num_nodes_waiting() for handler in handlers)
+    return found
+
+
+def told(*handlers: RendezvousHandler) -> None:
+    """All of them are to begin their workers anew."""
+    until(lambda: all(each.num_nodes_waiting() for each in handlers))
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nodes_come_fail_and_go(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    n1, n2, n3 = nodes("n1"), nodes("n2"), nodes("n3")
+    world(pool, n1, n2)
+    joining = pool.submit(n3.next_rendezvous)
+    told(n1, n2)
+    begun = [pool.submit(each.next_rendezvous) for each in (n1, n2)]
+    assert {each.result(120).world_size for each in (joining, *begun)} == {3}
+    failed = pool.submit(n1.next_rendezvous)  # unasked: its workers have failed
+    told(n2, n3)
+    begun = [pool.submit(each.next_rendezvous) for each in (n2, n3)]
+    assert {each.result(120).world_size for each in (failed, *begun)} == {3}
+    fail(n3)
+    told(n1, n2)
+    world(pool, n1, n2)
+
+
+def test_a_torchrun_that_ends_while_it_is_to_stop_its_workers_leaves(
+    nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    n1, n2, n3 = nodes("n1"), nodes("n2"), nodes("n3")
+    world(pool, n1, n2)
+    joining = pool.submit(n3.next_rendezvous)
+    told(n1, n2)
+    fail(n2)
+    assert pool.submit(n1.next_rendezvous).result(120).world_size == 2
+    assert joining.result(120).world_size == 2
+
+
+def test_a_node_whose_workers_have_succeeded_takes_no_part_in_what_the_others_do(
+    nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    """It waits for them in torch's barrier at the end."""
+    n1, n2 = nodes("n1"), nodes("n2")
+    first, _ = world(pool, n1, n2)
+    first.store.add("torchelastic/agent/terminal_state/num_members", 1)
+    time.sleep(1)
+    assert pool.submit(n2.next_rendezvous).result(120).world_size == 1, "its workers have failed"
+    for done in [pool.submit(each.shutdown) for each in (n1, n2)]:
+        assert done.result(60)
+    with pytest.raises(SystemExit):
+        nodes("n3").next_rendezvous()
+
+
+def fail(handler: RendezvousHandler) -> None:
+    """As torchrun ends whose workers have failed too often."""
+    with suppress(ZeroDivisionError):
+        try:
+            _ = 1 / 0
+        finally:
+            handler.shutdown()
+
+
+def test_an_agent_that_is_killed_is_a_lost_node_and_comes_back(
+    nodes: Nodes, pool: ThreadPoolExecutor, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, prefix)
+    n1, n2 = nodes("n1"), nodes("n2")
+    world(pool, n1, n2)
+    agents = [pid for pid in marked(prefix) if "--node-name=n1" in command(pid).split()]
+    send(signal.SIGKILL, agents)
+    assert agents
+    told(n1, n2)
+    world(pool, n1, n2)
+
+
+def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
+    nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    n1, n2 = nodes("n1"), nodes("n2")
+    world(pool, n1, n2)
+    for done in [pool.submit(each.shutdown) for each in (n1, n2)]:
+        assert done.result(60)
+    with pytest.raises(SystemExit) as end:
+        nodes("n3").next_rendezvous()
+    assert end.value.code == 0
+    world(pool, nodes("n3", rerun="true"))
+
+
+def test_what_cannot_work_is_told(nodes: Nodes) -> None:
+    with pytest.raises(ValueError, match=r"--rdzv-conf setle: etcd-v3 has no such key.*settle"):
+        nodes("n1", setle="1")
+    with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1\b"):
+        nodes("n1", endpoint="127.0.0.1:1").next_rendezvous()
+    with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
+        nodes("n1", least=2, join_timeout="1").next_rendezvous()
