@@ -7,52 +7,84 @@ aborted, which `abort_nccl` does; it is written against torch 2.4 to 2.13, and w
 them is asked for by name.
 """
 
+import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+Address: TypeAlias = tuple[str, int]  # an IP address and a port
+
 _FDS = Path("/proc/self/fd")
 
 
-def abort_gloo(port: int) -> None:
-    """Shut down all of gloo's connections, and those to a store at `port`.
+def addresses_of(host: str, port: int) -> frozenset[Address]:
+    """All addresses that a name may stand for, none if it can't be looked up."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return frozenset(_plain(str(address[0]), port) for *_, address in found)
+    return frozenset()
+
+
+def strangers() -> frozenset[str]:
+    """What looks like a device of gloo's now, before the group is made, and so is another's."""
+    return frozenset(device for fd in _descriptors() if (device := _device_of(fd)))
+
+
+def abort_gloo(store: Collection[Address], strange: Collection[str] = ()) -> None:
+    """Shut down all of gloo's connections, and those to a store at one of these addresses.
 
     Gloo's are found by the epoll instance of its device, whenever the group was made: it watches
-    a pipe, a listening TCP socket and its connections, and no other library's does. The listening
-    socket is left alone, since gloo ends the process when accept fails.
+    one pipe, one listening TCP socket, its connections and nothing else. The listening socket is
+    left alone, since gloo ends the process when accept fails. So is what is `strange`.
     """
-    for fd in map(int, os.listdir(_FDS)):  # noqa: PTH208 - names, and no objects
-        match _target_of(fd).partition(":"):
-            case "socket", _, _:
-                with _tcp_socket(fd) as sock:
-                    if sock and _peer_port(sock) == port:
-                        _shut_down(sock)
-            case "anon_inode", _, "[eventpoll]":
-                _shut_down_watched(fd)
+    for fd in _descriptors():
+        with _tcp_socket(fd) as sock:
+            if sock and _peer(sock) in store:
+                _shut_down(sock)
+        device = _device_of(fd)
+        if device and device not in strange:
+            _shut_down_watched(fd)
 
 
 def abort_nccl(aborted: list[Any]) -> None:
     """End what runs on this worker's communicators, so that no thread waits for them.
 
     `aborted` are backends that have been aborted before; the others are added. All at once, since
-    one by one can deadlock (pytorch#119797).
+    one by one can deadlock (pytorch#119797). torch's groups of NCCL calls would not do: they are
+    the calling thread's, and `abort` works in another one. Raises RuntimeError.
     """
     backends = [backend for backend in _nccl_backends() if backend not in aborted]
-    aborted += backends
-    grouped = backends and hasattr(backends[0], "_group_start")
-    if grouped:
-        backends[0]._group_start()  # noqa: SLF001 - torch has no public name for it
-    for backend in backends:
-        abort = getattr(backend, "abort", None) or backend._shutdown  # noqa: SLF001 - torch < 2.6
-        abort()
-    if grouped:
-        backends[0]._group_end()  # noqa: SLF001
+    if not backends:
+        return
+    with ThreadPoolExecutor(len(backends)) as threads:
+        errors = [each.exception() for each in [threads.submit(_abort, b) for b in backends]]
+    aborted += [b for b, error in zip(backends, errors, strict=True) if not error]
+    for error in filter(None, errors):  # it is tried again
+        raise error
+
+
+def _abort(backend: Any) -> None:
+    (getattr(backend, "abort", None) or backend._shutdown)()  # noqa: SLF001 - torch < 2.6
+
+
+def nccl_error() -> str:
+    """What NCCL's watchdog has met on this worker, as "TIMEOUT"; "" for nothing.
+
+    Older versions of torch do not tell.
+    """
+    errors = [backend.get_error().name for backend in _nccl_backends() if _tells(backend)]
+    return next((error for error in errors if error != "SUCCESS"), "")
+
+
+def _tells(backend: Any) -> bool:
+    return hasattr(backend, "get_error")
 
 
 def uses_nccl() -> bool:
@@ -66,22 +98,46 @@ def _nccl_backends() -> list[Any]:
     found = []
     for group in tuple(dist.distributed_c10d._world.pg_map):  # noqa: SLF001
         with suppress(RuntimeError):  # this group has nothing for CUDA
-            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+            backend = unwrapped(group._get_backend(torch.device("cuda")))  # noqa: SLF001
             if isinstance(backend, dist.ProcessGroupNCCL):
                 found.append(backend)
     return found
 
 
+def unwrapped(backend: Any) -> Any:
+    """The backend itself: TORCH_DISTRIBUTED_DEBUG=DETAIL puts one around it."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _descriptors() -> Iterator[int]:
+    yield from map(int, os.listdir(_FDS))  # noqa: PTH208 - names, and no objects
+
+
+def _device_of(fd: int) -> str:
+    """The pipe of the gloo device whose epoll instance this is, as "pipe:[1234]"; "" for all else.
+
+    A store's server watches an eventfd, too, and asyncio's loops a pair of Unix sockets.
+    """
+    if _target_of(fd) != "anon_inode:[eventpoll]":
+        return ""
+    pipes, listening = [], 0
+    for each in _watched_by(fd):
+        target = _target_of(each)
+        with _tcp_socket(each) as sock:
+            if sock:
+                listening += _listens(sock)
+            elif target.startswith("pipe:"):
+                pipes.append(target)
+            elif target:
+                return ""
+    return pipes[0] if (len(pipes), listening) == (1, 1) else ""
+
+
 def _shut_down_watched(epoll: int) -> None:
-    """The connections that an epoll instance watches, if it is gloo's."""
-    watched = list(_watched_by(epoll))
-    if not any(_target_of(fd).startswith("pipe:") for fd in watched):
-        return
-    with ExitStack() as stack:
-        sockets = [sock for fd in watched if (sock := stack.enter_context(_tcp_socket(fd)))]
-        connections = [sock for sock in sockets if not _listens(sock)]
-        if len(connections) < len(sockets):
-            for sock in connections:
+    """The connections that an epoll instance watches."""
+    for fd in list(_watched_by(epoll)):
+        with _tcp_socket(fd) as sock:
+            if sock and not _listens(sock):
                 _shut_down(sock)
 
 
@@ -115,10 +171,17 @@ def _target_of(fd: int) -> str:
     return ""
 
 
-def _peer_port(sock: socket.socket) -> int | None:
+def _peer(sock: socket.socket) -> Address | None:
     with suppress(OSError):
-        return int(sock.getpeername()[1])
+        host, port, *_ = sock.getpeername()
+        return _plain(host, port)
     return None
+
+
+def _plain(host: str, port: int) -> Address:
+    """An IPv4 address as such, also where a socket of IPv6 shows it."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address), port
 
 
 def _listens(sock: socket.socket) -> bool:

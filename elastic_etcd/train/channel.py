@@ -17,20 +17,25 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration
+from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import (
     LONGEST,
     VERSION,
     Answer,
     AskCurrent,
+    AskLeaving,
+    Change,
     Current,
+    Drop,
     Elastic,
+    Finished,
     FromAgent,
     FromWorker,
     Gone,
     Hello,
     Keep,
     Kept,
+    Leaving,
     Parked,
     Recall,
     Recalled,
@@ -56,7 +61,8 @@ class Channel:
         self._requests = threading.Lock()  # one at a time
         self._sending = threading.Lock()
         self._answered = threading.Condition()
-        self._listens = False  # by a thread
+        self.listens = False  # by a thread
+        self._leaving = False  # as far as it has heard
         self._answer: tuple[Answer, int] | None = None
         self._number = 0
         self._gone = ""
@@ -74,6 +80,10 @@ class Channel:
         It replaces what this local rank has kept by that name.
         """
         self._request(Keep(0, name), fd)
+
+    def drop(self, name: str) -> None:
+        """Let the agent let go of what it keeps by that name for this local rank."""
+        self.send(Drop(name))
 
     def recall(self, name: str) -> int | None:
         """What this local rank has kept, also before this process: a descriptor of ours, now."""
@@ -99,6 +109,13 @@ class Channel:
         if not answer.current:
             raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
 
+    def leaving(self) -> bool:
+        """Whether this node has been told to leave; who listens is told without asking."""
+        if self.listens:
+            return self._leaving
+        answer, _ = self._request(AskLeaving(0))
+        return isinstance(answer, Leaving) and answer.leaving
+
     def elastic(self) -> None:
         """From here on this worker is asked to park, not killed, when its world ends."""
         self.send(Elastic())
@@ -106,6 +123,10 @@ class Channel:
     def parked(self, error: str = "") -> None:
         """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
         self.send(Parked(self.generation, error))
+
+    def finished(self) -> None:
+        """This worker does not park any more: from here on it is told to stop by SIGTERM."""
+        self.send(Finished())
 
     def send(self, message: FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
@@ -132,7 +153,7 @@ class Channel:
         wake, stop = os.pipe()
         thread = threading.Thread(target=self._listen, args=(heard, wake), name="elastic_etcd")
         with self._requests:  # nobody else reads now
-            self._listens = True
+            self.listens = True
             thread.start()
         try:
             yield
@@ -142,11 +163,15 @@ class Channel:
                 thread.join()
                 os.close(stop)
                 os.close(wake)
-                self._listens = False
+                self.listens = False
 
     def detach(self) -> None:
         """In a forked child: the socket is the parent's."""
         self._gone = "this process was forked from a worker: only the worker has a channel"
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
         self._socket.close()
 
     def _greet(self) -> None:
@@ -155,7 +180,10 @@ class Channel:
         self._receive(time.monotonic() + ANSWER_TIMEOUT)  # its welcome
 
     def _request(
-        self, request: Keep | Recall | AskCurrent, fd: int = -1, timeout: float = ANSWER_TIMEOUT
+        self,
+        request: Keep | Recall | AskCurrent | AskLeaving,
+        fd: int = -1,
+        timeout: float = ANSWER_TIMEOUT,
     ) -> tuple[Answer, int]:
         """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
         deadline = time.monotonic() + timeout
@@ -163,7 +191,7 @@ class Channel:
             self._number += 1
             self._answer = None
             self.send(replace(request, id=self._number), fd)
-            if self._listens:
+            if self.listens:
                 left = max(0.0, deadline - time.monotonic())
                 with self._answered:
                     self._answered.wait_for(lambda: self._answer or self._gone, left)
@@ -181,6 +209,8 @@ class Channel:
         try:
             while not self._wait(select.POLLIN, None, wake):
                 message, fd = self._receive(None)
+                if isinstance(message, Change):
+                    self._leaving = self._leaving or message.leaving
                 if not self._take(message, fd):
                     heard(message)
         except AgentGone as error:
@@ -190,7 +220,7 @@ class Channel:
 
     def _take(self, message: FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if not isinstance(message, Kept | Recalled | Current):
+        if not isinstance(message, Kept | Recalled | Current | Leaving):
             return False
         with self._answered:
             if message.id == self._number and self._answer is None:
@@ -256,6 +286,46 @@ def agent() -> Channel | None:
             return None
         _channel = Channel(path)
     return _channel
+
+
+def leaving() -> bool:
+    """Whether this worker's node has been told to leave the job (SIGTERM to its agent, or a drain).
+
+    True from then until the end of this process, which the agent kills ELASTIC_ETCD_LEAVE_DEADLINE
+    seconds after that (an environment variable; a drain may give others). Until then no next world
+    begins: what is saved now is what it finds. A plain script gets SIGTERM at every change of the
+    world, and asks this to know whether it has to save for all; ee.run stops its loop as at any
+    planned change and then raises SystemExit, so that a `finally` around it can save.
+
+    In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. It may be
+    asked in a signal's handler, by any thread, and in what a worker has started. False without our
+    launcher. Raises AgentGone.
+    """
+    if _channel is not None and _channel.listens:
+        return _channel.leaving()
+    path = os.environ.get("ELASTIC_ETCD_SOCKET")
+    if not path:
+        return False
+    channel = Channel(path)  # another one: a handler may have interrupted a request on ours
+    try:
+        return channel.leaving()
+    finally:
+        channel.close()
+
+
+def current() -> bool:
+    """True if the world of this process is still the job's: its agent asks etcd, linearizably.
+
+    For a script that is about to replace a file that newer worlds write, too. Raises
+    StaleGeneration if the job has gone on without this worker, EtcdUnreachable when that can't be
+    told in time, AgentGone, and UsageError where no agent of ours has started this process.
+    """
+    channel = agent()
+    if channel is None:
+        text = "ee.current(): this process is no worker of `python -m elastic_etcd.launch`"
+        raise UsageError(f"{text}, or was forked by one: call it in the worker itself")
+    channel.current()
+    return True
 
 
 def _after_fork_in_child() -> None:

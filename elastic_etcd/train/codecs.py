@@ -1,29 +1,17 @@
-"""How values are saved and loaded: a codec makes each plain, and plain values become bytes.
+"""How values are saved and loaded: a codec stands for one type, and makes plain values of its own.
 
-A codec stands for one type and makes plain values and tensors of its values. `encode` makes bytes
-of plain values and keeps their tensors apart. One byte says what follows, lengths are 8 bytes,
-little-endian throughout; docs/state.md has the table. Reading never imports, calls or evaluates
-anything, unless the user has opted in to pickle.
+encoding.py makes JSON of plain values and keeps their tensors apart.
 """
 
-import pickle
-import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_etcd.errors import MalformedState, UsageError
-
-MAX_DEPTH = 100
-_LENGTH = struct.Struct("<Q")
-_FLOAT = struct.Struct("<d")
-_SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t"}
-_MAPPINGS: dict[type, bytes] = {dict: b"m", OrderedDict: b"o", Counter: b"c"}
-_CONSTANTS = {b"N": None, b"T": True, b"F": False}
-_KEYS = (type(None), bool, int, float, str, bytes)
+from elastic_etcd.errors import UsageError
+from elastic_etcd.train.encoding import decode, encode
 
 
 class Codec(Protocol):
@@ -76,20 +64,35 @@ class _Module:
     borrows = True
 
     def save(self, value: Any) -> Any:
-        return dict(_unwrapped(value).state_dict())
+        return _unwrapped(value).state_dict()
 
     def load(self, value: Any, saved: Any) -> Any:
-        _unwrapped(value).load_state_dict(saved)
+        module = _unwrapped(value)
+        copied = set(_copied_names(module))
+        for name in saved.keys() - copied:
+            saved[name] = _copy_into(None, saved[name], set())
+        module.load_state_dict(saved)
         return value
 
 
 class _Optimizer(_StateDict):
-    """Loads into the optimizer's own tensors where they fit, which saves making new ones."""
+    """Loads into the optimizer's own tensors where they fit, which saves making new ones.
+
+    load_state_dict casts what belongs to a parameter to its type: float32 moments of a bfloat16
+    parameter would lose half of their bits each time. What was cast is put back.
+    """
 
     borrows = True
 
     def load(self, value: Any, saved: Any) -> Any:
-        return super().load(value, _copy_into(value.state_dict(), saved, set()))
+        owned = _copy_into(value.state_dict(), saved, set())
+        value.load_state_dict(owned)
+        state, groups = owned.get("state", {}), owned.get("param_groups", ())
+        for ours, theirs in zip(value.param_groups, groups, strict=False):
+            for parameter, number in zip(ours["params"], theirs["params"], strict=False):
+                if parameter in value.state and number in state:
+                    value.state[parameter] = _uncast(value.state[parameter], state[number])
+        return value
 
 
 class _Scaler(_StateDict):
@@ -137,14 +140,46 @@ def register(kind: type, codec: Codec) -> None:
     _codecs[kind] = codec
 
 
+def refuse_sharded(name: str, value: Any) -> None:
+    """Raise UsageError, with what to do, if each rank holds another part of the value.
+
+    A state gives all ranks the same. It looks at types only, so that all ranks find it alike.
+    """
+    for part in _parts_of(value):
+        for base in type(part).__mro__:
+            if base.__name__ in _SHARDED and base.__module__.startswith("torch."):
+                raise UsageError(f"{name} has a {base.__name__}: {_SHARDED[base.__name__]}")
+
+
+_REPLICAS = (
+    "each rank holds another part of it, and ElasticState keeps what all have alike: use "
+    "DistributedDataParallel, or torch.distributed.checkpoint in a script without ee.run"
+)
+_SHARDED = {
+    **dict.fromkeys(("FullyShardedDataParallel", "FSDPModule", "DTensor"), _REPLICAS),
+    "ZeroRedundancyOptimizer": "each rank holds another part of it: use the optimizer that it "
+    "shards, such as torch.optim.AdamW",
+    "DeviceMesh": "it belongs to one world: make it where training begins, not in the state",
+}
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+        yield from value.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from (parameter for group in value.param_groups for parameter in group["params"])
+
+
 def save_values(
     values: dict[str, Any], *, allow_pickle: bool
-) -> tuple[dict[str, bytes], list[torch.Tensor]]:
-    """Encode each value by its type's codec; the bytes by name, and the tensors of all.
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Encode each value by its type's codec; the parts, by its name, and the tensors of all.
 
     Raises UsageError.
     """
-    tensors: list[torch.Tensor] = []
+    tensors: dict[str, torch.Tensor] = {}
     parts = {
         name: encode(codec_of(value).save(value), tensors, name=name, allow_pickle=allow_pickle)
         for name, value in values.items()
@@ -154,46 +189,76 @@ def save_values(
 
 def load_values(
     values: dict[str, Any],
-    parts: dict[str, bytes],
-    tensors: Sequence[tuple[torch.Tensor, bool]],
+    parts: dict[str, Any],
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
     *,
     allow_pickle: bool,
+    strict: bool = True,
 ) -> None:
     """Set `values` to what the parts were saved of; none is changed before all could be read.
 
     tensors: views of the snapshot, and whether each was on a GPU. Raises MalformedState, and
-    UsageError for parts of other names.
+    UsageError for parts of other names; if not `strict`, values without a part stay as they are.
     """
-    if parts.keys() != values.keys():
+    if strict and parts.keys() != values.keys():
         theirs, ours = ", ".join(parts), ", ".join(values)
         raise UsageError(f"the snapshot is of {theirs}; this state is of {ours}")
-    views, clones = [tensor for tensor, _ in tensors], _Clones(tensors)
+    views, clones = {name: tensor for name, (tensor, _) in tensors.items()}, _Clones(tensors)
     loads = []
     for name, value in values.items():
-        codec = codec_of(value)
-        given = views if getattr(codec, "borrows", False) else clones
-        saved = decode(parts[name], given, allow_pickle=allow_pickle)
-        loads.append((name, value, codec, saved))
+        if name in parts:
+            codec = codec_of(value)
+            given = views if getattr(codec, "borrows", False) else clones
+            saved = decode(parts[name], given, allow_pickle=allow_pickle)
+            loads.append((name, value, codec, saved))
     for name, value, codec, saved in loads:
         values[name] = codec.load(value, saved)
 
 
-class _Clones(Sequence[torch.Tensor]):
+def frozen_names(values: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the tensors that are parameters of which none asks for a gradient."""
+    places = {
+        parameter.data_ptr()
+        for value in values.values()
+        if isinstance(value, torch.nn.Module)
+        for parameter in value.parameters()
+        if not parameter.requires_grad
+    }
+    return {name for name, tensor in tensors.items() if tensor.data_ptr() in places}
+
+
+def buffer_names(values: dict[str, Any]) -> set[str]:
+    """What the tensors of modules' buffers are called in a snapshot."""
+    return {
+        f"{name}.{buffer}"
+        for name, value in values.items()
+        if isinstance(value, torch.nn.Module)
+        for buffer, _ in _unwrapped(value).named_buffers()
+    }
+
+
+class _Clones(Mapping[str, torch.Tensor]):
     """A snapshot's tensors, each copied when it is asked for, to a GPU if it was on one."""
 
-    def __init__(self, tensors: Sequence[tuple[torch.Tensor, bool]]) -> None:
+    def __init__(self, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
         self._tensors = tensors
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def __getitem__(self, index: Any) -> Any:
-        if index not in self._made:
-            tensor, cuda = self._tensors[index]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            tensor, cuda = self._tensors[name]
             made = tensor.cuda() if cuda and torch.cuda.is_available() else tensor.clone()
-            self._made[index] = made
-        return self._made[index]
+            self._made[name] = made
+        return self._made[name]
 
 
 def _unwrapped(module: Any) -> Any:
@@ -205,6 +270,28 @@ def _unwrapped(module: Any) -> Any:
             module = module._orig_mod  # noqa: SLF001
         else:
             return module
+
+
+def _copied_names(module: torch.nn.Module) -> Iterator[str]:
+    """What in its state dict load_state_dict copies from and keeps nothing of.
+
+    Only torch's own loading is known to do so, of parameters and buffers, where no hook sees them.
+    """
+    modules = list(module.named_modules(remove_duplicate=False))
+    if any(each._load_state_dict_pre_hooks for _, each in modules):  # noqa: SLF001
+        return
+    if not _is_torchs(module, "load_state_dict"):
+        return
+    for path, each in modules:
+        if _is_torchs(each, "_load_from_state_dict"):
+            prefix = path + "." if path else ""
+            yield from (prefix + name for name in each._parameters)  # noqa: SLF001
+            yield from (prefix + name for name in each._buffers)  # noqa: SLF001
+
+
+def _is_torchs(module: torch.nn.Module, method: str) -> bool:
+    theirs = getattr(torch.nn.Module, method)
+    return getattr(getattr(module, method), "__func__", None) is theirs
 
 
 def _copy_into(live: Any, saved: Any, taken: set[int]) -> Any:
@@ -220,185 +307,25 @@ def _copy_into(live: Any, saved: Any, taken: set[int]) -> Any:
         taken.add(live.data_ptr())
         with torch.no_grad():
             return live.copy_(saved)
-    if type(saved) is dict:
-        known = live if isinstance(live, dict) else {}
-        return {key: _copy_into(known.get(key), value, taken) for key, value in saved.items()}
-    if type(saved) in {list, tuple}:
+    if type(saved) in {dict, OrderedDict, Counter}:
+        known = live if isinstance(live, Mapping) else {}
+        for key, value in saved.items():
+            saved[key] = _copy_into(known.get(key), value, taken)
+    elif type(saved) in {list, tuple}:
         lives = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else ()
         items = zip(saved, lives or (None,) * len(saved), strict=True)
         return type(saved)(_copy_into(item, value, taken) for value, item in items)
     return saved
 
 
-def encode(
-    value: Any, tensors: list[torch.Tensor], *, name: str = "value", allow_pickle: bool = False
-) -> bytes:
-    """Make bytes of `value` and append its tensors to `tensors`, each storage once, detached.
-
-    `value` is None, a bool, int, float, str, bytes, list, tuple, dict, OrderedDict or Counter of
-    exactly these types (keys: the first six, and tuples of them) or a dense tensor, nested up to
-    MAX_DEPTH. Raises UsageError for anything else, which says where in `name` it is.
-    """
-    encoder = _Encoder(tensors, allow_pickle)
-    encoder.write(value, (name,))
-    return b"".join(encoder.parts)
-
-
-def decode(data: bytes, tensors: Sequence[torch.Tensor], *, allow_pickle: bool = False) -> Any:
-    """Read what `encode` wrote, with `tensors` in the places of its tensors.
-
-    Raises MalformedState for anything that `encode` does not write.
-    """
-    decoder = _Decoder(data, tensors, allow_pickle)
-    value = decoder.read(0)
-    if decoder.position != len(data):
-        raise MalformedState(f"{len(data) - decoder.position} bytes follow the value")
-    return value
-
-
-class _Encoder:
-    """Appends to `parts`; a path is the value's name and the keys that lead to a place in it."""
-
-    def __init__(self, tensors: list[torch.Tensor], allow_pickle: bool) -> None:
-        self.parts: list[bytes] = []
-        self.tensors = tensors
-        self.seen: dict[tuple[Any, ...], int] = {}
-        self.allow_pickle = allow_pickle
-
-    def write(self, value: Any, path: tuple[Any, ...]) -> None:
-        kind = type(value)
-        if len(path) > MAX_DEPTH:
-            raise UsageError(f"{_spell_path(path[:4])}... is nested deeper than {MAX_DEPTH} levels")
-        if kind in _SEQUENCES:
-            self.parts += (_SEQUENCES[kind], _LENGTH.pack(len(value)))
-            for index, item in enumerate(value):
-                self.write(item, (*path, index))
-        elif kind in _MAPPINGS:
-            self.parts += (_MAPPINGS[kind], _LENGTH.pack(len(value)))
-            for key, item in value.items():
-                if not _is_key(key):
-                    raise UsageError(f"{_spell_path(path)}: the key {key!r} can't be encoded")
-                self.write(key, (*path, key))
-                self.write(item, (*path, key))
-        elif isinstance(value, torch.Tensor):
-            self.parts += (b"x", _LENGTH.pack(self._index_tensor(value, path)))
-        else:
-            self._write_scalar(value, kind, path)
-
-    def _write_scalar(self, value: Any, kind: type, path: tuple[Any, ...]) -> None:
-        if value is None or kind is bool:
-            self.parts.append({None: b"N", True: b"T", False: b"F"}[value])
-        elif kind is int:
-            self._write_bytes(
-                b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            )
-        elif kind is float:
-            self.parts += (b"d", _FLOAT.pack(value))
-        elif kind is str:
-            self._write_bytes(b"s", value.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            self._write_bytes(b"b", value)
-        elif self.allow_pickle:
-            self._write_bytes(b"p", pickle.dumps(value))
-        else:
-            raise UsageError(
-                f"{_spell_path(path)} is a {kind.__module__}.{kind.__qualname__}, which can't be "
-                "encoded: make it a plain value, register a codec, or set allow_pickle=True"
-            )
-
-    def _write_bytes(self, tag: bytes, data: bytes) -> None:
-        self.parts += (tag, _LENGTH.pack(len(data)), data)
-
-    def _index_tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> int:
-        tensor = value.detach()
-        dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-        if not dense or tensor.is_quantized or tensor.is_meta:
-            raise UsageError(
-                f"{_spell_path(path)} is no plain dense tensor, which can't be encoded"
-            )
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key = (*memory, tensor.is_conj(), tensor.is_neg())
-        index = self.seen.get(key)
-        if index is None or not tensor.numel():
-            index = self.seen[key] = len(self.tensors)
-            self.tensors.append(tensor)
-        return index
-
-
-class _Decoder:
-    """Reads `data` from `position` on."""
-
-    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> None:
-        self.data = data
-        self.tensors = tensors
-        self.allow_pickle = allow_pickle
-        self.position = 0
-
-    def read(self, depth: int) -> Any:
-        if depth >= MAX_DEPTH:
-            raise MalformedState(f"a value is nested deeper than {MAX_DEPTH} levels")
-        tag = self._take_bytes(1)
-        if tag in _CONSTANTS:
-            return _CONSTANTS[tag]
-        if tag == b"d":
-            return _FLOAT.unpack(self._take_bytes(8))[0]
-        (length,) = _LENGTH.unpack(self._take_bytes(8))
-        if tag == b"x":
-            if length >= len(self.tensors):
-                raise MalformedState(f"there is no tensor {length}")
-            return self.tensors[length]
-        for kind, known in _SEQUENCES.items():
-            if tag == known:
-                return kind([self.read(depth + 1) for _ in range(self._check_count(length, 1))])
-        for kind, known in _MAPPINGS.items():
-            if tag == known:
-                return self._read_mapping(kind, self._check_count(length, 2), depth)
-        return self._read_scalar(tag, self._take_bytes(length))
-
-    def _read_mapping(self, kind: Callable[[], Any], length: int, depth: int) -> Any:
-        found = kind()
-        for _ in range(length):
-            key = self.read(depth + 1)
-            if not _is_key(key):
-                raise MalformedState(f"a {type(key).__name__} can't be a key")
-            if key in found:
-                raise MalformedState(f"the key {key!r} is there twice")
-            found[key] = self.read(depth + 1)
-        return found
-
-    def _read_scalar(self, tag: bytes, data: bytes) -> Any:
-        if tag == b"i":
-            return int.from_bytes(data, "little", signed=True)
-        if tag == b"s":
-            try:
-                return data.decode("utf-8", "surrogatepass")
-            except UnicodeDecodeError as error:
-                raise MalformedState(f"a string is not UTF-8: {error.reason}") from error
-        if tag == b"b":
-            return data
-        if tag == b"p" and self.allow_pickle:
-            return pickle.loads(data)  # noqa: S301 - the user trusts the peers and said so
-        if tag == b"p":
-            raise MalformedState("a pickled value, and allow_pickle is not set")
-        raise MalformedState(f"no value begins with {tag!r}")
-
-    def _check_count(self, length: int, each: int) -> int:
-        """A number of items that the bytes left may hold: nothing is made for a false one."""
-        if length * each > len(self.data) - self.position:
-            raise MalformedState(f"{length} items, and {len(self.data) - self.position} bytes")
-        return length
-
-    def _take_bytes(self, length: int) -> bytes:
-        end = self.position + length
-        if end > len(self.data):
-            raise MalformedState(f"the value ends {end - len(self.data)} bytes early")
-        taken, self.position = self.data[self.position : end], end
-        return taken
-
-
-def _is_key(key: Any) -> bool:
-    return all(type(part) in _KEYS for part in (key if type(key) is tuple else (key,)))
-
-
-def _spell_path(path: tuple[Any, ...]) -> str:
-    return str(path[0]) + "".join(f"[{step!r}]" for step in path[1:])
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """`loaded`, with each tensor that is of another type than `saved` says as it was saved."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key, value in loaded.items():
+            loaded[key] = _uncast(value, saved.get(key))
+    elif type(loaded) in {list, tuple} and type(loaded) is type(saved):
+        return type(loaded)(map(_uncast, loaded, saved))
+    return loaded

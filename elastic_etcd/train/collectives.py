@@ -2,9 +2,18 @@
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+
+class World(NamedTuple):
+    """One of the worlds that this process has trained in."""
+
+    generation: int
+    rank: int
+    world_size: int
 
 
 def rank_and_size(*, launched: bool = True) -> tuple[int, int]:

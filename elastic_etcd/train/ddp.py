@@ -4,6 +4,7 @@ import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
 
 
 class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A module whose DistributedDataParallel is made anew in each world, at its first use.
+    """A module whose DistributedDataParallel is made anew at the beginning of each world.
 
     Parameters, buffers and state_dict are named as DistributedDataParallel names them.
     """
@@ -29,12 +30,15 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         self._options = options
         self._made: tuple[DistributedDataParallel] | None = None  # a tuple is no submodule
         _all.add(self)
+        if not dist.is_initialized():
+            _outside.append(weakref.ref(self))
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """This world's DistributedDataParallel; all ranks make it at the same time.
+        """This world's DistributedDataParallel. Don't hold it beyond the world.
 
-        Don't hold it beyond the world.
+        A module that was wrapped inside of a world has it from its first use on, on all ranks at
+        the same time.
         """
         if self._made is None:
             self._made = (DistributedDataParallel(self.module, **self._options),)
@@ -50,6 +54,18 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 _all: "weakref.WeakSet[ElasticDDP]" = weakref.WeakSet()
+_outside: "list[weakref.ref[ElasticDDP]]" = []  # in one order on all ranks
+
+
+def make() -> None:
+    """At a world's beginning make what was wrapped outside of it, on all ranks in one order.
+
+    At the first use it might be too late: an evaluation on rank 0 alone would wait for the others.
+    """
+    _outside[:] = [each for each in _outside if each() is not None]
+    for each in _outside:
+        if module := each():
+            _ = module.ddp
 
 
 def forget() -> None:

@@ -4,7 +4,8 @@ Positions and indices are tensors of int64, of any length: an order is computed,
 blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from math import isqrt
 from typing import Literal
 
@@ -12,6 +13,7 @@ import torch
 
 Shuffle = Literal["exact", "stream", False]
 Order = Callable[[torch.Tensor], torch.Tensor]
+OrderFunction = Callable[[int, int], Sequence[int] | torch.Tensor]  # epoch, seed
 
 _LOW = (1 << 32) - 1
 _WORD = (1 << 64) - 1
@@ -45,6 +47,35 @@ class Exact:
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return self._indices[positions]
+
+
+class Given:
+    """An order that the user's function has made: any indices of the data set, of any number.
+
+    Raises ValueError for what is no such order; `length` is the data set's.
+    """
+
+    def __init__(self, order: Sequence[int] | torch.Tensor, length: int) -> None:
+        indices = torch.as_tensor(order)
+        whole = not (indices.is_floating_point() or indices.is_complex())
+        if indices.dim() != 1 or (len(indices) and not whole) or indices.dtype == torch.bool:
+            found = f"{str(indices.dtype).removeprefix('torch.')} of shape {tuple(indices.shape)}"
+            raise ValueError(f"shuffle(epoch, seed) gives a row of indices, not {found}")
+        self.indices = indices.to("cpu", torch.int64)
+        if len(indices) and not 0 <= self.indices.min() <= self.indices.max() < length:
+            outside = f"{self.indices.min()} to {self.indices.max()}"
+            raise ValueError(f"shuffle(epoch, seed) gives {outside} for a data set of {length}")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.indices[positions]
+
+    def digest(self) -> int:
+        """56 bits that tell whether two ranks have the same order."""
+        data = self.indices.contiguous().numpy()
+        return int.from_bytes(blake2b(data, digest_size=7).digest())
 
 
 class Stream:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -20,9 +21,17 @@ import torch._dynamo
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.times import SYNC_PATIENCE
+from elastic_etcd.times import NCCL_LOOK, PARK_LATE, SYNC_PATIENCE
 from elastic_etcd.train import ddp, sync_point
-from elastic_etcd.train.abort import abort_gloo, abort_nccl, uses_nccl
+from elastic_etcd.train.abort import (
+    Address,
+    abort_gloo,
+    abort_nccl,
+    addresses_of,
+    nccl_error,
+    strangers,
+    uses_nccl,
+)
 from elastic_etcd.train.sync_point import SyncPoint
 
 _OURS = 3  # references to a group that nobody else holds: a list's, the loop's, and who counts
@@ -44,14 +53,20 @@ class ProcessGroup:
         self.generation = generation
         self.leaving = False  # this node leaves the job: no other generation follows
         self.broken = ""  # why
+        self.met = ""  # the same, where it was found out here
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self._local_rank = int(env["LOCAL_RANK"])
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        self._store: frozenset[Address] = frozenset()
+        self._strangers: frozenset[str] = frozenset()
         self._prefix = f"elastic_etcd/{generation}/{attempt}"
-        self._sync_point = SyncPoint(self.rank, self.world_size, self._connect, self.interrupt)
+        self._sync_point = SyncPoint(self.rank, self.world_size, self._connect, self.fail)
         self._ending = threading.Lock()
         self._torn_down = threading.Event()
         self._aborter: threading.Thread | None = None
+        self._teller: threading.Timer | None = None
+        self._looker = threading.Thread(target=self._look, name="elastic_etcd NCCL")
+        self._loop = threading.get_ident()
         self._groups: list[Any] = []  # that are destroyed, and not released
         self._aborted: list[Any] = []
 
@@ -59,9 +74,10 @@ class ProcessGroup:
         """Call init_process_group. Raises torch's errors, WorldBroken and UsageError."""
         if dist.is_initialized():
             raise UsageError("there is a process group already, but ee.run is to make it")
-        backend = _prepare(backend, self._local_rank)
-        # Else NCCL's watchdog would end the process at the first error.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        backend = _prepare(backend, self._local_rank, options)
+        _tame_watchdog()
+        self._loop = threading.get_ident()
+        self._strangers = strangers()
         store = self._connect(timedelta(seconds=300))
         sync_point.install(self._sync_point)
         if self.broken:  # before there was a connection that could be shut down
@@ -71,6 +87,8 @@ class ProcessGroup:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, **options
         )
+        if uses_nccl():
+            self._looker.start()
 
     def change(self, leaving: bool) -> None:
         """A planned change: all ranks stop at the same step."""
@@ -88,12 +106,19 @@ class ProcessGroup:
             self._sync_point.interrupt(reason)
             self._aborter = threading.Thread(target=self._keep_aborting, name="elastic_etcd abort")
             self._aborter.start()
+            self._teller = threading.Timer(PARK_LATE, self._tell_place)
+            self._teller.start()
+
+    def fail(self, reason: str) -> None:
+        """The same, where it was found out here: the agent does not know of it."""
+        self.met = self.met or reason
+        self.interrupt(reason)
 
     def barrier(self) -> None:
         """At a planned end: wait until no rank is in the last step's collectives any more."""
         with suppress(RuntimeError):  # a peer is done or has broken off; everything is committed
             dist.barrier()
-        abort_gloo(self._endpoint[1])  # gloo closes a connection 10 ms faster when it has failed
+        self._abort_gloo()  # gloo closes a connection 10 ms faster when it has failed
 
     def teardown(self, *, broken: bool) -> None:
         """Destroy the process group, with nobody waiting for us in it if it is `broken`.
@@ -109,22 +134,27 @@ class ProcessGroup:
             self._torn_down.set()
         if self._aborter:
             self._aborter.join()
+        if self._looker.ident:
+            self._looker.join()
         if dist.is_initialized():
             self._groups = _groups()
-            self._destroy(broken=broken)
+            self._destroy()
         self._sync_point.join()
 
     def release(self) -> None:
-        """Free the destroyed group, and first what else holds it: DDP modules in cycles.
+        """Free the destroyed group with its threads, and first what else holds it: DDP modules.
 
         What holds it longer is the user's: then it is freed with a later world, see `_free`.
         """
         _free(self._groups)
+        if self._teller:
+            self._teller.cancel()
+            self._teller.join()
 
-    def _destroy(self, *, broken: bool) -> None:
+    def _destroy(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6
         try:
-            if broken and abort and self._aborted:
+            if abort and self._aborted:
                 abort()
             else:
                 dist.destroy_process_group()
@@ -135,6 +165,7 @@ class ProcessGroup:
 
     def _connect(self, timeout: timedelta = timedelta(seconds=SYNC_PATIENCE)) -> dist.Store:
         address, port = self._endpoint
+        self._store = addresses_of(address, port)
         client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(self._prefix, client)
 
@@ -143,14 +174,36 @@ class ProcessGroup:
         while not self._torn_down.wait(_AGAIN):
             self._abort()
 
+    def _tell_place(self) -> None:
+        """A communicator that NCCL initialises can't be aborted, nor what a script waits for."""
+        stack = traceback.extract_stack(sys._current_frames().get(self._loop))[-3:]  # noqa: SLF001
+        log.warning(
+            "rank %d is not out of generation %d %g s after this: %s; it is in %s",
+            *(self.rank, self.generation, PARK_LATE, self.broken),
+            " < ".join(f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(stack)),
+        )
+
+    def _look(self) -> None:
+        """NCCL's errors and time-outs end the world, as they would else end the process."""
+        while not self._torn_down.wait(NCCL_LOOK):
+            if error := nccl_error():
+                self.fail(f"NCCL has met an error: {error}")
+                return
+
     def _abort(self) -> None:
-        abort_gloo(self._endpoint[1])
-        abort_nccl(self._aborted)
+        self._abort_gloo()
+        try:
+            abort_nccl(self._aborted)
+        except RuntimeError as error:
+            log.debug("NCCL could not be aborted, and will be again: %s", error)
+
+    def _abort_gloo(self) -> None:
+        abort_gloo(self._store, self._strangers)
 
 
 def init_alone(backend: str | None, options: Mapping[str, Any]) -> None:
     """Without an agent: build the process group that torchrun describes, or else of one rank."""
-    backend = _prepare(backend, int(os.environ.get("LOCAL_RANK", "0")))
+    backend = _prepare(backend, int(os.environ.get("LOCAL_RANK", "0")), options)
     if "RANK" in os.environ:
         dist.init_process_group(backend, **options)
     else:
@@ -201,9 +254,49 @@ def _keep_for_good() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _prepare(backend: str | None, local_rank: int) -> str:
-    """Make this worker's device the current one; the backend to use."""
-    if not uses_nccl():
-        return backend or "gloo"
-    torch.cuda.set_device(local_rank)
-    return backend or "cpu:gloo,cuda:nccl"
+_WATCHDOG = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # or a thread of the first group's may sleep for 8 minutes
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # with the lock that each collective takes
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+}
+
+
+def _tame_watchdog() -> None:
+    """Let NCCL's watchdog neither end the process at the first error nor wait for dumps then.
+
+    It does nothing by 0. Where it looks for the rank that is behind torch makes 3 of that, which
+    ends the process; by 2 it aborts the communicators.
+    """
+    desync = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") != "0"
+    detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2" if desync or detail else "0"
+    for name, value in _WATCHDOG.items():
+        os.environ.setdefault(name, value)
+
+
+def _prepare(backend: str | None, local_rank: int, options: Mapping[str, Any]) -> str:
+    """Where NCCL is used, make this worker's device the current one; gives the backend to use.
+
+    The device is the option `device_id`, else the one of the local rank. Raises UsageError when
+    there is none of that number.
+    """
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if uses_nccl() else "gloo"
+    if "nccl" in backend.lower():
+        device = options.get("device_id")
+        torch.cuda.set_device(_device_of(local_rank) if device is None else device)
+    return backend
+
+
+def _device_of(local_rank: int) -> int:
+    devices: int = torch.cuda.device_count()
+    if devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return local_rank % devices
+    if local_rank >= devices:
+        raise UsageError(
+            f"the worker with local rank {local_rank} has no GPU of its own: this process sees "
+            f"{devices}. Start as many workers as GPUs (--nproc-per-node gpu), or give ee.run "
+            'backend="gloo", or a device_id; from NCCL 2.30 on NCCL_MULTI_RANK_GPU_ENABLE=1 lets '
+            "workers share a GPU"
+        )
+    return local_rank

@@ -11,12 +11,17 @@ import itertools
 import logging
 import os
 import queue
+import time
+import traceback
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import (
     Any,
     ClassVar,
     Concatenate,
+    NamedTuple,
     ParamSpec,
     Protocol,
     TypeAlias,
@@ -27,13 +32,17 @@ from typing import (
 import torch
 import torch.distributed as dist
 
-from elastic_etcd import protocol
-from elastic_etcd.core.peers import names_lost_peer
-from elastic_etcd.errors import AgentGone
+from elastic_etcd import progress, protocol
+from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
+from elastic_etcd.errors import AgentGone, UsageError
+from elastic_etcd.progress import Doing
+from elastic_etcd.train import ddp
 from elastic_etcd.train.channel import Channel, agent
+from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
+_LONGEST_TRACEBACK = 3000  # characters that the agent is told; what was raised stands at its end
 _RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 log = logging.getLogger("elastic_etcd")
@@ -52,11 +61,20 @@ class State(Protocol):
         It returns whether that is of another world, alike on all ranks.
         """
 
+    def _leave(self) -> None:
+        """Commit, because the world changes as planned."""
+
     def _rewind(self) -> None:
         """Go back to the last commit, or the last sync."""
 
-    def _reset(self) -> None:
+    def _uncommitted(self) -> int:
+        """How many steps that would cost."""
+
+    def _reset(self, old: World | None, new: World) -> None:
         """The world is another one than the state comes from."""
+
+    def _position(self) -> str:
+        """Where training goes on, in words."""
 
 
 S = TypeVar("S", bound=State)
@@ -76,10 +94,13 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
     there are GPUs, else gloo) and torch's other `options` of init_process_group, and synchronises
     the state. The group is run's: make none before, and none is left after.
 
-    When `train` returns, all is done, and what it returns is returned. Two things begin another
-    world instead: a collective that fails because a peer is gone, after which the state goes back
-    to its last commit; and a planned change, for which `state.check()` stops all ranks. Any other
-    exception is the user's, and is raised. Raises SystemExit(0) when this worker is not needed any
+    When `train` returns, all is done, and what it returns is returned. From then on this process
+    is a plain one: SIGTERM tells it to stop, and no world begins for newcomers before its end. Two
+    things begin another world instead: a collective that fails because a peer is gone, after which
+    the state goes back to its last commit; and a planned change, for which `state.check()` stops
+    all ranks. Any other exception is the user's, and is raised. Raises UsageError, on all ranks,
+    where they are in different calls of it: one was started anew while the others were in their
+    second, and now all begin at the first. Raises SystemExit(0) when this worker is not needed any
     more, because its node leaves or the job has ended, and AgentGone when the agent has ended and a
     world with it.
 
@@ -94,74 +115,155 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         channel = agent()
         if channel is None:
             return _run_without_agent(state, body, backend, options)
-        return _Worker(channel, state, body, backend, options).live()
+        name = getattr(train, "__qualname__", "train")
+        return _Worker(channel, state, body, name, backend, options).live()
 
     return elastic
+
+
+class _Ended(NamedTuple):
+    """A world that this process has left: when, and what is trained again."""
+
+    world: World
+    at: float
+    again: str
+    reason: str = ""
 
 
 class _Worker:
     """This process's way through the worlds."""
 
     _attempts: ClassVar[defaultdict[int, Iterator[int]]] = defaultdict(itertools.count)
+    _calls: ClassVar[Iterator[int]] = itertools.count(1)
 
     def __init__(
         self,
         channel: Channel,
         state: State,
         body: Callable[[], R],
+        name: str,
         backend: str | None,
         options: Mapping[str, Any],
     ) -> None:
         self._channel, self._state, self._body = channel, state, body
+        self._name, self._call = name, next(self._calls)
         self._backend, self._options = backend, options
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._group = self._next_group(channel.generation, os.environ)
-        self._synced = False
+        self._synced = False  # ever, so that there is something to go back to
+        self._begun = False  # in this world
+        self._ended: _Ended | None = None
 
     def live(self) -> Any:
         """Train in one world after the other; what the last training gives."""
         with self._channel.listening(self._hear):
             self._channel.elastic()
             while True:
-                group, lost = self._group, ""
+                group, lost, again = self._group, "", "nothing"
                 try:
                     result = self._train(group)
                 except WorldChanged:
                     group.barrier()
                 except BaseException as error:
-                    lost = _why_world_lost(group, error)
+                    lost = self._why_lost(group, error)
                     if not lost:
+                        self._tell_finished()
                         group.teardown(broken=True)
                         group.release()
                         raise
+                    again = self._lost_steps()
                 else:
+                    progress.now(Doing.DONE)
+                    self._tell_finished()
                     group.teardown(broken=False)
                     group.release()
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
+                self._ended = _Ended(_world(group), time.monotonic(), again)
                 group.teardown(broken=bool(lost))
+                group.release()
                 self._park(group, lost)
 
     def _train(self, group: ProcessGroup) -> Any:
-        group.init(self._backend, self._options)
-        changed = self._state.sync()
-        self._synced = True
+        self._begun = False
+        with progress.during(Doing.INIT):
+            group.init(self._backend, self._options)
+            self._compare_calls(group)
+            changed = self._state.sync()
+        self._synced = self._begun = True
+        ended, self._ended = self._ended, None
+        if group.rank == 0 and (changed or ended):
+            log.warning("%s", self._told(group, ended))
+        ddp.make()
         if changed:
-            self._state._reset()  # noqa: SLF001 - ours, and not the user's to call
-        return self._body()
+            old = ended.world if ended else None
+            self._state._reset(old, _world(group))  # noqa: SLF001 - ours, not the user's to call
+        try:
+            return self._body()
+        except WorldChanged:
+            self._state._leave()  # noqa: SLF001
+            raise
+
+    def _compare_calls(self, group: ProcessGroup) -> None:
+        """Raises UsageError, on all ranks, where they are in other calls of ee.run."""
+        calls = gather([self._call, zlib.crc32(self._name.encode())])
+        if any(call != calls[0] for call in calls):
+            first, last = min(calls)[0], max(calls)[0]
+            raise UsageError(
+                f"rank {group.rank} is in call {self._call} of ee.run ({self._name}), others are"
+                f" in calls {first} to {last}: a worker that is started anew begins at the first."
+                " Train in one function, with a value of the state that says what comes next"
+            )
+
+    def _told(self, group: ProcessGroup, ended: _Ended | None) -> str:
+        """The line that a user reads of a change."""
+        why = f" ({ended.reason})" if ended and ended.reason else ""
+        place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
+        line = f"{place} goes on from {self._state._position()}"  # noqa: SLF001
+        if ended is None:
+            return f"{line} in a new process"
+        after = time.monotonic() - ended.at
+        return f"{line} after {after:.2f} s; trained again: {ended.again}"
+
+    def _lost_steps(self) -> str:
+        """What a broken world costs: the steps since the last commit."""
+        if not self._begun:
+            return "nothing"
+        whole = self._state._uncommitted()  # noqa: SLF001
+        return f"{whole} steps and the one under way" if whole else "the step under way"
+
+    def _tell_finished(self) -> None:
+        """Before anything else is done: what the agent says from now on is not heard."""
+        with suppress(AgentGone):
+            self._channel.finished()
+
+    def _why_lost(self, group: ProcessGroup, error: BaseException) -> str:
+        """Why the world is lost; "" when the error is the user's own.
+
+        What goes wrong before the state is synchronised, in a world that is known to be broken, is
+        no mistake of the user's: it was made of what an abort had left.
+        """
+        if isinstance(error, WorldBroken):
+            return str(error)
+        unready = isinstance(error, Exception) and group.broken and not self._begun
+        if not unready and not is_communication_failure(error, broken=bool(group.broken)):
+            return ""
+        return _told_error(group, error)
 
     def _park(self, group: ProcessGroup, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
-        self._channel.parked("" if group.broken else lost)  # when leaving, too: an end takes time
-        group.release()  # while others still park
-        if group.leaving:
-            raise SystemExit(0)
+        if not group.leaving:  # else the others wait for this process's end: it may save
+            self._channel.parked(group.met if group.broken else lost)
         if lost and self._synced:
             self._state._rewind()  # noqa: SLF001
+        if group.leaving:
+            raise SystemExit(0)
         match self._orders.get():
-            case protocol.World(generation, _, env):
+            case protocol.World(generation, reason, env):
                 os.environ.update(env)
                 self._channel.generation = generation
+                if self._ended:
+                    self._ended = self._ended._replace(reason=reason)
             case protocol.Bye():
                 raise SystemExit(0)
             case protocol.Gone(reason):
@@ -188,13 +290,14 @@ class _Worker:
 def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
     """Whether `error`, or an error that it was raised from, comes from a collective that failed.
 
-    All others are the user's own. In a world that is known to be `broken` any RuntimeError of
-    torch's is taken for a result of that: what is aborted in the middle fails in many ways.
+    All others are the user's own, and so is what NCCL or a DataLoader say of the script itself.
+    In a world that is known to be `broken` any RuntimeError of torch's is taken for a result of
+    that: what is aborted in the middle fails in many ways.
     """
     cause: BaseException | None = error
     while cause is not None:
         # QueueEmptyError and time-outs of a store come from its users' keys, too.
-        if isinstance(cause, dist.DistError):
+        if isinstance(cause, dist.DistError) and (broken or not names_own_mistake(str(cause))):
             return True
         if type(cause) in _RUNTIME_ERRORS and (broken or names_lost_peer(str(cause))):
             return True
@@ -202,16 +305,18 @@ def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
     return False
 
 
-def _why_world_lost(group: ProcessGroup, error: BaseException) -> str:
-    """Why the world is lost; "" when the error is the user's own."""
-    if isinstance(error, WorldBroken):
-        return str(error)
-    if not is_communication_failure(error, broken=bool(group.broken)):
-        return ""
+def _told_error(group: ProcessGroup, error: BaseException) -> str:
+    """Log what a lost peer has made of this rank; for its report with the end of the traceback."""
     first = next(iter(str(error).splitlines()), "")  # what may follow are stacks of C++
     text = f"{type(error).__name__}: {first}"
     log.warning("rank %d leaves generation %d: %s", group.rank, group.generation, text)
-    return text
+    log.debug("rank %d was there:", group.rank, exc_info=error)
+    stack = "".join(traceback.format_exception(error))
+    return f"{text}\n{stack[-_LONGEST_TRACEBACK:]}"
+
+
+def _world(group: ProcessGroup) -> World:
+    return World(group.generation, group.rank, group.world_size)
 
 
 def _run_without_agent(
@@ -226,6 +331,7 @@ def _run_without_agent(
     if ours:
         init_alone(backend, options)
     state.sync()
+    ddp.make()
     result = body()
     if ours:
         teardown_alone()

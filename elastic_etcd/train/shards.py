@@ -75,6 +75,12 @@ class Shards:
         positions = self._positions_at(offsets)
         return positions % self.length if self.tail == "pad" and stop == self.size else positions
 
+    def is_shared(self, start: int) -> bool:
+        """Whether all ranks get something of what comes after the first `start` of this one's."""
+        turns, rest = divmod(self.total, len(self.slots))
+        in_tail = self.tail == "uneven" and start >= turns * len(self.own_slots)
+        return not in_tail or rest >= len(set(self.slots))  # all are among the first slots
+
     def unsettled(self, count: int, step: int) -> str:
         """Why it can't be told what all ranks have used when this one has used `count`, or "".
 
@@ -189,6 +195,7 @@ class Progress:
         self._shards = shards
         self._agreed: tuple[int, Sequence[int]] | None = None  # own count, everybody's
         self._committed: tuple[int, int] | None = None  # handed out, recorded
+        self._finished = False
 
     def add(self, count: int, handed: int) -> None:
         """Count so many more of the `handed` ones; ValueError if they are not so many."""
@@ -205,8 +212,14 @@ class Progress:
         self._agreed = self.count, counts
         self.step = self._told  # no rank's batches speak for the others'
 
+    def finish(self) -> None:
+        """All ranks are at their end, or will be before anybody asks."""
+        self._finished = True
+
     def remaining(self) -> tuple[range, ...]:
         """What remains of the epoch. Raises RuntimeError in the middle of a step."""
+        if self._finished:
+            return ()
         if self._agreed is None:
             return self._shards.remaining_after_own(self.count, self.step)
         if self._agreed[0] != self.count:

@@ -1,40 +1,46 @@
-"""A state's snapshot: its bytes, two places for it in shared memory, and files of it.
+"""A state's snapshot: its bytes, and two places for it in shared memory.
 
-A snapshot is a header, the encoded objects, then each tensor's bytes. The same bytes lie in shared
-memory, go to a peer and are written to a file; docs/state.md has the layout. A worker has two
-memory files (memfd), for the last commit and the next, which live as long as its agent. The header
-is cleared before the body is written and set after it: a process that is killed in between leaves
-the other one whole.
+A snapshot is a header, each tensor's bytes, then the encoded objects. The same bytes lie in shared
+memory and go to a peer; docs/state.md has the layout. A worker has two memory files (memfd), for
+the last commit and the next, which live as long as its agent. The header is cleared before the body
+is written and set after it: a process that is killed in between leaves the other one whole.
 """
 
-import contextlib
 import errno
 import hashlib
 import logging
 import mmap
 import os
-import secrets
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.codecs import decode, encode
+from elastic_etcd.train.encoding import DTYPES, dumps, loads
+from elastic_etcd.train.room import check_memory
+from elastic_etcd.train.unchanged import Unchanged, can_be_skipped
 
 HEADER = 4096  # one page, so that the body is aligned as memory is
 CHUNK = 2 << 20  # summed while it is still in the cache, and large enough for torch's overhead
 _ALIGNED = 64
 _FIELDS = struct.Struct("<8sQQqQQ16s")
-_MAGIC = b"eestate1"
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_MAGIC = b"eestate2"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: all page faults at once, a third of their time
 
 Piece = tuple[int, torch.Tensor]  # where in the body, and what: int64 words or uint8 bytes
@@ -74,6 +80,16 @@ class Header:
         )
         return packed + zlib.crc32(packed).to_bytes(4, "little")
 
+    @property
+    def objects_at(self) -> int:
+        """Where in the body the objects begin, in bytes."""
+        return self.size - aligned(self.objects)
+
+    @staticmethod
+    def size_of(rows: Iterable["Row"], objects: bytes) -> int:
+        """The size of a body that holds these."""
+        return sum(aligned(row.size()) for row in rows) + aligned(len(objects))
+
     @classmethod
     def unpack(cls, data: bytes) -> "Header | None":
         """None for what `pack` has not written, or not to its end."""
@@ -93,6 +109,8 @@ class Memfd:
         self.fd = fd
         weakref.finalize(self, os.close, fd)
         self.pid = os.getpid()
+        self.unchanged = Unchanged()
+        self.sums: list[int] = []  # of the chunks, since the last commit of this process
         if os.fstat(fd).st_size < HEADER:
             os.ftruncate(fd, HEADER)
         self._map_memory(os.fstat(fd).st_size)
@@ -100,13 +118,22 @@ class Memfd:
     def snapshot(self) -> "StateSnapshot | None":
         """What it holds; None while it holds nothing complete."""
         header = Header.unpack(self.memory[:HEADER])
-        if header is None or header.size > len(self._bytes) - HEADER:
+        if header is None or header.size > self.room:
             return None
         return StateSnapshot(self, header)
 
     def body(self, size: int) -> torch.Tensor:
         """Its first `size` bytes: the memory itself, not a copy."""
         return self._bytes[HEADER : HEADER + size]
+
+    @property
+    def room(self) -> int:
+        """Bytes of the largest body that it has memory for."""
+        return len(self._bytes) - HEADER
+
+    def whole(self) -> torch.Tensor:
+        """All after the first page, whatever it is."""
+        return self._bytes[HEADER:]
 
     def clear(self, size: int = 0) -> torch.Tensor:
         """The body, of `size` bytes, to be written; what was there is gone. Raises OSError."""
@@ -117,6 +144,8 @@ class Memfd:
             self._map_memory(HEADER + size)
             self._populate_memory()
         self.memory[:HEADER] = bytes(HEADER)
+        self.unchanged.forget()
+        self.sums = []
         return self.body(size)
 
     def set(self, header: Header) -> "StateSnapshot":
@@ -150,13 +179,23 @@ class StateSnapshot:
         """All after the header: the memory itself, not a copy."""
         return self.memfd.body(self.header.size)
 
-    def load(self) -> tuple[dict[str, bytes], list[tuple[torch.Tensor, bool]]]:
+    @property
+    def memory(self) -> memoryview:
+        """The body, as bytes."""
+        return memoryview(self.memfd.memory)[HEADER : HEADER + self.header.size]
+
+    @property
+    def objects(self) -> bytes:
+        """What `pack` made."""
+        start = HEADER + self.header.objects_at
+        return self.memfd.memory[start : start + self.header.objects]
+
+    def load(self) -> tuple[dict[str, Any], dict[str, tuple[torch.Tensor, bool]]]:
         """The parts, and the tensors as views of the memory, with whether they were on a GPU.
 
         Raises MalformedState.
         """
-        objects = self.memfd.memory[HEADER : HEADER + self.header.objects]
-        return unpack(objects, self.body)
+        return unpack(self.objects, self.body)
 
     def is_intact(self) -> bool:
         """Whether the body is what the header says; reads all of it."""
@@ -191,21 +230,38 @@ class MemfdPair:
         newest = self.newest()
         return next(memfd for memfd in self.memfds if not newest or memfd is not newest.memfd)
 
+    def clear_older(self, size: int) -> torch.Tensor:
+        """The body of the memory file to write to, cleared, with room for `size` bytes.
+
+        Raises OSError, and UsageError when the machine has no memory for both files of this size.
+        """
+        older = self.older()
+        if size > older.room:
+            check_memory(size, sum(max(0, size - memfd.room) for memfd in self.memfds))
+        return older.clear(size)
+
     def write(
         self,
         version: Version,
-        parts: dict[str, bytes],
-        tensors: Sequence[torch.Tensor],
+        parts: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
         batched: Callable[[Iterator[Piece]], Iterable[Sequence[Piece]]],
+        frozen: Collection[str] = (),
     ) -> None:
         """Write a snapshot; the newest stays as it is until this one is whole.
 
         `batched` is given the pieces and makes them batches, in host memory. What it raises is
-        raised, and nothing is written then.
+        raised, and nothing is written then. Tensors named in `frozen` are not copied again if they
+        are there already, as unchanged.py finds it.
         """
         objects, size = pack(parts, tensors)
         memfd = self.older()
-        digest = write_body(memfd.clear(size), batched(pieces_of(objects, tensors)))
+        there = dict(_skippable(tensors, frozen))
+        found, known = memfd.unchanged.find(there, memfd.whole()), memfd.sums
+        pieces = pieces_of(objects, tensors.values(), found)
+        digest, sums = write_body(self.clear_older(size), batched(pieces), known if found else ())
+        memfd.unchanged.keep(there, found)
+        memfd.sums = sums
         memfd.set(Header(version, len(objects), size, digest))
 
     def prefer(self, snapshot: StateSnapshot) -> None:
@@ -214,103 +270,108 @@ class MemfdPair:
             newest.memfd.clear()
 
 
-def save(path: Path, snapshot: StateSnapshot, allowed: Callable[[], None]) -> None:
-    """Write the snapshot to `path`: a reader sees the old file or the new one, whole.
+class Row(NamedTuple):
+    """What the table of a snapshot says of one tensor."""
 
-    `allowed` is called when only the renaming is left, and may raise. Raises OSError.
+    name: str
+    dtype: str
+    shape: list[int]
+    cuda: bool
+
+    def size(self) -> int:
+        """In bytes. Raises MalformedState."""
+        lengths = self.shape if type(self.shape) is list else [None]
+        if not all(type(length) is int and 0 <= length < 1 << 48 for length in lengths):
+            raise MalformedState(f"{self.shape} is no shape")
+        return prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+
+
+def pack(parts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """The encoded objects, and the size of a body that holds the tensors and them."""
+    rows = [
+        Row(name, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cuda)
+        for name, t in tensors.items()
+    ]
+    objects = dumps({"tensors": rows, "parts": parts})
+    return objects, Header.size_of(rows, objects)
+
+
+def _skippable(
+    tensors: Mapping[str, torch.Tensor], frozen: Collection[str]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Those of the tensors named in `frozen` that may be skipped, by where they begin."""
+    start = 0
+    for name, tensor in tensors.items():
+        if name in frozen and can_be_skipped(tensor):
+            yield start, tensor
+        start += aligned(tensor.nbytes)
+
+
+def pieces_of(
+    objects: bytes, tensors: Iterable[torch.Tensor], but: Container[int] = ()
+) -> Iterator[Piece]:
+    """Where each part of the body goes; tensors stay on their device, in the order of `pack`.
+
+    What is between two parts becomes zero, since it is part of the digest. but: where those begin
+    that are there already.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        _write_file(temporary, snapshot)
-        allowed()
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def load(path: Path, memfds: MemfdPair) -> StateSnapshot:
-    """Read a file that `save` wrote into the older memfd, as a commit that is older than any here.
-
-    Raises OSError, and MalformedState for a file that `save` did not write to its end.
-    """
-    with path.open("rb") as file:
-        header = Header.unpack(file.read(HEADER))
-        if header is None or os.fstat(file.fileno()).st_size != HEADER + header.size:
-            raise MalformedState(f"{path} is no saved state, or not all of it")
-        memfd = memfds.older()
-        memfd.clear(header.size)
-        file.readinto(memoryview(memfd.memory)[HEADER : HEADER + header.size])
-    snapshot = memfd.set(replace(header, version=replace(header.version, generation=0)))
-    if not snapshot.is_intact():
-        memfd.clear()
-        raise MalformedState(f"{path} is damaged: it does not have the bytes that were saved")
-    return snapshot
-
-
-def _write_file(path: Path, snapshot: StateSnapshot) -> None:
-    with path.open("xb") as file:
-        file.write(snapshot.header.pack().ljust(HEADER, b"\0"))
-        file.write(memoryview(snapshot.memfd.memory)[HEADER : HEADER + snapshot.header.size])
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def pack(parts: dict[str, bytes], tensors: Sequence[torch.Tensor]) -> tuple[bytes, int]:
-    """The encoded objects, and the size of a body that holds them and the tensors."""
-    table = [(str(t.dtype), tuple(t.shape), t.is_cuda) for t in tensors]
-    objects = encode((table, parts), [])
-    sizes = (len(objects), *(t.numel() * t.element_size() for t in tensors))
-    return objects, sum(map(_aligned, sizes))
-
-
-def pieces_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Piece]:
-    """Where each part of the body goes; tensors stay on their device, in the order of `pack`."""
     start = 0
     encoded = torch.frombuffer(bytearray(objects), dtype=torch.uint8)
-    for flat in (encoded, *map(_bytes_of, tensors)):
+    for tensor in chain(tensors, (encoded,)):
+        if start in but:
+            start += aligned(tensor.nbytes)
+            continue
+        flat = _bytes_of(tensor)
         words = len(flat) // 8 if flat.storage_offset() % 8 == 0 else 0
         if words:
             yield start, flat[: words * 8].view(torch.int64)
         if words * 8 < len(flat):
             yield start + words * 8, flat[words * 8 :]
-        start += _aligned(len(flat))
+        if gap := aligned(len(flat)) - len(flat):
+            yield start + len(flat), torch.zeros(gap, dtype=torch.uint8)
+        start += aligned(len(flat))
 
 
-def unpack(objects: bytes, body: torch.Tensor) -> tuple[dict[str, bytes], list[tuple[Any, bool]]]:
+def unpack(
+    objects: bytes, body: torch.Tensor
+) -> tuple[dict[str, Any], dict[str, tuple[torch.Tensor, bool]]]:
     """The parts, and the tensors as views of the body, with whether they were on a GPU.
 
     Raises MalformedState.
     """
-    try:
-        table, parts = decode(objects, ())
-        parts = {str(name): bytes(memoryview(part)) for name, part in parts.items()}
-        tensors = []
-        start = _aligned(len(objects))
-        for name, shape, cuda in table:
-            tensor = _tensor_at(body, start, _DTYPES[name], shape)
-            start += _aligned(tensor.numel() * tensor.element_size())
-            tensors.append((tensor, bool(cuda)))
-    except MalformedState:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise MalformedState(f"not a snapshot's table of tensors: {error}") from error
+    rows, parts = read_objects(objects)
+    tensors = {}
+    for row, (start, end) in zip(rows, places_of(rows), strict=True):
+        if end > len(body):
+            raise MalformedState(f"a tensor ends {end - len(body)} bytes after the snapshot")
+        tensor = body[start:end].view(DTYPES[row.dtype]).view(row.shape)
+        tensors[row.name] = tensor, bool(row.cuda)
     return parts, tensors
 
 
-def _tensor_at(body: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    if not all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
-        raise MalformedState(f"{shape} is no shape")
-    end = start + prod(shape) * dtype.itemsize
-    if end > len(body):
-        raise MalformedState(f"a tensor ends {end - len(body)} bytes after the snapshot")
-    return body[start:end].view(dtype).view(shape)
+def read_objects(objects: bytes) -> tuple[list[Row], dict[str, Any]]:
+    """The table of tensors, and the parts. Raises MalformedState."""
+    try:
+        found = loads(objects)
+        parts, rows = found["parts"], [Row(*row) for row in found["tensors"]]
+        names = {row.name for row in rows}
+        if type(parts) is not dict or len(names) < len(rows):
+            raise MalformedState("a snapshot without parts, or with two tensors of one name")
+        if not all(row.dtype in DTYPES and type(row.name) is str for row in rows):
+            raise MalformedState("a snapshot with a tensor of no type")
+        for row in rows:
+            row.size()
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise MalformedState(f"not a snapshot's table of tensors: {error}") from error
+    return rows, parts
+
+
+def places_of(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
+    """Where in the body each tensor begins and ends, in bytes."""
+    start = 0
+    for row in rows:
+        yield start, start + row.size()
+        start += aligned(row.size())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -318,12 +379,17 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(-1).view(torch.uint8)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Where in the body the next part begins, after `size` bytes."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def write_body(body: torch.Tensor, batches: Iterable[Sequence[Piece]]) -> bytes:
-    """Copy the pieces, which ascend, into the body. Returns the digest of what is there then.
+def write_body(
+    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[int] = ()
+) -> tuple[bytes, list[int]]:
+    """Copy the pieces, which ascend, into the body. The digest of what is there then, and the sums.
+
+    known: the sums of the chunks as they are, for those that no piece reaches.
 
     Each batch in two halves, a thread for each: as a plain copy does with more than one, and one
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
@@ -333,9 +399,15 @@ def write_body(body: torch.Tensor, batches: Iterable[Sequence[Piece]]) -> bytes:
     torch.set_num_threads(1)  # also of the thread that follows
     try:
         with ThreadPoolExecutor(1) as other:
-            return _write_batches(body, batches, other)
+            sums = _write_batches(body, batches, other)
     finally:
         torch.set_num_threads(threads)
+    words = body.view(torch.int64)
+    for chunk in range(-(-len(body) // CHUNK)):
+        if chunk not in sums:
+            sums[chunk] = known[chunk] if chunk < len(known) else _chunk_sum(words, chunk)
+    numbers = [int(sums[chunk]) for chunk in range(len(sums))]
+    return _digest_of_sums(numbers), numbers
 
 
 def digest_of(body: torch.Tensor) -> bytes:
@@ -346,54 +418,62 @@ def digest_of(body: torch.Tensor) -> bytes:
     """
     words = body.view(torch.int64)
     whole = len(body) // CHUNK
-    sums = words[: whole * CHUNK // 8].view(whole, CHUNK // 8).sum(1)
+    sums = words[: whole * CHUNK // 8].view(whole, CHUNK // 8).sum(1).tolist()
     if whole * CHUNK < len(body):
-        sums = torch.cat((sums, torch.stack(_chunk_sums(words, whole, whole + 1))))
+        sums.append(int(_chunk_sum(words, whole)))
     return _digest_of_sums(sums)
 
 
 def _write_batches(
     body: torch.Tensor, batches: Iterable[Sequence[Piece]], other: Executor
-) -> bytes:
-    sums: list[torch.Tensor] = []
+) -> dict[int, Any]:
+    """The sums of the chunks that the pieces reach."""
+    sums: dict[int, Any] = {}
     for batch in batches:
+        begin = batch[0][0] // CHUNK
         end = batch[-1][0] + batch[-1][1].nbytes
-        begin = len(sums)
         middle = (begin + -(-end // CHUNK)) // 2
         first = None
         if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
             first = other.submit(_write_half, body, batch, begin * CHUNK, middle * CHUNK)
-        second = _write_half(body, batch, middle * CHUNK, end)
-        sums += (first.result() if first else []) + second
-    sums += _chunk_sums(body.view(torch.int64), len(sums), -(-len(body) // CHUNK))
-    return _digest_of_sums(torch.stack(sums))
+        sums |= _write_half(body, batch, middle * CHUNK, end)
+        if first:
+            sums |= first.result()
+    return sums
 
 
 def _write_half(
     body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int
-) -> list[torch.Tensor]:
-    """Copy what lies from `begin`, a chunk's, to `end`. The sums of the chunks that are whole."""
+) -> dict[int, torch.Tensor]:
+    """Copy what lies from `begin` to `end`. The sums of the chunks that it reaches.
+
+    Each is taken when the chunk is whole, or the last piece is there: the last one's may be taken
+    again with the next batch.
+    """
     words = body.view(torch.int64)
-    first_chunk = begin // CHUNK
-    sums: list[torch.Tensor] = []
+    sums: dict[int, torch.Tensor] = {}
+    chunk = -1
     for start, piece in batch:
         target = words if piece.dtype == torch.int64 else body
         unit = piece.element_size()
         first, stop = max(start, begin), min(start + piece.nbytes, end)
         while first < stop:
-            last = min(stop, (first // CHUNK + 1) * CHUNK)
+            if first // CHUNK != chunk and chunk >= 0:
+                sums[chunk] = _chunk_sum(words, chunk)
+            chunk = first // CHUNK
+            last = min(stop, (chunk + 1) * CHUNK)
             part = piece[(first - start) // unit : (last - start) // unit]
             target[first // unit : last // unit].copy_(part)
-            sums += _chunk_sums(words, first_chunk + len(sums), last // CHUNK)
             first = last
-    return sums + _chunk_sums(words, first_chunk + len(sums), end // CHUNK)
+    if chunk >= 0:
+        sums[chunk] = _chunk_sum(words, chunk)
+    return sums
 
 
-def _chunk_sums(words: torch.Tensor, first: int, end: int) -> list[torch.Tensor]:
+def _chunk_sum(words: torch.Tensor, chunk: int) -> torch.Tensor:
     words_each = CHUNK // 8
-    return [words[n * words_each : (n + 1) * words_each].sum() for n in range(first, end)]
+    return words[chunk * words_each : (chunk + 1) * words_each].sum()
 
 
-def _digest_of_sums(sums: torch.Tensor) -> bytes:
-    values = sums.tolist()
-    return hashlib.blake2b(struct.pack(f"<{len(values)}q", *values), digest_size=16).digest()
+def _digest_of_sums(sums: Sequence[int]) -> bytes:
+    return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=16).digest()

@@ -26,16 +26,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from elastic_etcd import progress
+from elastic_etcd.progress import Doing
 from elastic_etcd.times import SYNC_PATIENCE
 
 _KEY = "elastic_etcd/sync_point"
 
 
 class WorldChanged(BaseException):
-    """The world changes as planned; all that was trained so far is committed.
+    """The world changes as planned.
 
-    ElasticState.check raises it and ee.run catches it. It is no Exception, so that a training
-    loop's `except Exception` doesn't stop it on its way.
+    ElasticState.check raises it; ee.run catches it and commits all that was trained so far. It is
+    no Exception, so that a training loop's `except Exception` doesn't stop it on its way.
     """
 
 
@@ -69,7 +71,7 @@ class SyncPoint:
         self._thread: threading.Thread | None = None
 
     def check(self) -> bool:
-        """Whether to stop here: commit, and raise WorldChanged. Raises WorldBroken."""
+        """Whether to stop here: raise WorldChanged. Raises WorldBroken."""
         self.steps += 1
         return self._hold and self._is_target()
 
@@ -100,7 +102,8 @@ class SyncPoint:
             raise WorldBroken(self._broken)
 
     def _is_target(self) -> bool:
-        self._decided.wait()
+        with progress.during(Doing.CHECK):
+            self._decided.wait()
         self.raise_if_broken()
         return self.steps >= self._target
 
@@ -132,6 +135,11 @@ def check() -> bool:
     It costs a fraction of a microsecond. Without ee.run it is always False.
     """
     return _current.check()
+
+
+def steps() -> int:
+    """How many checks this world's training has come to."""
+    return _current.steps
 
 
 def raise_if_broken() -> None:

@@ -18,7 +18,7 @@ if len(sys.argv) > 3:
     descriptor_pool.Default().FindMessageTypeByName("etcdserverpb.TxnRequest")  # it is there
 
 from elastic_etcd.core.lifecycle import Action, StartWorkers, from_json, to_json
-from elastic_etcd.core.schema import Master, Participant, Phase, Round, decode, encode
+from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, decode, encode
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
@@ -28,11 +28,14 @@ from elastic_etcd.etcd.session import Session
 
 def values() -> None:
     """What keys hold, and what the recorder writes."""
-    world = (Participant(10, "n1", 2),)
-    final = Round(1, Phase.FINAL, 10, "why", "r", world, Master("n1", 80))
+    part = Participant(10, "n1", 2, 0, 0)
+    page = Page(1, (part,))
+    final = Round(1, Phase.FINAL, 10, "why", "r", "n1", 1, 2, Master("n1", 80))
+    start = StartWorkers(final, part)
     assert decode(Round, encode(final)) == final
-    assert from_json(Action, to_json(StartWorkers(final))) == StartWorkers(final)
-    assert "`$.participants[0].nproc`" in refused(encode(final).replace('"nproc": 2', '"nproc": 0'))
+    assert decode(Page, encode(page)) == page
+    assert from_json(Action, to_json(start)) == start
+    assert "`$.participants[0].nproc`" in refused(encode(page).replace('"nproc": 2', '"nproc": 0'))
     assert refused("[" * 100_000) == "nested too deeply"
     assert refused("{")
 
@@ -40,7 +43,7 @@ def values() -> None:
 def refused(value: str) -> str:
     """Why."""
     try:
-        decode(Round, value)
+        decode(Page, value)
     except ValueError as error:
         return str(error)
     raise AssertionError("it is a round")

@@ -9,7 +9,7 @@ from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from tests.support.venv import ROOT
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_checked_in_messages_are_current() -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "protos"],

@@ -1,0 +1,230 @@
+"""What a worker is doing: one page of shared memory that it writes and its agent reads.
+
+It costs the worker neither a message nor a system call. `step` is called by what trains: by the
+wrappers and calls of this package, or else by every optimizer of torch's. Standard library only:
+what a worker begins with loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import struct
+from enum import IntEnum
+from pathlib import Path
+from time import monotonic_ns
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# On which a worker writes its threads' Python stacks to its stderr. A real-time signal that neither
+# torch nor CUDA uses.
+DUMP_STACKS = signal.SIGRTMAX - 3
+VARIABLE = "ELASTIC_ETCD_PROGRESS"  # the page's path, in a worker's environment
+_NAME = "elastic_etcd-progress"
+_SIZE = 4096
+_HEAD = struct.Struct("=5Q")  # doing, since, steps, when the step began, whether steps are told
+_WHAT = struct.Struct("=128s")
+_WHAT_AT = 64
+_COMMITS = struct.Struct("=2Q")  # how many, and how long they took together
+_COMMITS_AT = 192
+_RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
+_RECENT_AT = 512
+_RECENT_STEPS = 64
+_ONE = struct.Struct("=Q")
+_NS = 1e-9
+
+
+class Doing(IntEnum):
+    """What a worker says that it does. It is watched in STEP only."""
+
+    STARTING = 0
+    INIT = 1  # making the process group, synchronising the state
+    STEP = 2
+    CHECK = 3  # waiting for the others at a step at which all stop
+    COMMIT = 4
+    SAVE = 5
+    QUIET = 6  # whatever the script has said by ee.quiet
+    DONE = 7
+
+
+class Progress(NamedTuple):
+    """A worker's progress at one moment.
+
+    `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
+    this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
+    by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
+    together.
+    """
+
+    doing: Doing
+    seconds: float
+    steps: int
+    slowest: float
+    what: str = ""
+    told: bool = False
+    commits: int = 0
+    commit_seconds: float = 0.0
+
+
+class Page:
+    """The memory. Times are of CLOCK_MONOTONIC, which both ends share."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _SIZE)
+
+    def step(self, *, told: bool) -> None:
+        """A step has ended; those of optimizers don't count where others are `told`."""
+        now = monotonic_ns()
+        _, _, steps, began, is_told = _HEAD.unpack_from(self._memory)
+        if is_told != told:
+            if is_told:
+                return
+            steps = 0
+        if steps:
+            _ONE.pack_into(self._memory, _RECENT_AT + 8 * (steps % _RECENT_STEPS), now - began)
+        _HEAD.pack_into(self._memory, 0, Doing.STEP, now, steps + 1, now, told)
+
+    @contextlib.contextmanager
+    def during(self, doing: Doing, what: str = "") -> Iterator[None]:
+        """Something else than a step; its time is not the step's."""
+        before, since, steps, began, told = _HEAD.unpack_from(self._memory)
+        was = _WHAT.unpack_from(self._memory, _WHAT_AT)
+        start = monotonic_ns()
+        _WHAT.pack_into(self._memory, _WHAT_AT, what.encode(errors="replace"))
+        _HEAD.pack_into(self._memory, 0, doing, start, steps, began, told)
+        try:
+            yield
+        finally:
+            took = monotonic_ns() - start
+            _WHAT.pack_into(self._memory, _WHAT_AT, *was)
+            _HEAD.pack_into(self._memory, 0, before, since + took, steps, began + took, told)
+            if doing is Doing.COMMIT:
+                commits, spent = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+                _COMMITS.pack_into(self._memory, _COMMITS_AT, commits + 1, spent + took)
+
+    def now(self, doing: Doing) -> None:
+        """From here on it does this."""
+        _, _, steps, began, told = _HEAD.unpack_from(self._memory)
+        _HEAD.pack_into(self._memory, 0, doing, monotonic_ns(), steps, began, told)
+
+    def clear(self) -> None:
+        """Begin a world: nothing is known of its steps."""
+        self._memory[:] = bytes(_SIZE)
+        self.now(Doing.STARTING)
+
+    def read(self) -> Progress:
+        """What it says. Whoever runs in the worker can write anything there."""
+        doing, since, steps, _, told = _HEAD.unpack_from(self._memory)
+        (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
+        recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
+        commits, spent = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+        return Progress(
+            doing=Doing(min(doing, Doing.DONE)),
+            seconds=max(0, monotonic_ns() - since) * _NS,
+            steps=steps,
+            slowest=max(recent) * _NS,
+            what=what.rstrip(b"\0").decode(errors="replace"),
+            told=bool(told),
+            commits=commits,
+            commit_seconds=spent * _NS,
+        )
+
+
+class Pages:
+    """The agent's: a page for each local rank."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, tuple[int, Page]] = {}
+
+    def begin(self, local_rank: int) -> str:
+        """Clear its page for a new world; gives the path for its environment.
+
+        "" where there is no memory or descriptor to be had: then nothing is known of this worker.
+        """
+        if local_rank not in self._pages:
+            try:
+                fd = _sealed_memory()
+                self._pages[local_rank] = fd, Page(fd)
+            except OSError:
+                return ""
+        fd, page = self._pages[local_rank]
+        page.clear()
+        return f"/proc/{os.getpid()}/fd/{fd}"
+
+    def all(self) -> tuple[Page, ...]:
+        """Those that there are; one that is held outlives `close`."""
+        return tuple(page for _, page in self._pages.values())
+
+    def read(self, local_rank: int) -> Progress:
+        """What the worker of that local rank says."""
+        if local_rank not in self._pages:
+            return Progress(Doing.STARTING, 0.0, 0, 0.0)
+        return self._pages[local_rank][1].read()
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for fd, _ in self._pages.values():
+            os.close(fd)
+        self._pages.clear()
+
+
+def _sealed_memory() -> int:
+    """A page that a worker can't shorten, which would end the agent by a SIGBUS."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+# --- in a worker --------------------------------------------------------------------------
+
+_page: Page | None = None
+_looked = False
+
+
+def step(*, told: bool = True) -> None:
+    """A step of training has ended: `told` by the script, or seen at an optimizer."""
+    if page := _page if _looked else look():
+        page.step(told=told)
+
+
+def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[None]:
+    """While this is open, the worker does something else than a step."""
+    page = _page if _looked else look()
+    return page.during(doing, what) if page else contextlib.nullcontext()
+
+
+def now(doing: Doing) -> None:
+    """From here on the worker does this."""
+    if page := _page if _looked else look():
+        page.now(doing)
+
+
+def look() -> Page | None:
+    """This worker's page, if its agent has given it one."""
+    global _page, _looked  # noqa: PLW0603 - one process, one worker, one page
+    _looked = True
+    if path := os.environ.get(VARIABLE):
+        with contextlib.suppress(OSError, ValueError):
+            if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
+                return None  # in another pid namespace: nobody watches
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                _page = Page(fd)
+            finally:
+                os.close(fd)
+    return _page
+
+
+def _forget() -> None:
+    """In a forked child, such as a data loader's: the page is the worker's."""
+    global _page  # noqa: PLW0603
+    _page = None
+
+
+os.register_at_fork(after_in_child=_forget)
