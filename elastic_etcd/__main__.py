@@ -1,4 +1,4 @@
-"""`elastic-etcd`, also `python -m elastic_etcd`: run this node's agent, or look at a job."""
+"""`elastic-etcd`, also `python -m elastic_etcd`: run this node's agent, look at a job, steer it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
        elastic-etcd status [options] JOB                     what a job does and went through
+       elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
+       elastic-etcd undrain [options] JOB NODE               let it come back
+       elastic-etcd stop [options] JOB                       end a job on all nodes
        elastic-etcd --version
 
 Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
@@ -30,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import status  # noqa: PLC0415 - as above
 
         return status.main(rest)
+    if command in ("drain", "undrain", "stop"):
+        from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
+
+        return steer.COMMANDS[command](rest)
     if command == "--version":
         print(f"elastic-etcd {__version__}")
         return 0

@@ -11,6 +11,7 @@
     ├── StaleGeneration       a worker's generation is not the job's current one
     ├── MalformedState        a snapshot, or a file of one, is not what was written (a ValueError)
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
+    ├── NotInTime             what was asked of a job, and waited for, has not happened yet
     └── TrainingFailed        a worker failed and no restart was allowed
         └── BudgetUsedUp      a worker failed once more than --max-restarts
 
@@ -78,5 +79,11 @@ class BudgetUsedUp(TrainingFailed):
 
 class RendezvousTimeout(ElasticEtcdError):
     """Fewer than the minimum of nodes for longer than --join-timeout."""
+
+    exit_code = 4
+
+
+class NotInTime(ElasticEtcdError):
+    """What was asked of a job, and waited for, has not happened yet."""
 
     exit_code = 4

@@ -11,12 +11,14 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.init import be_init
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
     try:
         args = _arguments(sys.argv[1:] if argv is None else argv, os.environ, prog)
         config = _config(args, os.environ)
-        _set_up_logging(config)
+        set_up_logging(config)
         for remark in _remarks(args):
             log.warning(remark)
         from elastic_etcd.agent.agent import run  # noqa: PLC0415 - a wrong flag is told at once
@@ -90,7 +92,8 @@ def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namesp
 
 
 def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
-    limits = _limits(args, _shutdown_timeout(args, env))
+    shutdown_timeout = _shutdown_timeout(args, env)
+    limits = _limits(args, shutdown_timeout)
     etcd = None if args.standalone else _etcd(args, env)
     return AgentConfig(
         etcd=etcd,
@@ -103,49 +106,65 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         role=args.role,
         topology_label=args.topology_label,
         lease_ttl=args.lease_ttl,
+        rerun=args.rerun,
         etcd_timeout=args.etcd_timeout,
-        shutdown_timeout=_shutdown_timeout(args, env),
+        proof_of_death=args.proof_of_death,
+        hang_timeout=args.hang_timeout,
+        shutdown_timeout=shutdown_timeout,
+        park_timeout=args.park_timeout,
         kill_timeout=args.kill_timeout,
         leave_exit_code=args.leave_exit_code,
         virtual_local_rank=args.virtual_local_rank,
+        memory_dir=_memory_dir(args),
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
         preload=tuple(args.preload),
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
+        metrics_addr=args.metrics_addr,
+        preemption_watch=args.preemption_watch,
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
     )
 
 
 def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
-    least, most = _nodes(args)
-    return Limits(
-        min_nodes=least,
-        max_nodes=most,
+    grace = GRACE_LEAVE if shutdown_timeout is None else shutdown_timeout
+    return structs.replace(
+        _nodes(args),
         max_restarts=args.max_restarts,
         restart_window=args.restart_window,
         min_uptime=args.min_uptime,
+        suspect_after=args.suspect_after,
+        hang_action=args.hang_action,
         settle=args.settle,
         join_settle=args.join_settle,
         join_interval=args.join_interval,
         join_timeout=args.join_timeout,
-        patience=max(GRACE_LEAVE, shutdown_timeout or 0.0) + args.kill_timeout + STOP_PATIENCE,
+        leave_deadline=grace if args.leave_deadline is None else args.leave_deadline,
+        cut_off=args.lease_ttl if args.when_cut_off == "stop" else None,
+        patience=_longest(args, shutdown_timeout) + args.kill_timeout + STOP_PATIENCE,
     )
 
 
-def _nodes(args: Namespace) -> tuple[int, int]:
-    least, most = args.nnodes
+def _longest(args: Namespace, shutdown_timeout: float | None) -> float:
+    """The most that a worker of a node that stays has from the word to stop to SIGKILL."""
+    park: float = args.park_timeout
+    return max(GRACE_LEAVE, shutdown_timeout or 0.0, park)
+
+
+def _nodes(args: Namespace) -> Limits:
+    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
     if not args.standalone:
-        return least, most
-    if least > 1:
-        raise UsageError(f"--standalone is one node, --nnodes asks for at least {least}")
-    return 1, 1
+        return asked
+    if asked.min_nodes > 1:
+        raise UsageError(f"--standalone is one node, --nnodes asks for at least {asked.min_nodes}")
+    return Limits(1, 1)
 
 
 def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
     etcd = options.etcd_of(args, env)
-    if etcd is None and args.nnodes[1] > 1 and args.master_addr is not None:
+    if etcd is None and args.nnodes.max_nodes > 1 and args.master_addr is not None:
         raise UsageError(
             f"--master-addr {args.master_addr}: nodes meet through etcd here, not at a master.\n"
             "Give --etcd HOST:2379 and --job ID instead, the same on every node."
@@ -199,17 +218,26 @@ def _check_script(script: str) -> None:
 
 
 def _log_dir(args: Namespace) -> str | None:
-    if args.log_dir is None:
-        return None
+    if args.log_dir is not None:
+        _check_writable("--log-dir", args.log_dir)
+    return None if args.log_dir is None else str(args.log_dir)
+
+
+def _memory_dir(args: Namespace) -> str:
+    if args.memory_dir != AgentConfig.memory_dir:  # that one need not be there
+        _check_writable("--memory-dir", args.memory_dir)
+    return str(Path(args.memory_dir).absolute())
+
+
+def _check_writable(flag: str, directory: str) -> None:
     try:
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.log_dir).close()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UsageError(
-            f"--log-dir {args.log_dir}: cannot be written to: {error.strerror}.\n"
+            f"{flag} {directory}: cannot be written to: {error.strerror}.\n"
             "Give a directory that this user may write to."
         ) from error
-    return str(args.log_dir)
 
 
 def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
@@ -250,7 +278,8 @@ class _Lines(logging.Formatter):
         return f"elastic_etcd[{self._node}]: {level}{shown(super().format(record))}"
 
 
-def _set_up_logging(config: AgentConfig) -> None:
+def set_up_logging(config: AgentConfig) -> None:
+    """Have this program's log written to stderr, each line with this node's name."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines(config.node))
     log.addHandler(handler)

@@ -17,10 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
 from elastic_etcd import trampoline
+from elastic_etcd.times import CHILD_GONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +35,9 @@ _REAP_AGAIN = 0.05
 _WATCH_AGAIN = 0.2
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _TAIL = 1 << 13
+# What an agent's workers, and all that they start, have in their environment: which agent that is.
+# Its guardian has it under another name, as that is to end by itself.
+MARK, GUARDS = "ELASTIC_ETCD_AGENT", "ELASTIC_ETCD_GUARDS"
 
 log = logging.getLogger(__name__)
 
@@ -44,24 +51,35 @@ class Process(Protocol):
         """Its exit status, or minus the signal; None while it runs."""
 
 
+class Given(TypedDict):
+    """What a child gets besides its command; `stdin` is /dev/null if nothing else is said."""
+
+    stdout: int
+    stderr: int
+    stdin: NotRequired[int]
+    pass_fds: NotRequired[Collection[int]]
+    session: NotRequired[bool]
+
+
 def spawn(
     command: Sequence[str],
     env: Mapping[str, str],
     *,
     stdout: int,
     stderr: int,
+    stdin: int = subprocess.DEVNULL,
     pass_fds: Collection[int] = (),
     session: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `command` as a child that dies with this process. Raises OSError.
 
     It leads a process group of its own, out of the reach of the terminal's Ctrl-C, or with
-    `session` a session of its own. Its stdin is /dev/null.
+    `session` a session of its own.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *command],
         env=dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         pass_fds=tuple(pass_fds),
@@ -69,6 +87,55 @@ def spawn(
         start_new_session=session,
         process_group=None if session else 0,
     )
+
+
+async def start(
+    command: Sequence[str], env: Mapping[str, str], **given: Unpack[Given]
+) -> subprocess.Popen[bytes]:
+    """As `spawn`, while the event loop goes on: the program may be on a disk that stands still.
+
+    The kernel ties the child to the thread that has started it, so that one stays as long as it.
+    Where that thread waits the others don't, from Python 3.11.4 on (python/cpython#104372).
+    """
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
+
+    def run() -> None:
+        try:
+            process = spawn(command, env, **given)
+        except Exception as error:  # noqa: BLE001 - who waits gets it, whatever it is
+            _tell(loop, partial(_fail, started, error))
+            return
+        if not _tell(loop, partial(_give, started, process)):
+            process.kill()
+        with contextlib.suppress(ChildProcessError):  # reaped already
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    threading.Thread(target=run, name="starter", daemon=True).start()
+    return await started
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> bool:
+    """From a thread; False when the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(what)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _fail(started: asyncio.Future[subprocess.Popen[bytes]], error: Exception) -> None:
+    if not started.done():
+        started.set_exception(error)
+
+
+def _give(
+    started: asyncio.Future[subprocess.Popen[bytes]], process: subprocess.Popen[bytes]
+) -> None:
+    if started.done():  # who wanted it has gone
+        discard(process)
+    else:
+        started.set_result(process)
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
@@ -148,14 +215,31 @@ async def exited(process: Process) -> int:
         watch.close()
 
 
-def end(process: Process) -> int:
-    """SIGKILL a child and reap it; gives its status. It takes as long as the kernel does."""
-    while (code := process.poll()) is None:
-        pidfd = os.pidfd_open(process.pid)
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [])
+def end(process: Process) -> int | None:
+    """SIGKILL a child of an agent that ends, and reap it; gives its status.
+
+    One that the kernel holds is left to it: then None.
+    """
+    if (code := process.poll()) is None:
+        pidfd = _killed(process)
+        select.select([pidfd], [], [], CHILD_GONE)
         os.close(pidfd)
+        code = process.poll()
     return code
+
+
+def discard(process: Process) -> None:
+    """SIGKILL a child, which is reaped when it is dead; the event loop goes on."""
+    if process.poll() is None:
+        os.close(_killed(process))
+        ExitWatch(process, lambda _: None)
+
+
+def _killed(process: Process) -> int:
+    """A pidfd of this child, which has got SIGKILL."""
+    pidfd = os.pidfd_open(process.pid)
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    return pidfd
 
 
 class LastWords:
@@ -283,6 +367,11 @@ def signal_group(pgid: int, number: int) -> bool:
     return True
 
 
+def members_of(group: int) -> list[int]:
+    """The processes of a group; one pass over /proc."""
+    return [pid for pid, pgid in _process_table() if pgid == group]
+
+
 def kill_members(groups: Collection[int]) -> dict[int, list[int]]:
     """SIGKILL what still runs in these groups; gives {group: pidfds of what is dying}.
 
@@ -314,6 +403,58 @@ def _kill_members(found: dict[int, list[int]]) -> None:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
+def kill_marked(mark: str) -> list[int]:
+    """SIGKILL to every process with this mark; gives their pidfds. In a thread only."""
+    found = [pidfd for pid in pids() if (pidfd := open_if(pid, lambda it: marked(it, mark))) >= 0]
+    for pidfd in found:
+        kill(pidfd)
+    return found
+
+
+def marked(pid: int, mark: str) -> bool:
+    """Whether this process has this mark. In a thread only."""
+    return environment(pid, {MARK}).get(MARK) == mark
+
+
+def open_if(pid: int, wanted: Callable[[int], object]) -> int:
+    """A pidfd of this process if it is `wanted` and runs, else -1; its number may come again."""
+    if not wanted(pid):
+        return -1
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    if wanted(pid) and not is_gone(pidfd):
+        return pidfd
+    os.close(pidfd)
+    return -1
+
+
+def kill(pidfd: int) -> None:
+    """SIGKILL, if it is there and this user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+async def gone(pidfds: Collection[int], timeout: float | None) -> bool:
+    """Wait until all of these processes have ended; False if some have not after `timeout` s."""
+    loop = asyncio.get_running_loop()
+    ends = []
+    for pidfd in pidfds:
+        ends.append(loop.create_future())
+        loop.add_reader(pidfd, _tell_end, pidfd, ends[-1])
+    try:
+        return not ends or not (await asyncio.wait(ends, timeout=timeout))[1]
+    finally:
+        for pidfd in pidfds:
+            loop.remove_reader(pidfd)
+
+
+def _tell_end(pidfd: int, end: asyncio.Future[None]) -> None:
+    asyncio.get_running_loop().remove_reader(pidfd)
+    end.set_result(None)
+
+
 def is_gone(pidfd: int) -> bool:
     """Whether the process has ended, with all its threads."""
     poll = select.poll()
@@ -321,16 +462,59 @@ def is_gone(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A process as the kernel shows it; `started` is in its clock's ticks since the boot."""
+
+    name: str
+    state: str
+    parent: int
+    group: int
+    started: int
+
+
+def stat(pid: int) -> Stat | None:
+    """What is known of a process; None if it is gone, or hidden."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise
+        return None
+    # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
+    begin, end = text.index(b"("), text.rindex(b")")
+    fields = text[end + 2 :].split(maxsplit=20)
+    name = text[begin + 1 : end].decode(errors="replace")
+    return Stat(name, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[19]))
+
+
+def environment(pid: int, names: Collection[str]) -> dict[str, str]:
+    """Those of these variables that a process of this user had when it began; {} if it is gone.
+
+    In a thread only: the kernel makes readers wait for a process that it holds at a bad moment.
+    """
+    folder = Path(f"/proc/{pid}")
+    try:
+        own = folder.stat().st_uid == os.geteuid()
+        text = (folder / "environ").read_bytes() if own else b""
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise
+        return {}  # gone meanwhile, or hidden
+    if not any(name.encode() in text for name in names):  # most processes: there may be thousands
+        return {}
+    items = text.decode(errors="surrogateescape").split("\0")
+    pairs = (item.partition("=") for item in items)
+    return {name: value for name, _, value in pairs if name in names}
+
+
+def pids() -> Iterator[int]:
+    """Every process that is to be seen."""
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+
+
 def _process_table() -> Iterator[tuple[int, int]]:
     """(pid, process group) of every process that is to be seen."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            stat = (entry / "stat").read_bytes()
-        except OSError as error:
-            if error.errno in _NO_DESCRIPTOR:
-                raise
-            continue  # gone meanwhile, or hidden
-        # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
-        yield int(entry.name), int(stat[stat.rindex(b")") + 2 :].split(maxsplit=3)[2])
+    for pid in pids():
+        if seen := stat(pid):
+            yield pid, seen.group

@@ -1,4 +1,4 @@
-"""The messages between an agent and its workers, and between an agent and its fork server.
+"""The messages between an agent and its workers, its fork server, and torch's agent beside it.
 
 Each message is one packet of a SOCK_SEQPACKET socket: a JSON object of at most LONGEST bytes, whose
 "type" says which message it is. docs/channel.md shows each. Both ends check what they read: a field
@@ -49,10 +49,23 @@ class Parked(_Message, frozen=True):
     error: str
 
 
+class Finished(_Message, frozen=True):
+    """The worker has left its worlds, and does not read any more: SIGTERM reaches it from now on.
+
+    It may have much to do still: an export, an upload, the last evaluation.
+    """
+
+
 class Keep(_Message, frozen=True):
     """Keep the descriptor that comes along; it replaces an older one of this name."""
 
     id: Number
+    name: Name
+
+
+class Drop(_Message, frozen=True):
+    """Let go of what is kept under this name."""
+
     name: Name
 
 
@@ -69,7 +82,15 @@ class AskCurrent(_Message, frozen=True, tag="current"):
     id: Number
 
 
-FromWorker: TypeAlias = Hello | Elastic | Parked | Keep | Recall | AskCurrent
+class AskLeaving(_Message, frozen=True, tag="leaving"):
+    """The worker asks whether its node has been told to leave the job."""
+
+    id: Number
+
+
+FromWorker: TypeAlias = (
+    Hello | Elastic | Parked | Finished | Keep | Drop | Recall | AskCurrent | AskLeaving
+)
 
 
 class Disconnected(Struct, frozen=True):
@@ -108,6 +129,13 @@ class Current(_Message, frozen=True):
     reason: str
 
 
+class Leaving(_Message, frozen=True):
+    """The answer to AskLeaving."""
+
+    id: Number
+    leaving: bool
+
+
 class Change(_Message, frozen=True):
     """A planned change: stop with all others at one step, and park; or exit if `leaving`."""
 
@@ -137,7 +165,7 @@ class Bye(_Message, frozen=True):
     reason: str
 
 
-Answer: TypeAlias = Kept | Recalled | Current
+Answer: TypeAlias = Kept | Recalled | Current | Leaving
 FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | World | Bye
 
 
@@ -176,6 +204,44 @@ class Forked(_Message, frozen=True):
 FromForkServer: TypeAlias = Warm | Unsafe | CannotImport
 
 
+# --- between torchrun's rendezvous handler and the agent beside it ------------------------
+
+
+class Wanted(_Message, frozen=True):
+    """torchrun runs no workers on this node, and wants the next world."""
+
+
+class Done(_Message, frozen=True):
+    """torchrun has ended, because its workers have done all their work (`success`) or for good."""
+
+    success: bool
+
+
+class Formed(_Message, frozen=True):
+    """A world; the descriptor that comes along listens at `addr`, `port`, where this node leads."""
+
+    generation: Number
+    group_rank: Number
+    nodes: Number
+    addr: str
+    port: Number
+
+
+class Ended(_Message, frozen=True):
+    """The world that was formed last ends: stop the workers, and want the next one."""
+
+
+class Over(_Message, frozen=True):
+    """The job is over for this node, with this exit code; the agent has ended."""
+
+    exit_code: Number
+    error: str
+
+
+FromTorchrun: TypeAlias = Wanted | Done
+ToTorchrun: TypeAlias = Formed | Ended | Over
+
+
 def encode(message: Struct) -> bytes:
     """A message as a packet; a long reason or error is cut. Raises ValueError if it is too long."""
     texts = {name: _short(getattr(message, name)) for name in _TEXTS if hasattr(message, name)}
@@ -210,3 +276,5 @@ from_worker = Reader[FromWorker](FromWorker)
 from_agent = Reader[FromAgent](FromAgent)
 from_fork_server = Reader[FromForkServer](FromForkServer)
 from_forked = Reader[Forked](Forked)
+from_torchrun = Reader[FromTorchrun](FromTorchrun)
+to_torchrun = Reader[ToTorchrun](ToTorchrun)

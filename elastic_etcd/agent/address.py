@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.offload import in_thread
 from elastic_etcd.errors import ElasticEtcdError, EtcdUnreachable, UsageError
+from elastic_etcd.threads import in_thread
 from elastic_etcd.times import LOOK_UP
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -43,12 +43,22 @@ class Interface:
     ip: IP
 
 
-async def own_address(config: AgentConfig, endpoint: str, before: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where other nodes reach this one, and over which of its interfaces; "" is not known."""
+
+    address: str = ""
+    interface: str = ""
+
+
+async def own_address(config: AgentConfig, endpoint: str, before: Reached) -> Reached:
     """Where other nodes reach this one; `endpoint` is etcd's, in use now.
 
-    If it can't be found out it is still the one from `before`; without one that raises
-    EtcdUnreachable or UsageError.
+    If it can't be found out it is still the one from `before`, or what is advertised; without
+    either that raises EtcdUnreachable or UsageError.
     """
+    if config.advertise is not None and not before.address:
+        before = Reached(advertised(config.advertise))
     several = config.etcd is not None and config.limits.max_nodes > 1
     find = partial(find_address, config.advertise, endpoint, several=several)
     try:
@@ -58,16 +68,30 @@ async def own_address(config: AgentConfig, endpoint: str, before: str) -> str:
         error: ElasticEtcdError = EtcdUnreachable(f"{text}Check the resolver, or give --advertise.")
     except ElasticEtcdError as why:
         error = why
-    if not before:
+    if not before.address:
         raise error
-    log.warning("this node's address is taken to be %s still: %s", before, error)
+    log.warning("this node's address is taken to be %s still: %s", before.address, error)
     return before
 
 
-def find_address(advertise: str | None, endpoint: str, *, several: bool) -> str:
-    """As `own_address`, waiting for the name server; `several` nodes may take part."""
-    if advertise is not None:
-        return advertised(advertise)
+def find_address(advertise: str | None, endpoint: str, *, several: bool) -> Reached:
+    """As `own_address`, waiting for the name server; `several` nodes may take part.
+
+    What is advertised may be a name, or an address of a router's: then the others come over the
+    interface on the way to etcd, as far as this machine can tell.
+    """
+    if advertise is None:
+        address = _found(endpoint, several=several)
+        return Reached(address, interface_of(address))
+    address = advertised(advertise)
+    interface = interface_of(address)
+    if not interface:
+        with suppress(EtcdUnreachable):
+            interface = interface_of(_found(endpoint, several=several))
+    return Reached(address, interface)
+
+
+def _found(endpoint: str, *, several: bool) -> str:
     way = _way_to(endpoint)
     if not several or not ipaddress.ip_address(way.partition("%")[0]).is_loopback:
         return way
@@ -99,6 +123,15 @@ def interfaces() -> Iterator[Interface]:
     yield from _ipv4()
     with suppress(OSError):
         yield from _ipv6()
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address; "" for a name, or an address that is none of ours."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return next((each.name for each in interfaces() if each.ip == ip), "")
 
 
 def _way_to(endpoint: str) -> str:

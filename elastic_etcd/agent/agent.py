@@ -6,16 +6,26 @@ inbox; each is stepped through the lifecycle, and the actions that come out are 
 
 import asyncio
 import logging
+import math
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
-from typing import Never
+import time
+from collections.abc import Callable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from typing import TYPE_CHECKING, Never, Protocol
 
+from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import ConsoleHandler
 from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.guardian import Guardian
+from elastic_etcd.agent.hangs import HangWatch
 from elastic_etcd.agent.inbox import (
     FatalError,
     Inbox,
@@ -27,13 +37,15 @@ from elastic_etcd.agent.inbox import (
 )
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.offload import in_thread
+from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import lifecycle
+from elastic_etcd.core import lifecycle, wanted
 from elastic_etcd.core.lifecycle import (
     Action,
+    Ending,
     Error,
     Event,
     Exit,
@@ -56,7 +68,7 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import Failure, Outcome, Phase
+from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -68,16 +80,18 @@ from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol import Change, Interrupt
-from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, GRACE_LEAVE
+from elastic_etcd.threads import in_thread
+from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
 
-GRACE = {
-    Grace.FAILURE: GRACE_FAILURE,
-    Grace.CHANGE: GRACE_CHANGE,
-    Grace.LEAVE: GRACE_LEAVE,
-}
+if TYPE_CHECKING:
+    from elastic_etcd.agent.metrics import Metrics
+    from elastic_etcd.agent.notices import Notice, Watch
+
+_CUT_OFF = "this node is cut off from etcd"
 
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 _RECORD_TIMEOUT = 10.0
+_APPROVE_TIMEOUT = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -88,26 +102,44 @@ def run(config: AgentConfig) -> int:
     Raises ElasticEtcdError for what the user is to be told: what failed, where, what to do.
     """
     check_devices(config)
-    return asyncio.run(_run(config))
+    with _metrics(config) as metrics:
+        return asyncio.run(_run(config, metrics))
 
 
-async def _run(config: AgentConfig) -> int:
+def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
+    """They are served while this is open, where that was asked for. Raises UsageError."""
+    if config.metrics_addr is None:
+        return nullcontext()
+    try:
+        from elastic_etcd.agent.endpoint import serving  # noqa: PLC0415 - only if it is asked for
+    except ModuleNotFoundError as error:
+        needs = "pip install 'elastic_etcd[metrics]'"
+        raise UsageError(f"--metrics-addr: {error}; {needs}") from error
+    return serving(config)
+
+
+async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
         logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
         scope.enter_context(_logging_through(logs))
-        await scope.enter_async_context(Watchdog(config.lease_ttl))
+        watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
+        if metrics:
+            metrics.watch(watchdog)
         etcd, embedded = config.etcd, None
         if etcd is None:
             embedded = await scope.enter_async_context(EmbeddedEtcd())
             etcd = EtcdConfig((embedded.endpoint,))
             _tell_embedded(config, embedded.endpoint)
-        guardian = Guardian(etcd)
+        memory, remove = memory_directory(config.memory_dir)
+        guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory)
         guardian.start()
         scope.callback(guardian.dismiss)
-        client = await scope.enter_async_context(Client(etcd))
-        return await run_agent(config, client, guardian, logs, embedded)
+        scope.callback(remove)  # before that: else nobody would, if this were killed now
+        on_answer = metrics.requests.observe if metrics else None
+        client = await scope.enter_async_context(Client(etcd, on_answer))
+        return await run_agent(config, client, guardian, logs, embedded, memory, metrics)
 
 
 async def run_agent(
@@ -116,17 +148,35 @@ async def run_agent(
     guardian: Guardian,
     logs: Logs,
     embedded: EmbeddedEtcd | None = None,
+    memory: str = "",
+    metrics: "Metrics | None" = None,
 ) -> int:
-    """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started."""
+    """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
+
+    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served.
+    """
+
+    def build(inbox: Inbox, tasks: Tasks) -> Agent:
+        if embedded:
+            embedded.failed.add_done_callback(lambda failed: _put_error(inbox, failed))
+        membership = Membership(client, config, inbox, tasks, guardian)
+        workers = Workers(config, logs, inbox, tasks, membership, guardian, memory)
+        hangs = HangWatch(config.hang_timeout, membership, workers, logs)
+        tasks.create(hangs.watch())
+        tasks.create(hangs.answer())
+        if metrics:
+            metrics.follow(membership, workers)
+        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, metrics)
+
+    return await live(build)
+
+
+async def live(build: Callable[[Inbox, Tasks], "Agent"]) -> int:
+    """Live the life of the agent that is built; gives the exit code. Raises ElasticEtcdError."""
     agent: Agent | None = None
     try:
         async with Tasks() as tasks:
-            inbox = Inbox()
-            if embedded:
-                embedded.failed.add_done_callback(lambda failed: _put_error(inbox, failed))
-            membership = Membership(client, config, inbox, tasks)
-            workers = Workers(config, logs, inbox, tasks, membership, guardian)
-            agent = Agent(config, guardian, inbox, tasks, membership, workers)
+            agent = build(Inbox(), tasks)
             return await agent.live()
     except BaseExceptionGroup as errors:  # of the loop, or of tasks that crashed
         error = errors.exceptions[0]
@@ -141,17 +191,52 @@ def _put_error(inbox: Inbox, failed: asyncio.Future[Never]) -> None:
         inbox.put(FatalError(error))
 
 
+class LocalWorkers(Protocol):
+    """What an agent asks of those who run this node's workers; agent/workers.py says what it means.
+
+    Each start is answered by WorkerEnded of each worker that ends, each stop by WorkersGone.
+    """
+
+    generation: int
+
+    @property
+    def finished(self) -> bool: ...
+
+    async def alone(self) -> None: ...
+
+    async def warm(self) -> None: ...
+
+    def offer(self, generation: int, reached: Reached) -> Master: ...
+
+    def start(self, now: Round, part: Participant, limits: Limits) -> None: ...
+
+    def stop(
+        self,
+        grace: float | None,
+        notice: Change | Interrupt | None = None,
+        park: float | None = None,
+    ) -> None: ...
+
+    def tell_leaving(self) -> None: ...
+
+    async def end(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Agent:
     """The inbox and its loop."""
 
     def __init__(
         self,
         config: AgentConfig,
-        guardian: Guardian,
         inbox: Inbox,
         tasks: Tasks,
         membership: Membership,
-        workers: Workers,
+        workers: LocalWorkers,
+        guardian: Guardian | None = None,
+        hangs: HangWatch | None = None,
+        metrics: "Metrics | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -160,13 +245,18 @@ class Agent:
         self._inbox = inbox
         self._membership = membership
         self._workers = workers
+        self._hangs = hangs
+        self._metrics = metrics
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
-        self._recorder = FlightRecorder(config.limits)
+        self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
+        self._asked = False  # to leave, by a signal
         self._signal = signal.SIGTERM  # the one on which this node leaves
+        self._watch: Watch | None = None
+        self._goes_at: float | None = None  # this machine, as a notice says
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
@@ -178,6 +268,10 @@ class Agent:
         if signal.SIGUSR1 not in handled:
             self._loop.add_signal_handler(signal.SIGUSR1, self._asked_for_record)
             handled.append(signal.SIGUSR1)
+        if self._config.preemption_watch:
+            from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
+
+            self._watch = Watch(self._config.preemption_watch, self._hear)
         try:
             async with self._membership:
                 joining = self._tasks.create(self._join())
@@ -189,8 +283,14 @@ class Agent:
                     joining.cancel()
         finally:
             self._workers.close()
+            if self._watch:
+                self._watch.end()
             for number in handled:
                 self._loop.remove_signal_handler(number)
+
+    def leave(self) -> None:
+        """Leave the job, as on SIGTERM; once more: at once."""
+        self._signalled(signal.SIGTERM)
 
     def _asked_for_record(self) -> None:
         self._tasks.create(self.write_record("SIGUSR1"))
@@ -204,43 +304,63 @@ class Agent:
             log.warning("%s: the last events can't be written: %s", why, error)
 
     async def _take(self, incoming: Incoming) -> None:
+        if self._state.local.lease and (silent := self._membership.stood_still()):
+            await self._step(silent)
         match incoming:
             case MirrorChanged():
+                began = time.thread_time()
                 view = self._membership.view()
                 if view is not None:
                     self._tell_malformed(set(view.malformed))
                     await self._step(ViewChanged(view))
+                self._inbox.rest(time.thread_time() - began)
             case LeaveAtOnce():
                 self._exit = incoming
             case FatalError(error):
                 self._error = self._error or error
                 await self._step(Fatal(Error(str(error))))
             case Unkillable():
-                text = "workers are still there long after SIGKILL (a hung driver or file system?)"
-                self._error = ElasticEtcdError(f"{text}; this node leaves the job")
-                self._exit = Exit(Error(str(self._error)))
+                self._exit = Exit(self._give_up_waiting())
             case _:
                 await self._step(incoming)
+
+    def _give_up_waiting(self) -> Ending:
+        """How this node ends beside processes that don't; a job that is over stays what it was."""
+        text = "workers are still there long after SIGKILL (a hung driver or file system?)"
+        if isinstance(self._state.ending, Over):
+            log.warning("%s; this node ends without them", text)
+            return self._state.ending
+        self._error = ElasticEtcdError(f"{text}; this node leaves the job")
+        return Error(str(self._error))
 
     async def _step(self, event: Event) -> None:
         if isinstance(event, LeaseLost):
             log.warning("the lease is lost: %s", event.reason)
         now = self._loop.time()
         step = self._recorder.record(self._state, now, event)
-        self._state, step.actions = lifecycle.step(self._state, event, now, self._config.limits)
+        before = self._state.local
+        self._state, step.actions = lifecycle.step(self._state, event, now)
+        if self._state.local.leaving and not before.leaving:
+            self._tell_order()
         for action in step.actions:
             self._do(action)
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
-        # An etcd of one's own ends with the agent.
-        self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
+        self._membership.follow(self._state)
+        if self._hangs:
+            self._hangs.see(self._state)
+        if self._metrics:
+            self._metrics.see(self._state)
+        if self._guardian:  # an etcd of one's own ends with the agent
+            self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 
     async def _join(self) -> None:
-        """Have everything imported before joining, so that nobody waits for this node."""
+        """Have everything ready before joining, so that nobody waits for this node."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._membership.look())  # a wrong address is told at once
                 group.create_task(self._workers.warm())
+                group.create_task(self._workers.alone())
         except* ElasticEtcdError as errors:
             self._inbox.put(FatalError(errors.exceptions[0]))
         else:
@@ -250,10 +370,10 @@ class Agent:
         match action:
             case Write():
                 self._write(action)
-            case StartWorkers(now):
-                self._workers.start(self._state.local.lease, now)
-            case StopWorkers(grace):
-                self._stop(grace)
+            case StartWorkers(now, part):
+                self._workers.start(now, part, self._limits)
+            case StopWorkers():
+                self._stop(action)
             case Rejoin():
                 log.info("joining again as another member")
                 self._membership.join(self._state.local.run, self._state.local.ran)
@@ -272,35 +392,73 @@ class Agent:
         now = self._state.view.round if self._state.view else None
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
-            master = self._workers.offer(now.generation, self._membership.address)
+            master = self._workers.offer(now.generation, self._membership.reached)
         self._membership.write(self._state, write, master)
 
-    def _stop(self, grace: Grace) -> None:
-        given, notice = self._config.shutdown_timeout, self._notice(grace)
-        seconds = GRACE[grace] if given is None else given
-        self._workers.stop(seconds, notice)
+    def _stop(self, stop: StopWorkers) -> None:
+        grace, by = stop.grace, stop.by
+        seconds = self._seconds(grace) if stop.seconds is None else stop.seconds
+        if grace is Grace.FAILURE and self._workers.finished:  # what they do is not spoilt
+            seconds = self._seconds(Grace.CHANGE)
+        if grace is Grace.LEAVE and seconds is not None:
+            seconds = min(seconds, self._time_left())
+        if by is not None:
+            assert seconds is not None
+            log.warning("%s: the workers are stopped (--when-cut-off stop)", _CUT_OFF)
+            seconds = max(0.0, min(seconds, by - self._loop.time()))
+        park = self._config.park_timeout if grace is Grace.FAILURE else None
+        self._workers.stop(seconds, self._notice(grace), park)
+
+    @property
+    def _limits(self) -> Limits:
+        """The job's, and this node's own before it has joined."""
+        return self._state.limits or self._config.limits
+
+    def _seconds(self, grace: Grace) -> float | None:
+        """How long workers have; None: as long as they need."""
+        given = self._config.shutdown_timeout
+        match grace:
+            case Grace.LEAVE:
+                return self._limits.leave_deadline
+            case Grace.JOIN:
+                return None
+            case Grace.CHANGE | Grace.CUT_OFF:
+                return GRACE_CHANGE if given is None else given
+            case Grace.FAILURE:
+                return GRACE_FAILURE if given is None else given
+
+    def _time_left(self) -> float:
+        """Until this machine goes, but for what telling the others takes."""
+        if self._goes_at is None:
+            return math.inf
+        return max(0.0, self._goes_at - LEAVE_TIMEOUT - self._loop.time())
 
     def _notice(self, grace: Grace) -> Change | Interrupt:
         """Only a world that is whole can stop at a step that all its ranks agree on."""
         generation = self._workers.generation
+        if grace is Grace.CUT_OFF:
+            return Interrupt(generation, _CUT_OFF)
         if self._state.local.leaving and grace is Grace.LEAVE:
             return Change(generation, "this node is leaving", leaving=True)
-        if grace is Grace.CHANGE and self._state.life is not Life.LEAVING:
+        if self._state.local.leaving and grace is Grace.CHANGE:
+            return Change(generation, "the job is to stop", leaving=False)
+        if grace in (Grace.CHANGE, Grace.JOIN) and self._state.life is not Life.LEAVING:
             return Change(generation, self._state.logged, leaving=False)
         return Interrupt(generation, self._state.logged)
 
     def _level(self, decision: Decision) -> int:
         """What a user waits for or has to know is told; the rest is for debugging."""
-        now = self._state.view.round if self._state.view else None
+        view = self._state.view
+        now = view.round if view else None
         if isinstance(decision, Stop):
             return logging.INFO
         if isinstance(decision, Freeze) and decision.without:
             return logging.WARNING
-        if not isinstance(decision, Wait) or now is None:
+        if not isinstance(decision, Wait) or view is None or now is None:
             return logging.DEBUG
         if now.phase is Phase.JOINABLE:
             return logging.INFO
-        spare = now.phase is Phase.FINAL and now.group_rank(self._state.local.lease) is None
+        spare = now.phase is Phase.FINAL and not view.part(self._state.local.lease)
         return logging.INFO if spare else logging.DEBUG
 
     def _tell_malformed(self, malformed: set[str]) -> None:
@@ -308,14 +466,45 @@ class Agent:
             log.warning("ignored, not written by this program: %s", text)
         self._malformed = malformed
 
+    def _tell_order(self) -> None:
+        """Why this node goes, if by people's order; its workers know before they get SIGTERM."""
+        local, view = self._state.local, self._state.view
+        order = wanted.order(view, local.run, local.lease) if view else None
+        if order is None:
+            return
+        log.info("%s: leaving; a signal does not hurry it, a second one does", order.reason)
+        if order.save:
+            self._workers.tell_leaving()
+
     def _signalled(self, number: signal.Signals) -> None:
-        if self._state.local.leaving:
+        if self._asked:
             log.warning("leaving at once")
             self._inbox.put(LeaveAtOnce(128 + number))
             return
         log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
+        self._asked = True
         self._signal = number
-        self._inbox.put(Signalled())
+        self._begin_to_leave()
+
+    def _begin_to_leave(self) -> None:
+        if not self._state.local.leaving:
+            self._workers.tell_leaving()  # before they get SIGTERM
+            self._inbox.put(Signalled())
+
+    def _hear(self, notice: "Notice") -> None:
+        """From the thread that looks for notices."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._take_notice, notice)
+
+    def _take_notice(self, notice: "Notice") -> None:
+        """Leave; the signal that often follows a notice is no second one."""
+        left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
+        log.warning("%s%s: leaving", notice.what, left)
+        if notice.seconds is not None:
+            self._goes_at = self._loop.time() + notice.seconds
+            if self._state.local.leaving and self._state.local.stopping:
+                self._workers.stop(self._time_left())  # of two words the shorter counts
+        self._begin_to_leave()
 
     async def _leave(self, end: Exit | LeaveAtOnce) -> int:
         """What the agent's end means: an exit code, or an error for the user."""
@@ -327,6 +516,7 @@ class Agent:
                 await self._workers.end("this node is leaving")
                 if local.lease:
                     await self._membership.leave(local)
+                await self._approve()
                 return self._left(local.run)
             case Error(reason):
                 await self._workers.end(reason)
@@ -334,9 +524,15 @@ class Agent:
             case Outdated() as outdated:
                 await self._workers.end(outdated.reason)
                 raise self._error or UsageError(f"job {self._config.job}: {outdated.reason}")
-            case Over(reason):
+            case Over(reason, run):
                 await self._workers.end(reason)
-                return await self._over(local.run, reason)
+                return await self._over(local.run or run, reason)
+
+    async def _approve(self) -> None:
+        """The machine may go."""
+        if self._watch:
+            with suppress(TimeoutError):
+                await in_thread(self._watch.approve, _APPROVE_TIMEOUT)
 
     def _left(self, run: str) -> int:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
@@ -349,7 +545,10 @@ class Agent:
         return 128 + self._signal if code is None else code
 
     async def _over(self, run: str, reason: str) -> int:
-        """The exit code of the job, which is over."""
+        """The exit code of the job, which is over; if this node was in no run, it succeeded."""
+        if not run:
+            log.info("%s", reason)
+            return 0
         outcome = self._state.view.outcome if self._state.view else None
         if outcome is None or outcome.run != run:
             outcome = await self._membership.outcome(run)
@@ -380,8 +579,10 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _root_cause(failure: Failure) -> str:
+    if not failure.node:
+        return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
     code = failure.code
-    how = f"exit code {code}"
+    how = failure.hang or f"exit code {code}"
     if code < 0:
         known = -code in set(signal.Signals)
         how = signal.Signals(-code).name if known else f"signal {-code}"

@@ -23,13 +23,16 @@ from elastic_etcd.protocol import (
     LONGEST,
     VERSION,
     AskCurrent,
+    AskLeaving,
     Current,
     Disconnected,
+    Drop,
     FromAgent,
     FromWorker,
     Hello,
     Keep,
     Kept,
+    Leaving,
     Recall,
     Recalled,
     Welcome,
@@ -61,6 +64,7 @@ class ChannelServer:
         self.heard = heard
         self.kept: dict[tuple[int, str], int] = {}
         self.channels: set[WorkerChannel] = set()
+        self.leaving = False  # whether this node has been told to leave
         self._socket: socket.socket | None = None
         self._directory = ""
         self._again: asyncio.TimerHandle | None = None
@@ -105,6 +109,12 @@ class ChannelServer:
         self.kept[local_rank, name] = fd
         if older is not None:
             os.close(older)
+
+    def drop(self, local_rank: int, name: str) -> None:
+        """Let go of what is kept by that name, if anything is."""
+        fd = self.kept.pop((local_rank, name), None)
+        if fd is not None:
+            os.close(fd)
 
     def _accept(self) -> None:
         assert self._socket is not None
@@ -229,6 +239,8 @@ class WorkerChannel:
                     raise ValueError("a keep has one descriptor")
                 self._server.keep(self.local_rank, name, fds.pop())
                 self.send(Kept(number, name))
+            case Drop(name):
+                self._server.drop(self.local_rank, name)
             case Recall(number, name):
                 fd = self._server.kept.get((self.local_rank, name), -1)
                 self.send(Recalled(number, name, found=fd >= 0), fd)
@@ -237,6 +249,8 @@ class WorkerChannel:
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
                 self._server.heard(self, message)
+            case AskLeaving(number):
+                self.send(Leaving(number, self._server.leaving))
             case _:
                 self._server.heard(self, message)
 

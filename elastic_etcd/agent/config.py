@@ -9,10 +9,10 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from elastic_etcd.core.schema import PREFIX
-from elastic_etcd.times import LEASE_TTL, UNKILLABLE
+from elastic_etcd.times import GRACE_PARK, LEASE_TTL, UNKILLABLE
 
 if TYPE_CHECKING:
-    from elastic_etcd.core.rules import Limits
+    from elastic_etcd.core.schema import Limits
     from elastic_etcd.etcd.config import EtcdConfig
 
 
@@ -56,13 +56,21 @@ class AgentConfig:
 
     `etcd`: None means an embedded etcd for this run.
     `argv`: a worker's whole command, still with torchrun's `${local_rank}` in it, see `substitute`.
-    `limits`: what the rules decide by.
+    `limits`: what the user asked for here; in a job that is there already its own count.
     `advertise`: an address, an interface or a network; None is found out, see agent/address.py.
+    `rerun`: a job that has succeeded is run once more.
     `etcd_timeout`: None waits for ever for an etcd that went away.
     `leave_exit_code`: of a node that left on a signal; None means 128 + the signal.
-    `shutdown_timeout`: None leaves the grace to the reason of the stop.
+    `shutdown_timeout`: None leaves the grace to the reason of the stop. When this node leaves it is
+    `limits.leave_deadline`.
+    `park_timeout`: so long has a worker in ee.run to park after a failure.
     `kill_timeout`: so long after SIGKILL the node gives up on what is still there.
+    `hang_timeout`: seconds in one step; None is found out, infinity is for ever.
+    `proof_of_death`: a node that dies is looked for as soon as its connection ends.
     `no_python`: the workers are programs, which need not hand signals on to what they start.
+    `memory_dir`: below it is this node's directory for checkpoints, see agent/memory.py.
+    `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
+    `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
     `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
     """
 
@@ -77,11 +85,16 @@ class AgentConfig:
     role: str = "default"
     topology_label: str = ""
     lease_ttl: int = LEASE_TTL
+    rerun: bool = False
+    proof_of_death: bool = True
+    hang_timeout: float | None = None
     etcd_timeout: float | None = None
     shutdown_timeout: float | None = None
+    park_timeout: float = GRACE_PARK
     kill_timeout: float = UNKILLABLE
     leave_exit_code: int | None = None
     virtual_local_rank: bool = False
+    memory_dir: str = "/dev/shm"  # noqa: S108 - the folder in it is this user's only
     no_python: bool = False
     prefork: bool = True
     preload: tuple[str, ...] = ()
@@ -93,6 +106,8 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
+    metrics_addr: tuple[str, int] | None = None
+    preemption_watch: str | None = None
 
 
 def substitute(argv: tuple[str, ...], local_rank: int) -> list[str]:

@@ -1,40 +1,19 @@
-"""A worker's environment: every variable that torchrun gives, NODE_RANK, and five of our own."""
+"""A worker's environment: every variable that torchrun gives, NODE_RANK, and eight of our own."""
 
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Self
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.core.schema import Round
+from elastic_etcd.core.schema import Limits, Participant, Round
 from elastic_etcd.errors import UsageError
+from elastic_etcd.process import MARK
 
 # A training script has no business with these, and prints its environment all too often.
 _SECRETS = ("ELASTIC_ETCD_PASSWORD", "ETCDCTL_PASSWORD")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GroupRanks:
-    """A node's place in the world, as torch counts it; nodes may have different sizes."""
-
-    group_rank: int
-    group_world_size: int
-    first_rank: int
-    local_world_size: int
-    world_size: int
-
-    @classmethod
-    def of(cls, now: Round, lease: int) -> Self:
-        """The ranks of the participant with `lease` in the world of `now`, which is final."""
-        group_rank = now.group_rank(lease)
-        assert group_rank is not None
-        nprocs = [participant.nproc for participant in now.participants]
-        first_rank = sum(nprocs[:group_rank])
-        return cls(group_rank, len(nprocs), first_rank, nprocs[group_rank], sum(nprocs))
 
 
 def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
@@ -45,9 +24,10 @@ def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def common_env(base: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+def common_env(base: Mapping[str, str], local_world_size: int, mark: str) -> dict[str, str]:
     """What all workers of a node have in common, whatever the generation."""
     env = without_secrets(base)
+    env[MARK] = mark
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "OMP_NUM_THREADS" not in env and local_world_size > 1:
         _tell_omp_num_threads()
@@ -59,24 +39,35 @@ def worker_env(
     base: Mapping[str, str],
     config: AgentConfig,
     now: Round,
-    ranks: GroupRanks,
+    part: Participant,
+    limits: Limits,
     local_rank: int,
     *,
     error_file: str,
+    interface: str = "",
     socket: str = "",
+    progress: str = "",
+    mark: str = "",
+    memory: str = "",
 ) -> dict[str, str]:
     """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
-    `socket` is where it finds the agent (docs/channel.md). There is one role, so role ranks are
-    the world's. Workers see which signals their agent handles (torchrun's --signals-to-handle).
+    Its node is participant `part`; nodes may have different sizes. `limits` are the job's.
+
+    `interface` has this node's address for the others; "" if that is not known. gloo would take
+    the one of the host's name, which may be the loopback; NCCL looks for itself, and never does.
+    `socket` is where it finds the agent (docs/channel.md), `progress` where it says what it
+    does, by `mark` what it leaves behind is found (agent/strays.py), and `memory` is its node's
+    directory for checkpoints. There is one role, so role ranks are the world's. Workers see which
+    signals their agent handles (torchrun's --signals-to-handle).
 
     Raises UsageError when --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than
     workers.
     """
-    rank = str(ranks.first_rank + local_rank)
-    world_size = str(ranks.world_size)
+    rank = str(part.first_rank + local_rank)
+    world_size = str(now.world_size)
     assert now.master is not None  # it is final
-    env = common_env(base, ranks.local_world_size)
+    env = common_env(base, part.nproc, mark)
     env.update(
         RANK=rank,
         ROLE_RANK=rank,
@@ -84,15 +75,15 @@ def worker_env(
         ROLE_WORLD_SIZE=world_size,
         ROLE_NAME=config.role,
         LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(ranks.local_world_size),
-        GROUP_RANK=str(ranks.group_rank),
-        NODE_RANK=str(ranks.group_rank),  # Composer reads it
-        GROUP_WORLD_SIZE=str(ranks.group_world_size),
+        LOCAL_WORLD_SIZE=str(part.nproc),
+        GROUP_RANK=str(part.group_rank),
+        NODE_RANK=str(part.group_rank),  # Composer reads it
+        GROUP_WORLD_SIZE=str(now.nodes),
         MASTER_ADDR=now.master.addr,
         MASTER_PORT=str(now.master.port),
         TORCHELASTIC_RUN_ID=config.job,
         TORCHELASTIC_RESTART_COUNT=str(now.restarts),
-        TORCHELASTIC_MAX_RESTARTS=str(config.limits.max_restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(limits.max_restarts),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
         TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in config.signals),
@@ -101,7 +92,12 @@ def worker_env(
         ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
+        ELASTIC_ETCD_PROGRESS=progress,
+        ELASTIC_ETCD_MEMORY=memory,
+        ELASTIC_ETCD_LEAVE_DEADLINE=f"{limits.leave_deadline:g}",
     )
+    if interface:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if config.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _own_device(env.get("CUDA_VISIBLE_DEVICES"), local_rank)

@@ -2,7 +2,8 @@
 
 When the agent ends without `dismiss`, however it does, the kernel closes the socket between the
 two, and the guardian (children/guard.py) kills the worker groups and revokes the lease. Nobody else
-holds this end of the socket, so that its end of file means nothing but the agent's own end.
+holds this end of the socket, so that its end of file means nothing but the agent's own end. With
+--when-cut-off stop it also kills the workers of an agent that lives and renews no lease.
 """
 
 import asyncio
@@ -15,13 +16,18 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.children import guard
 from elastic_etcd.etcd.config import EtcdConfig
-from elastic_etcd.process import channel_pair
+from elastic_etcd.process import GUARDS, ExitWatch, channel_pair, discard, end
+from elastic_etcd.threads import begin
 from elastic_etcd.times import GUARD_LIFE, GUARDIAN_QUIET, GUARDIAN_SLOWEST
+
+_Spawned: TypeAlias = tuple[subprocess.Popen[bytes], socket.socket]
 
 log = logging.getLogger(__name__)
 
@@ -29,50 +35,76 @@ log = logging.getLogger(__name__)
 class Guardian:
     """`start()`, then `guard(...)` at each change, and `dismiss()` when the agent ends in order.
 
-    No call waits for anything; all are made in the event loop. A guardian that dies is replaced,
-    with a line in the log; the new one knows what the old one knew.
+    No call waits for anything; all are made in the event loop. The process is started by a thread,
+    since its program may be on a disk that stands still. A guardian that dies is replaced, with a
+    line in the log; the new one knows what the old one knew.
     """
 
-    def __init__(self, etcd: EtcdConfig) -> None:
+    def __init__(self, etcd: EtcdConfig, mark: str = "", memory: str = "") -> None:
         self._etcd = etcd
+        self._mark = mark
+        self._memory = memory  # a directory that is to be removed
         self._lease = 0
         self._groups: tuple[int, ...] = ()
-        self._packet = b"0"
+        self._parked: tuple[int, ...] = ()
+        self._until = 0.0
+        self._packet = b"0 0 0"
+        self._starting: asyncio.Future[_Spawned] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._watch: ExitWatch | None = None
         self._socket: socket.socket | None = None
         self._delay = self._started = 0.0
         self._again: asyncio.TimerHandle | None = None
 
     @property
     def pid(self) -> int | None:
-        """The process; None before `start`, after `dismiss` and while it is being replaced."""
+        """The process; None until it has been started, after `dismiss` and while it is replaced."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
         """Start the process. One that can't be started is tried again, like one that died."""
-        loop = asyncio.get_running_loop()
-        self._started = loop.time()
+        self._starting = begin(partial(_spawn, self._mark))
+        self._starting.add_done_callback(self._on_start)
+
+    def _on_start(self, starting: asyncio.Future[_Spawned]) -> None:
+        self._started = asyncio.get_running_loop().time()
         try:
-            self._process, ours = _spawn()
+            process, ours = starting.result()
         except OSError as error:
             self._start_again(f"the guardian can't be started ({error.strerror})")
             return
+        if starting is not self._starting:  # dismissed before it was there
+            discard(process)
+            ours.close()
+            return
         with contextlib.suppress(ConnectionError):  # dead already; `_ended` will say so
-            ours.send(_first_packet(self._etcd))
-        self._socket = ours
-        loop.add_reader(ours, self._ended)
+            ours.send(_first_packet(self._etcd, self._mark, self._memory))
+        self._process, self._socket = process, ours
+        self._watch = ExitWatch(self._process, self._ended)
         self._send()
 
-    def guard(self, lease: int | None = None, groups: tuple[int, ...] | None = None) -> None:
+    def guard(
+        self,
+        lease: int | None = None,
+        groups: tuple[int, ...] | None = None,
+        parked: tuple[int, ...] | None = None,
+        until: float | None = None,
+    ) -> None:
         """What is to end with the agent, each in place of what was said of it before.
 
-        `lease` 0: no lease. `groups` are the process groups of the workers, each of which leads
-        its own; they should be taken out as soon as they are empty, because numbers come again.
+        `lease` 0: no lease. `groups` are the process groups of the workers that train and `parked`
+        of those that wait, each of which leads its own; they should be taken out as soon as they
+        are empty, because numbers come again. Those that train end also at `until`, in seconds of
+        `etcd.retry.boottime`, unless that is 0.
         """
         self._lease = self._lease if lease is None else lease
         self._groups = self._groups if groups is None else groups
-        assert all(group > 1 for group in self._groups), groups  # 0, 1 would mean other groups
-        packet = " ".join(map(str, (self._lease, *self._groups))).encode()
+        self._parked = self._parked if parked is None else parked
+        self._until = self._until if until is None else until
+        every = (*self._groups, *self._parked)
+        assert all(group > 1 for group in every), every  # 0, 1 would mean other groups
+        numbers = (self._lease, int(self._until * 1000), len(self._groups), *every)
+        packet = " ".join(map(str, numbers)).encode()
         if packet != self._packet:
             self._packet = packet
             self._send()
@@ -82,6 +114,7 @@ class Guardian:
         if self._again is not None:
             self._again.cancel()
             self._again = None
+        self._starting = None
         self._end()
 
     def _send(self) -> None:
@@ -97,9 +130,10 @@ class Guardian:
         else:
             loop.remove_writer(self._socket)
 
-    def _ended(self) -> None:
+    def _ended(self, code: int) -> None:
         assert self._process is not None
-        pid, code = self._process.pid, self._end()
+        pid = self._process.pid
+        self._end()
         known = -code in set(signal.Signals)
         how = signal.Signals(-code).name if known else f"exit code {code}"
         if asyncio.get_running_loop().time() - self._started > GUARDIAN_QUIET:
@@ -107,34 +141,34 @@ class Guardian:
         self._start_again(f"the guardian (pid {pid}) has ended ({how})")
 
     def _start_again(self, what: str) -> None:
+        if self._starting is None:
+            return
         loop = asyncio.get_running_loop()
         when = f"in {self._delay:.0f} s" if self._delay else "now"
         log.warning("%s; another one is started %s", what, when)
         self._again = loop.call_later(self._delay, self.start)
         self._delay = min(GUARDIAN_SLOWEST, max(1.0, 2 * self._delay))
 
-    def _end(self) -> int:
-        """The process is no more when this returns; its exit code."""
-        if self._process is None or self._socket is None:
-            return 0
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        loop.remove_writer(self._socket)
-        self._process.kill()  # also a frozen one; before the socket closes, which would set it off
-        code = self._process.wait()
+    def _end(self) -> None:
+        """The process does nothing more when this returns."""
+        if self._process is None or self._socket is None or self._watch is None:
+            return
+        self._watch.close()
+        asyncio.get_running_loop().remove_writer(self._socket)
+        end(self._process)  # also a frozen one; before the socket closes, which would set it off
         self._socket.close()
-        self._process = self._socket = None
-        return code
+        self._process = self._socket = self._watch = None
 
 
-def _first_packet(etcd: EtcdConfig) -> bytes:
+def _first_packet(etcd: EtcdConfig, mark: str, memory: str) -> bytes:
     """The first packet: secrets go this way, never by argument or environment."""
     # The last entry is for an installation that Python finds by a hook and not by the path.
     path = [*map(os.path.abspath, sys.path), str(Path(guard.__file__).parents[2])]
-    return json.dumps({**dataclasses.asdict(etcd), "path": path}).encode()
+    more = {"path": path, "mark": mark, "memory": memory}
+    return json.dumps({**dataclasses.asdict(etcd), **more}).encode()
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(mark: str) -> _Spawned:
     """Without the trampoline, which would end it with the agent, and in a session of its own."""
     ours, theirs = channel_pair()
     arguments = [str(os.getpid()), str(GUARD_LIFE)]
@@ -142,7 +176,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, *arguments],
-                env=without_secrets(os.environ),
+                env={**without_secrets(os.environ), GUARDS: mark},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

@@ -40,12 +40,17 @@ class Unkillable:
 Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable
 
 
+_RESTS = 4
+_CHEAP = 0.001  # seconds: a view of some hundred nodes
+
+
 class Inbox:
     """A queue of what comes in. Many changes of the mirror before it is looked at are one."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Incoming] = asyncio.Queue()
         self._changed = False
+        self._rests_until = 0.0
 
     def put(self, event: Incoming) -> None:
         """Add an event; never waits."""
@@ -53,7 +58,19 @@ class Inbox:
             if self._changed:
                 return
             self._changed = True
+            loop = asyncio.get_running_loop()
+            if self._rests_until > loop.time():
+                loop.call_at(self._rests_until, self._queue.put_nowait, event)
+                return
         self._queue.put_nowait(event)
+
+    def rest(self, seconds: float) -> None:
+        """Let changes of the mirror gather for longer than the last one took, if that was long.
+
+        Each costs a look at all nodes: of 10,000 that join one by one, that would be their square.
+        """
+        if seconds > _CHEAP:
+            self._rests_until = asyncio.get_running_loop().time() + _RESTS * seconds
 
     async def get(self) -> Incoming:
         """The oldest event, once there is one."""

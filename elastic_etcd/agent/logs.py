@@ -6,9 +6,12 @@ and folders are a thread's (offload.py), because a disk may stand still.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import subprocess
 import tempfile
+import termios
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,19 +30,32 @@ _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 15
 _TAIL = 1 << 16
 _DRAIN = 1 << 21
+_OUTPUT = 1  # among a terminal's attributes
 
 log = logging.getLogger(__name__)
 
 
 class WorkerStream:
-    """One output pipe of one worker, read whenever there is something in it."""
+    """One output pipe of one worker, read whenever there is something in it.
 
-    def __init__(self, prefix: bytes, console: Console | None, file: DiskFile | None) -> None:
+    With `terminal` it is a terminal to the worker. What it writes is shown as it is then, also
+    what has no line end yet: a debugger's prompt.
+    """
+
+    def __init__(
+        self,
+        prefix: bytes,
+        console: Console | None,
+        file: DiskFile | None,
+        *,
+        terminal: bool = False,
+    ) -> None:
         self._console = console
         self._file = file
         self._lines = LinePrefixer(prefix)
+        self._as_it_is = terminal
         self._tail = bytearray()
-        self._read, self.child_fd = os.pipe()
+        self._read, self.child_fd = _terminal() if terminal else os.pipe()
         os.set_blocking(self._read, False)
 
     def begin(self) -> None:
@@ -103,6 +119,8 @@ class WorkerStream:
             chunk = os.read(self._read, _CHUNK)
         except BlockingIOError:
             return 0
+        except OSError:  # a terminal that nobody has any more
+            chunk = b""
         if not chunk:
             self.close()
             return 0
@@ -111,16 +129,28 @@ class WorkerStream:
         if self._file is not None:
             self._file.write(chunk)
         if self._console is not None:
-            self._console.write(self._lines.feed(chunk))
+            self._console.write(chunk if self._as_it_is else self._lines.feed(chunk))
         return len(chunk)
 
 
-class WorkerLog:
-    """stdout and stderr of one worker."""
+def _terminal() -> tuple[int, int]:
+    """Our end and the worker's of a terminal as large as our own, which changes no bytes."""
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[_OUTPUT] &= ~termios.OPOST
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    with contextlib.suppress(OSError):
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(1))
+    return ours, theirs
 
-    def __init__(self, out: WorkerStream, err: WorkerStream) -> None:
+
+class WorkerLog:
+    """The standard streams of one worker. `stdin` is a descriptor, or subprocess.DEVNULL."""
+
+    def __init__(self, out: WorkerStream, err: WorkerStream, stdin: int) -> None:
         self.out = out
         self.err = err
+        self.stdin = stdin
 
     def begin(self) -> None:
         """Begin to read both: the worker has its ends, or could not be started."""
@@ -157,7 +187,7 @@ class Logs:
         # Of their own, so that the console tells it when the disk of the log files stands still.
         self._disk, self._console_disk = Writer(), Writer()
         self.stdout, self.stderr = open_consoles(self._console_disk)
-        self._told = False
+        self._told = self._has_evidence = False
 
     @classmethod
     def open(
@@ -180,7 +210,7 @@ class Logs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.directory is not None and not self._keeps_files:
+        if self.directory is not None and not (self._keeps_files or self._has_evidence):
             self._disk.put(partial(rmtree, self.directory, ignore_errors=True))
         await self._disk.close(patience=1)  # first: the console may have to tell of it
         await self.stdout.close(timeout=1)
@@ -202,16 +232,31 @@ class Logs:
         self._disk.put(partial(self._make_folder, folder))
         return str(folder / "error.json")
 
-    def worker(self, generation: int, rank: int, local_rank: int) -> WorkerLog:
-        """Pipes for one worker, and the files and consoles that they lead to."""
+    def evidence_file(self, generation: int, rank: int) -> Path | None:
+        """For what is found out about a worker that hangs; None without a folder. It is kept."""
+        folder = self._folder(generation, rank)
+        if folder is None:
+            return None
+        self._has_evidence = True
+        return folder / "hang.txt"
+
+    def worker(
+        self, generation: int, rank: int, local_rank: int, *, at_terminal: bool = False
+    ) -> WorkerLog:
+        """Pipes for one worker, and the files and consoles that they lead to.
+
+        One that is `at_terminal` has the agent's stdin, and a terminal as stdout.
+        """
         prefix = self._prefix_of(generation, rank, local_rank)
 
-        def stream(which: Streams, console: Console) -> WorkerStream:
+        def stream(which: Streams, console: Console, *, terminal: bool = False) -> WorkerStream:
             file = self._file_of(which, generation, rank, local_rank)
-            shown = self._destinations(which, local_rank)[0]
-            return WorkerStream(prefix, console if shown else None, file)
+            shown = console if self._destinations(which, local_rank)[0] else None
+            return WorkerStream(prefix, shown, file, terminal=terminal)
 
-        return WorkerLog(stream(Streams.OUT, self.stdout), stream(Streams.ERR, self.stderr))
+        out = stream(Streams.OUT, self.stdout, terminal=at_terminal)
+        stdin = 0 if at_terminal else subprocess.DEVNULL
+        return WorkerLog(out, stream(Streams.ERR, self.stderr), stdin)
 
     def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
         """The worker behind `output` goes on in another generation."""

@@ -1,22 +1,26 @@
 """This agent's side of etcd: its lease and member key, its mirror, and what it writes."""
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Never, Self, TypeVar
+from typing import Never, Self
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
-from elastic_etcd.agent.address import own_address
+from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
-from elastic_etcd.core import writes
+from elastic_etcd.agent.lines import Lines
+from elastic_etcd.core import wanted, writes
 from elastic_etcd.core.lifecycle import (
+    CUT_OFF,
     Answered,
     Fatal,
     Joined,
@@ -28,47 +32,69 @@ from elastic_etcd.core.lifecycle import (
     Write,
     WriteDone,
 )
-from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Keys, Labels, Master, Member, Outcome, Phase, Spec
-from elastic_etcd.core.txn import Get, KeyValue, Snapshot, Txn
-from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
-from elastic_etcd.errors import (
-    ElasticEtcdError,
-    EtcdDenied,
-    EtcdError,
-    EtcdRefused,
-    EtcdUnreachable,
-    UsageError,
+from elastic_etcd.core.rules import Local, may_still_save
+from elastic_etcd.core.schema import (
+    Drain,
+    Keys,
+    Labels,
+    Limits,
+    Master,
+    Member,
+    Outcome,
+    Phase,
+    Spec,
 )
+from elastic_etcd.core.txn import Get, Snapshot, Txn
+from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
+from elastic_etcd.errors import ElasticEtcdError, EtcdError, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client, TxnResult
 from elastic_etcd.etcd.faults import LeaseNotFound
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.etcd.retry import Attempts
+from elastic_etcd.etcd.retry import boottime, now
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import (
     ATTEMPT_TIMEOUT,
     CONTACT_TIMEOUT,
     CURRENT_TIMEOUT,
+    GUARD_LATER,
+    KILLED,
     LEAVE_TIMEOUT,
-    REFUSED_PAUSE,
+    PUBLISH_TIMEOUT,
+    REVOKE_TIMEOUT,
 )
 from elastic_etcd.version import __version__
 
-Result = TypeVar("Result")
+# In each TTL. Where workers have to be gone with the lease, silence has to be known sooner: half of
+# the time until they are stopped is left for another endpoint.
+RENEWALS, RENEWALS_STRICT = 3, 6
 
 log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This agent's lease, mirror and writes. What comes of them is put into the inbox."""
+    """This agent's lease, mirror and writes. What comes of them is put into the inbox.
 
-    def __init__(self, client: Client, config: AgentConfig, inbox: Inbox, tasks: Tasks) -> None:
+    The guardian, if there is one, is told until when workers may run without another renewal.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        config: AgentConfig,
+        inbox: Inbox,
+        tasks: Tasks,
+        guardian: Guardian | None = None,
+    ) -> None:
         self.keys = Keys(f"{config.prefix}/{config.job}")
+        self.reached = Reached()  # --advertise, or this node's address on the way to etcd
         self._client = client
         self._config = config
         self._inbox = inbox
         self._tasks = tasks
+        self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
+        self._limits = config.limits  # the job's, as soon as they are known
+        self._lines = Lines(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
         self._mirror: Mirror | None = None
@@ -78,6 +104,7 @@ class Membership:
         self._looked: Snapshot | None = None
         self._task: asyncio.Task[None] | None = None
         self._silence = False
+        self._changed = asyncio.Event()  # the mirror, since it was last looked at
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,21 +113,32 @@ class Membership:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
+        self._lines.close()
         await self._mirror_scope.aclose()
         await self._session_scope.aclose()
 
     @property
-    def address(self) -> str:
-        """Where the other nodes reach this one: --advertise, or its address on the way to etcd."""
-        return self._member.address
+    def lease_left(self) -> float:
+        """Seconds until the lease ends if nothing renews it, 0 without one."""
+        session = self._session
+        if session is None or not session.lease or session.lost.done():
+            return 0.0
+        return max(0.0, session.renewed + session.ttl - boottime())
 
     async def look(self) -> None:
-        """Read what joining starts from. Raises EtcdError where no etcd answers."""
+        """Read what joining starts from. Raises EtcdError where no etcd answers.
+
+        A job that has succeeded needs nothing that takes long to be loaded.
+        """
         self._looked = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
+        over = None if self._config.rerun else writes.succeeded(self.keys, self._looked)
+        if over:
+            self._inbox.put(Fatal(over))
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
         """Whether `generation` is the job's current world, or None without etcd; and why not."""
-        gets = (Get(self.keys.round), Get(self.keys.member(self._member.lease)))
+        keys = self.keys
+        gets = (Get(keys.round), Get(keys.ledger), Get(keys.member(self._member.lease)))
         try:
             seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
         except EtcdError as error:
@@ -109,6 +147,8 @@ class Membership:
         now = view.round
         if not view.members:
             return False, "this node has lost its lease"
+        if view.members[0].leaving and may_still_save(view, generation):
+            return True, ""
         if now is None or now.generation != generation or now.phase is not Phase.FINAL:
             return False, f"the job has left generation {generation}"
         return True, ""
@@ -121,13 +161,20 @@ class Membership:
         """
         if self._task:
             self._task.cancel()
-        work = partial(self._join, run, last)
-        self._run(_waiting_out(work, EtcdRefused) if run else work())
+        self._run(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
     def write(self, state: State, write: Write, master: Master | None) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
         txn = writes.build(self.keys, state, write, self._member, master, _now())
-        self._run(self._commit(txn))
+        self._run(partial(self._commit, txn))
+
+    async def publish(self, txn: Txn) -> bool:
+        """Whether `txn`, which nobody waits for, was done, as far as is known."""
+        try:
+            return (await self._client.txn(txn, PUBLISH_TIMEOUT)).succeeded
+        except EtcdError as error:
+            log.debug("not published: %s", error)
+            return False
 
     async def cover(self, coverage: Coverage) -> None:
         """Mirror what `coverage` asks for; the list comes before the events that follow it."""
@@ -140,6 +187,10 @@ class Membership:
         mirror = Mirror(self._client, self._covered(coverage), self._mirror_changed)
         mirror.failed.add_done_callback(self._mirror_failed)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
+
+    def follow(self, state: State) -> None:
+        """Keep the line to the coordinator that this agent sees."""
+        self._lines.follow(state.view, state.local.lease)
 
     def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
         return covered(self.keys, coverage, self._member.lease)
@@ -158,7 +209,8 @@ class Membership:
     async def leave(self, local: Local) -> None:
         """Leave for good; the last one that does so stops the job."""
         keys = self.keys
-        gets = (Get(keys.ledger), Get(keys.history(), prefix=True))
+        gets = (Get(keys.ledger), Get(keys.wanted), Get(keys.history(), prefix=True))
+        await self._until_known(local.ran)
         try:
             await self._client.txn(writes.leave(keys, local), LEAVE_TIMEOUT)
             look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
@@ -169,17 +221,38 @@ class Membership:
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    async def _until_known(self, generation: int) -> None:
+        """Until the mark of leaving is written and the others have begun anew, but not for long.
+
+        A key that goes without it, or too soon for a busy agent, looks like a lost node's.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_TIMEOUT):
+                if self._task:
+                    await asyncio.wait({self._task})
+                while self._others_train(generation):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _others_train(self, generation: int) -> bool:
+        view = self.view()
+        now = view.round if view else None
+        if now is None or (now.phase, now.generation) != (Phase.FINAL, generation):
+            return False
+        return now.nodes > 1
+
+    def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""
         self._task = self._tasks.create(self._or_fatal(work))
 
-    async def _or_fatal(self, work: Coroutine[None, None, None]) -> None:
+    async def _or_fatal(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except ElasticEtcdError as error:
             self._inbox.put(FatalError(error))
 
     def _mirror_changed(self) -> None:
+        self._changed.set()
         self._inbox.put(MirrorChanged())
 
     def _mirror_failed(self, future: asyncio.Future[Never]) -> None:
@@ -203,54 +276,73 @@ class Membership:
     async def _join_within(self, timeout: float | None, run: str, last: int) -> None:
         await self._mirror_scope.aclose()
         self._mirror = None
+        before = self._session
         await self._session_scope.aclose()
         self._silence = False
         config = self._config
-        address = await own_address(config, self._client.endpoint, self._member.address)
+        self.reached = await own_address(config, self._client.endpoint, self.reached)
+        address = self.reached.address
+        called = config.proof_of_death and config.limits.max_nodes > 1
+        contact = await self._lines.open(address) if called else None
         session = Session(
             self._client,
             config.lease_ttl,
+            often=RENEWALS if config.limits.cut_off is None else RENEWALS_STRICT,
             timeout=timeout,
             on_silence=self._silent,
             on_answer=self._answered,
+            on_renewed=self._renewed,
         )
         session.lost.add_done_callback(lambda lost: self._lost(session, lost))
         self._session = await self._session_scope.enter_async_context(session)
+        await self._end_lease(before)
         self._member = Member(
             lease=session.lease,
             node=config.node,
             nproc=config.nproc,
             address=address,
+            contact=contact,
             labels=Labels(config.topology_label or UNSET),
             version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"
-        limits = config.limits
-        spec = Spec(run or os.urandom(6).hex(), limits.min_nodes, limits.max_nodes, by)
+        spec = Spec(run or os.urandom(6).hex(), self._limits, by)
         try:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
         except LeaseNotFound:
             self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
 
+    async def _end_lease(self, before: Session | None) -> None:
+        """End the lease of the member before, which was given up while etcd did not answer."""
+        if before and not before.lost.done():
+            with suppress(EtcdError):  # it ends by itself
+                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
+
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
         own = self.keys.member(self._member.lease)
-        after, look = (Get(self.keys.spec), Get(self.keys.round), Get(own)), writes.look(self.keys)
+        after = tuple(map(Get, (self.keys.spec, self.keys.round, self.keys.ledger, own)))
+        look = writes.look(self.keys)
         early, self._looked = self._looked, None
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
-            txn = writes.join(self.keys, seen, self._member, spec, again=again, last=last)
-            if isinstance(txn, Outdated):
-                self._inbox.put(Fatal(txn))
-                return
-            if isinstance(txn, str) and seen is early:  # it may have changed since
+            if writes.look_again(self.keys, seen):
+                many = writes.look(self.keys, writes.MANY)
+                seen = await self._client.range(*many, timeout=timeout)
+            rerun = self._config.rerun
+            asked = writes.join(
+                self.keys, seen, self._member, spec, again=again, rerun=rerun, last=last
+            )
+            if isinstance(asked, str | Drain | Over) and seen is early:  # it may have changed since
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
-            if isinstance(txn, str) and again:
-                self._inbox.put(Fatal(Over(txn)))
+            txn = await self._stay_out(seen) if isinstance(asked, Drain) else asked
+            if txn is None:
+                seen = await self._client.range(*look, timeout=timeout)
+                continue
+            if not isinstance(txn, Txn):
+                self._inbox.put(self._why_not(txn, again))
                 return
-            if isinstance(txn, str):
-                raise UsageError(f"job {self._config.job}: {txn}")
             reading = replace(txn, then=(*txn.then, *after), otherwise=look)
             result = await self._client.txn(reading, timeout)
             seen = _read(result)
@@ -258,6 +350,34 @@ class Membership:
                 break
         entered = seen if result.succeeded else await self._client.range(*after, timeout=timeout)
         self._take(entered)
+
+    def _why_not(self, why: str | Outdated | Over, again: bool) -> Fatal | FatalError:
+        """That this node is in no job, or not any more."""
+        if isinstance(why, str):
+            over = Fatal(Over(why))
+            return over if again else FatalError(UsageError(f"job {self._config.job}: {why}"))
+        return Fatal(why)
+
+    async def _stay_out(self, seen: Snapshot) -> Over | None:
+        """Wait until this node is drained no more, or until the run ends, which is then over."""
+        keys, node = self.keys, self._config.node
+        before, changed = view_of(seen, keys, Narrow()).outcome, asyncio.Event()
+        ask = f"elastic-etcd undrain {self._config.job} {node}"
+        log.warning("this node is drained: it waits, without workers, for `%s`", ask)
+        async with Mirror(self._client, (Get(keys.wanted), Get(keys.outcome)), changed.set) as now:
+            now.failed.add_done_callback(lambda _: changed.set())
+            while True:
+                await changed.wait()
+                changed.clear()
+                if now.failed.done():
+                    now.failed.result()
+                snapshot = now.snapshot()
+                view = view_of(snapshot, keys, Narrow()) if snapshot else None
+                if view and not wanted.drained(view, node):
+                    return None
+                outcome = view.outcome if view else None
+                if outcome and outcome != before:
+                    return Over(f"{outcome.state}: {outcome.reason}", outcome.run)
 
     def _take(self, entered: Snapshot) -> None:
         """The member key is written, if it is there still; `entered` was read after that."""
@@ -271,11 +391,66 @@ class Membership:
             self._inbox.put(LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}"))
             return
         self._member = view.members[0]  # with its run, for the mark of leaving
-        self._first = Narrow(view.round.coordinator if view.round else None)
-        self._inbox.put(_joined(key, run, view, self._member.lease))
+        self._client.refusals.succeeded()
+        self._tell_limits(view.spec.limits)
+        coordinator = view.round.coordinator if view.round else None
+        self._first = Narrow(coordinator, self._member.lease % view.spec.limits.pages)
+        limits = self._of_this_lease(view.spec.limits)
+        joined = Joined(view.spec.run, run.create, self._member.lease, key.create, limits)
+        self._inbox.put(joined)
+        if self._silence and (since := self._session and self._session.silent_since):
+            self._inbox.put(Silent(now() - since))  # to the member that it has become
+
+    def _tell_limits(self, jobs: Limits) -> None:
+        """From here on the job's count, also when this agent joins again."""
+        known, self._limits = self._limits, jobs
+        self._tell_guardian()
+        if jobs != known and (differing := jobs.differing(self._config.limits)):
+            log.warning("the job's limits count, not this node's: %s", differing)
+
+    def _tell_guardian(self) -> None:
+        """An agent that is stopped can't stop its workers before its lease may end."""
+        if self._guardian is None or self._session is None:
+            return
+        until = 0.0
+        if self._limits.cut_off is not None:
+            until = self._session.renewed + self._config.lease_ttl - KILLED + GUARD_LATER
+        self._guardian.guard(until=until)
+
+    def _renewed(self, seconds: float) -> None:
+        if silent := self._stood_still_for(seconds):
+            self._inbox.put(silent)
+        self._tell_guardian()
+
+    def stood_still(self) -> Silent | None:
+        """That this agent has renewed nothing for as long as one that is cut off may run workers.
+
+        It has been stopped, or the machine was. What is in the inbox is older than that.
+        """
+        if self._session is None:
+            return None
+        return self._stood_still_for(boottime() - self._session.renewed)
+
+    def _stood_still_for(self, seconds: float) -> Silent | None:
+        """Once each time; Answered follows."""
+        session = self._session
+        if self._silence or session is None or self._limits.cut_off is None:
+            return None
+        if seconds < CUT_OFF * self._config.lease_ttl:
+            return None
+        log.warning("this node stood still: its lease was not renewed for %.1f s", seconds)
+        self._silence = True
+        session.fall_silent()
+        return Silent(seconds)
+
+    def _of_this_lease(self, jobs: Limits) -> Limits:
+        """The job's limits say whether who is cut off stops, this node's lease says when."""
+        if jobs.cut_off is None:
+            return jobs
+        return structs.replace(jobs, cut_off=float(self._config.lease_ttl))
 
     async def _commit(self, txn: Txn) -> None:
-        result = await _waiting_out(partial(self._client.txn, txn), EtcdRefused, EtcdDenied)
+        result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
         self._inbox.put(WriteDone(result.succeeded))
 
     def _lost(self, session: Session, lost: asyncio.Future[str]) -> None:
@@ -289,7 +464,9 @@ class Membership:
         if not self._silence:
             self._silence = True
             self._inbox.put(Silent(seconds))
-            log.warning("etcd does not answer at %s; training goes on", self._client.endpoint)
+            train_on = self._limits.cut_off is None
+            then = "training goes on" if train_on else "workers are stopped before the lease ends"
+            log.warning("etcd does not answer at %s; %s", self._client.endpoint, then)
         if limit is not None and seconds > limit:
             late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
             self._inbox.put(FatalError(EtcdUnreachable(f"{late} (--etcd-timeout)")))
@@ -300,30 +477,8 @@ class Membership:
         log.info("etcd answers again at %s", self._client.endpoint)
 
 
-async def _waiting_out(work: Callable[[], Awaitable[Result]], *refusals: type[EtcdError]) -> Result:
-    """Repeat `work` that is refused (no space, no permission), with a warning: training goes on."""
-
-    async def ask() -> Result:
-        try:
-            return await work()
-        except refusals as refusal:
-            log.warning("%s", refusal)
-            raise
-
-    return await Attempts(on=refusals, pause=_refused_pause).run(ask)
-
-
-def _refused_pause(number: int) -> float:
-    return min(2.0 ** min(number - 1, 3), REFUSED_PAUSE)
-
-
 def _read(result: TxnResult) -> Snapshot:
     return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
-
-
-def _joined(key: KeyValue, spec: KeyValue, view: View, lease: int) -> Joined:
-    assert view.spec is not None
-    return Joined(view.spec.run, spec.create, lease, key.create)
 
 
 def _ordinary(error: BaseException) -> Exception:

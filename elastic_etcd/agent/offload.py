@@ -13,56 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import TypeVar
 
 FULL = 1 << 20  # bytes that wait: from here on the workers' pipes are not read for the moment
 LOST = 1 << 22  # from here on what workers write is dropped
 _ROOM = 1 << 18
 STILL = 1.0  # seconds in which nothing was written: the disk stands still
 
-Result = TypeVar("Result")
-
 log = logging.getLogger(__name__)
-
-
-async def in_thread(work: Callable[[], Result], timeout: float) -> Result:
-    """The result of `work`, or its error; TimeoutError when it takes longer than `timeout` seconds.
-
-    The thread of one that takes longer is left to itself.
-    """
-    async with asyncio.timeout(timeout):
-        return await begin(work)
-
-
-def begin(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Begin `work` in a thread of its own, at once."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def tell(answer: Callable[[], None]) -> None:
-        if not future.done():
-            answer()
-
-    def run() -> None:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
-            answer = _raising(future, error)
-        else:
-            answer = _giving(future, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
-            loop.call_soon_threadsafe(tell, answer)
-
-    threading.Thread(target=run, name="offloaded", daemon=True).start()
-    return future
-
-
-def _raising(future: asyncio.Future[Result], error: Exception) -> Callable[[], None]:
-    return lambda: future.set_exception(error)
-
-
-def _giving(future: asyncio.Future[Result], result: Result) -> Callable[[], None]:
-    return lambda: future.set_result(result)
 
 
 class Writer:

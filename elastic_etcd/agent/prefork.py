@@ -14,7 +14,6 @@ import errno
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from elastic_etcd import children
 from elastic_etcd.errors import UsageError
-from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, end, spawn
+from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, discard, end, start
 from elastic_etcd.protocol import (
     LONGEST,
     CannotImport,
@@ -61,10 +60,12 @@ class Prefork:
         self._preload = preload
         self._size = size
         self._server: _ForkServer | None = None
+        self._discarded: list[Process] = []  # fork servers that may be dying yet
         self._waiting: list[_Preforked] = []
         self._refill: asyncio.TimerHandle | None = None
         self._delay = self._warm_since = 0.0
         self._again: asyncio.TimerHandle | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._is_warm = self._was_warm = False
         self._decided = asyncio.Event()
         self._error: UsageError | None = None
@@ -82,18 +83,24 @@ class Prefork:
     def start(self) -> None:
         """Start the fork server, which begins to import."""
         self._again = None
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        server = _ForkServer(self._heard, self._ended)
         try:
-            self._server = _ForkServer(
-                self._command, self._preload, self._env, self._heard, self._ended
-            )
+            await server.start(self._command, self._preload, self._env)
         except OSError as error:
             self._give_up(f"the fork server can't be started: {error.strerror}")
+        else:
+            self._server = server
 
     async def warm(self) -> None:
         """Wait until all is imported, or cannot be.
 
         Raises UsageError when a module of --preload can't be imported.
         """
+        if self._starting:
+            await self._starting  # for its error
         await self._decided.wait()
         if self._error is not None:
             raise self._error
@@ -104,18 +111,20 @@ class Prefork:
         env: Mapping[str, str],
         out: int,
         err: int,
+        stdin: int = subprocess.DEVNULL,
         given: Sequence[int] = (),
     ) -> Process:
         """Run `argv` (`python [-u] script ...` or `-m module ...`) as a process of its own.
 
-        `env` is its whole environment, `out` and `err` become its descriptors 1 and 2; the numbers
-        that it has for the descriptors `given` are appended to `argv`. All of them may be closed
-        when this returns. Raises OSError when there is no process to be had.
+        `env` is its whole environment, `out` and `err` become its descriptors 1 and 2, `stdin`
+        its 0; the numbers that it has for the descriptors `given` are appended to `argv`. All of
+        them may be closed when this returns. Raises OSError when there is no process to be had.
         """
-        order = _order(argv, env)
+        streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
+        order = _order(argv, env, list(streams))
         try:
             preforked = self._take()
-            preforked.order([order, out, err, *given])
+            preforked.order([order, *streams.values(), *given])
         finally:
             os.close(order)
             self._refill_later()
@@ -123,17 +132,20 @@ class Prefork:
 
     def close(self) -> None:
         """End the fork server and the workers that wait; not those that have their order."""
-        for timer in (self._refill, self._again):
-            if timer:
-                timer.cancel()
+        for pending in (self._refill, self._again, self._starting):
+            if pending:
+                pending.cancel()
         self._is_warm = False
         self._stop_server()
+        for process in self._discarded:
+            end(process)
         while self._waiting:
             self._waiting.pop().end()
 
     def _stop_server(self) -> None:
         if self._server:
-            self._server.close()
+            self._discarded = [each for each in self._discarded if each.poll() is None]
+            self._discarded.append(self._server.close())
             self._server = None
 
     def _take(self) -> "_Preforked":
@@ -212,35 +224,36 @@ class Prefork:
 class _ForkServer:
     """The fork server's process: `heard(message)` for each, once `ended(code, last words)`.
 
+    `await start(...)` first, which raises OSError.
     It runs with the workers' own interpreter, in which this package need not be installed, so its
     program is run by its path. What its imports print goes to the log, line by line. It dies with
     this process.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        preload: Sequence[str],
-        env: Mapping[str, str],
-        heard: Callable[[FromForkServer], None],
-        ended: Callable[[int, str], None],
+        self, heard: Callable[[FromForkServer], None], ended: Callable[[int, str], None]
     ) -> None:
         self._heard = heard
         self._ended = ended
+
+    async def start(
+        self, command: Sequence[str], preload: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        """Start it; a thread does, since the program may be on a disk that stands still."""
         self._channel, theirs = channel_pair()
         arguments = [str(theirs.fileno()), ",".join(preload), *command]
         program = [command[0], "-u", str(_PROGRAM), *arguments]
         output, theirs_output = os.pipe()
         try:
             with theirs:
-                self._process = spawn(
+                self._process = await start(
                     program,
                     env,
                     stdout=theirs_output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
                 )
-        except OSError:
+        except BaseException:
             self._channel.close()
             os.close(output)
             raise
@@ -255,14 +268,14 @@ class _ForkServer:
         """Ask for a worker that reads its order from `channel`. Raises OSError."""
         socket.send_fds(self._channel, [b"fork"], [channel.fileno()])
 
-    def close(self) -> None:
-        """Kill it, if it still runs."""
+    def close(self) -> Process:
+        """Kill it, if it still runs; its end is for the caller to wait for."""
         self._watch.close()
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        self._process.kill()
-        self._process.wait()
+        discard(self._process)
         self._output.close()
+        return self._process
 
     def _listen(self) -> None:
         try:
@@ -346,10 +359,9 @@ class _Preforked:
         if self.pid is None:  # it ends by itself when it finds the channel closed
             asyncio.get_running_loop().remove_reader(self._channel)
             self._adopt(-1)
-        else:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
         self._forget()
+        if self.pid is not None:
+            end(self._arrived.result())
 
     def _arrive(self) -> None:
         """It has said its pid, or the fork server could not fork it."""
@@ -368,7 +380,7 @@ class _Preforked:
         self.pid = pid
         process = _Forked(pid)
         if self._arrived.cancelled():  # who ordered it has gone
-            end(process)
+            discard(process)
             self._forget()
             return
         self._arrived.set_result(process)
@@ -397,13 +409,16 @@ class _Preforked:
             self._watch = None
 
 
-def _order(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _order(argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int]) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.
+
+    `streams` are the standard streams that are sent after it; the others are /dev/null.
 
     Not by msgspec: a variable may have bytes that are no UTF-8.
     """
-    order = os.memfd_create("order")
-    with open(order, "wb", closefd=False) as file:
-        file.write(json.dumps({"argv": [*argv], "env": dict(env)}).encode())
-    os.lseek(order, 0, os.SEEK_SET)
-    return order
+    fd = os.memfd_create("order")
+    with open(fd, "wb", closefd=False) as file:
+        order = {"argv": [*argv], "env": dict(env), "streams": streams}
+        file.write(json.dumps(order).encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

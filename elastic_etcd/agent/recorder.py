@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from elastic_etcd.core.lifecycle import Action, Event, State, ViewChanged, to_json
-from elastic_etcd.core.rules import Limits
 
 STEPS = 10_000
 _MEMBERS = 1_000_000  # in the views of all steps together: some 20 MB
@@ -20,7 +19,6 @@ _MEMBERS = 1_000_000  # in the views of all steps together: some 20 MB
 class Head(msgspec.Struct):
     """The first line of a file: what the first step began with."""
 
-    limits: Limits
     state: State | None  # None: nothing was recorded
 
 
@@ -35,8 +33,7 @@ class Step(msgspec.Struct):
 class FlightRecorder:
     """The last STEPS steps, fewer if their views are of a very large job."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._steps: deque[tuple[State, Step]] = deque()
         self._members = 0
 
@@ -57,7 +54,7 @@ class FlightRecorder:
         """
         steps = list(self._steps)
         descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
-        head = Head(self._limits, steps[0][0] if steps else None)
+        head = Head(steps[0][0] if steps else None)
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(to_json(head) + b"\n")
             file.writelines(to_json(step) + b"\n" for _, step in steps)

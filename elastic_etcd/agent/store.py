@@ -20,7 +20,7 @@ from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
-from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, end, spawn
+from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, discard, end, start
 
 _PROGRAM = Path(children.__file__).with_name("store_server.py")
 _BACKLOG = 2048
@@ -105,7 +105,7 @@ class _Child:
             os.close(self._stderr)
             self._theirs.close()
         if self.gone:
-            end(process)
+            discard(process)
             return
         self._process = process
         self._watch = ExitWatch(process, self._on_exit)
@@ -143,7 +143,7 @@ async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -
     command = (sys.executable, "-P", str(_PROGRAM))
     if prefork and prefork.ready:
         return await prefork.fork(command, env, stderr, stderr, given=[channel.fileno()])
-    return spawn(
+    return await start(
         [*command, str(channel.fileno())],
         env,
         stdout=subprocess.DEVNULL,

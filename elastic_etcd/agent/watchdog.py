@@ -44,6 +44,11 @@ class Watchdog:
             self._beating.cancel()
         self._ended.set()
 
+    @property
+    def stands(self) -> float:
+        """Seconds since the loop has turned, which it does several times in each `ttl`."""
+        return monotonic() - self._turned
+
     def _beat(self) -> None:
         self._turned = monotonic()
         self._beating = asyncio.get_running_loop().call_later(self._pace, self._beat)

@@ -6,18 +6,23 @@ instead of being killed, and is sent on with another rank in the next generation
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_etcd import children
 from elastic_etcd.agent.logs import WorkerLog
-from elastic_etcd.process import ExitWatch, Process, signal_group, spawn
-from elastic_etcd.protocol import World
+from elastic_etcd.process import ExitWatch, Process, signal_group, start
+from elastic_etcd.protocol import FromAgent, World
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.channel import WorkerChannel
+
+_RUN_SCRIPT = str(Path(children.__file__).with_name("run_script.py"))
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Worker:
         self.output = output
         self.pid = process.pid
         self.channel: WorkerChannel | None = None  # once it has said that it can park
+        self.finished = False  # it has left its worlds, and can't park any more
+        self.killed = False
+        self.grace = self.end = math.inf  # how long it has to stop, and until when
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
@@ -57,6 +65,16 @@ class Worker:
     def uptime(self) -> float:
         """Seconds in its present generation."""
         return self._loop.time() - self._started
+
+    def tell(self, message: FromAgent) -> bool:
+        """Whether it could be told: one that can park."""
+        return not self.finished and self.channel is not None and self.channel.send(message)
+
+    def give(self, grace: float) -> None:
+        """It has so many seconds from now; of two calls the sooner end counts."""
+        end = self._loop.time() + grace
+        if end < self.end:
+            self.grace, self.end = grace, end
 
     def terminate(self, *, group: bool) -> None:
         """SIGTERM to the process itself, or to its whole process group.
@@ -72,6 +90,7 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
+        self.killed = True
         signal_group(self.pid, signal.SIGKILL)
 
     def resume(self, spec: WorkerSpec, generation: int, reason: str) -> bool:
@@ -80,6 +99,7 @@ class Worker:
         changed = {name: value for name, value in spec.env.items() if before.get(name) != value}
         self.spec = spec
         self._started = self._loop.time()
+        self.grace = self.end = math.inf
         world = World(generation, reason, changed)
         return self.channel is not None and self.channel.send(world)
 
@@ -88,11 +108,13 @@ class Worker:
         self._ended(self, code)
 
 
-def execute(spec: WorkerSpec, output: WorkerLog) -> Process:
-    """Start `spec` as a program of its own, which leads a session and a process group.
-
-    Its stdin is /dev/null: the terminal is not its session's, and several workers can't share one
-    input anyway. Raises OSError.
-    """
+async def execute(argv: Sequence[str], env: Mapping[str, str], output: WorkerLog) -> Process:
+    """Start a program, which leads a session and a process group. Raises OSError."""
     out, err = output.out.child_fd, output.err.child_fd
-    return spawn(spec.argv, spec.env, stdout=out, stderr=err, session=True)
+    return await start(argv, env, stdout=out, stderr=err, stdin=output.stdin, session=True)
+
+
+def through_run_script(argv: Sequence[str]) -> Sequence[str]:
+    """`python -u train.py ...` so that its agent sees its steps."""
+    python, unbuffered, *rest = argv
+    return (python, unbuffered, _RUN_SCRIPT, *rest)

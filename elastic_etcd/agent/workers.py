@@ -14,22 +14,32 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
-from elastic_etcd.agent.environment import GroupRanks, common_env, worker_env
+from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.offload import begin
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
-from elastic_etcd.agent.worker import Worker, WorkerSpec, execute
-from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
+from elastic_etcd.agent.strays import Mark, Strays, end_former
+from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
+from elastic_etcd.core.lifecycle import (
+    WorkerEnded,
+    WorkersElastic,
+    WorkersFinished,
+    WorkersGone,
+    WorkersHang,
+)
 from elastic_etcd.core.peers import ends_with_lost_peer
-from elastic_etcd.core.schema import Failure, Master, Round
+from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
+from elastic_etcd.progress import Page, Pages, Progress
 from elastic_etcd.protocol import (
     AskCurrent,
     Bye,
@@ -37,10 +47,12 @@ from elastic_etcd.protocol import (
     Current,
     Disconnected,
     Elastic,
+    Finished,
     FromWorker,
     Interrupt,
     Parked,
 )
+from elastic_etcd.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE, STUCK
 
 if TYPE_CHECKING:
@@ -48,6 +60,8 @@ if TYPE_CHECKING:
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 _LOOK_AGAIN = 1.0
+_LATE = 10.0  # seconds until it is told who does not stop; then after twice as long, and so on
+_ENDING = 1.0  # from the end of a worker's connection to its own, if it ends
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +83,7 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
+        memory: str = "",
     ) -> None:
         self.generation = 0
         self._config = config
@@ -77,15 +92,21 @@ class Workers:
         self._tasks = tasks
         self._membership = membership
         self._guardian = guardian
+        self._memory = memory
+        alone = config.nproc == 1 and config.limits.max_nodes == 1
+        self._at_terminal = alone and os.isatty(0) and os.isatty(1)
         self._starting = 0
         self._running: dict[int, Worker] = {}  # by pid, like the others
         self._parked: dict[int, Worker] = {}
         self._dead: dict[int, Worker] = {}  # something of their groups may still run
         self._groups = ProcessGroups(self._groups_emptied)
         self._stopping = False
+        self._patient = False  # they stop when their step is over
+        self._elastic = False  # all of the generation's workers recover in process
+        self._finished = False  # some of them have left their worlds
         self._gone = True  # nothing of the generation runs, though some of it may be parked
-        self._killed = False
         self._until_kill: asyncio.TimerHandle | None = None
+        self._until_late: asyncio.TimerHandle | None = None
         self._until_stuck: asyncio.TimerHandle | None = None
         self._until_unkillable: asyncio.TimerHandle | None = None
         self._parked_ended = asyncio.Event()
@@ -93,63 +114,98 @@ class Workers:
         self._in_order = asyncio.Lock()
         self._channels = ChannelServer(self._heard)
         self._socket = self._channels.open()
+        self._pages = Pages()
+        self._mark = Mark.own(config.node, config.job)
+        self._strays = Strays(self._mark)
+        self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
         self._prefork: Prefork | None = None
         if config.prefork:
-            env = common_env(os.environ, config.nproc)
+            env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
             self._prefork = Prefork(config.argv, env, config.preload, size)
             self._prefork.start()
         self._store = StoreServer(tasks, self._prefork)
         self._listener: tuple[int, socket.socket] | None = None
+        self._interface = ""  # which has this node's address for the others
 
     @property
     def pids(self) -> dict[int, int]:
         """{rank: pid} of the workers that run."""
         return {worker.spec.rank: worker.pid for worker in self._running.values()}
 
+    def progress(self) -> list[tuple[Worker, Progress]]:
+        """The workers that run, with what they say that they do."""
+        running = self._running.values()
+        return [(worker, self._pages.read(worker.spec.local_rank)) for worker in running]
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """What the workers of this generation write what they do on, also those that have ended."""
+        return self._pages.all()
+
     @property
     def groups(self) -> tuple[int, ...]:
         """The process groups of all workers that live, parked ones too."""
         return (*self._running, *self._parked)
+
+    @property
+    def finished(self) -> bool:
+        """Whether some that run have left their worlds: they do what comes after the training."""
+        return any(worker.finished for worker in self._running.values())
+
+    async def alone(self) -> None:
+        """Wait until nothing is left of an agent of this node that has died.
+
+        Raises ElasticEtcdError when that takes longer than the kernel should.
+        """
+        await end_former(self._mark, self._config.kill_timeout)
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
         if self._prefork:
             await self._prefork.warm()
 
-    def offer(self, generation: int, address: str) -> Master:
+    def offer(self, generation: int, reached: Reached) -> Master:
         """Bind a socket for the store of `generation`; gives its endpoint. Raises OSError."""
         if self._listener is None or self._listener[0] != generation:
             self._drop_listener()
-            self._listener = (generation, bind(address)[0])
-        return Master(address, self._listener[1].getsockname()[1])
+            self._interface = reached.interface
+            self._listener = (generation, bind(reached.address)[0])
+        return Master(reached.address, self._listener[1].getsockname()[1])
 
-    def start(self, lease: int, now: Round) -> None:
-        """Start this node's workers of the final round `now`, or send on those that wait for it."""
-        ranks = GroupRanks.of(now, lease)
+    def tell_leaving(self) -> None:
+        """From now on workers that ask are told that this node leaves."""
+        self._channels.leaving = True
+
+    def start(self, now: Round, part: Participant, limits: Limits) -> None:
+        """Start this node's workers of the final round `now`, or send on those that wait for it.
+
+        The node is participant `part` of it; `limits` are the job's.
+        """
         master = now.master
         assert master is not None
-        if ranks.group_rank == 0 and self._listener and self._listener[0] == now.generation:
+        if part.group_rank == 0 and self._listener and self._listener[0] == now.generation:
             self._store.serve(now.generation, self._listener[1])
             self._listener = None
         self._drop_listener()
-        last = ranks.first_rank + ranks.local_world_size - 1
+        last = part.first_rank + part.nproc - 1
         log.info(
             "generation %d (%s): group rank %d of %d, ranks %d-%d of %d, master %s:%d",
-            *(now.generation, now.reason, ranks.group_rank, ranks.group_world_size),
-            *(ranks.first_rank, last, ranks.world_size, master.addr, master.port),
+            *(now.generation, now.reason, part.group_rank, now.nodes),
+            *(part.first_rank, last, now.world_size, master.addr, master.port),
         )
-        if ranks.local_world_size != self._config.nproc:
-            wrong = (ranks.local_world_size, self._config.nproc)
+        if part.nproc != self._config.nproc:
+            wrong = (part.nproc, self._config.nproc)
             log.warning("the round says %d workers, this node has been given %d", *wrong)
-        specs = [self._spec(now, ranks, local_rank) for local_rank in range(self._config.nproc)]
+        specs = [self._spec(now, part, limits, n) for n in range(self._config.nproc)]
         self.launch(now.generation, specs, now.reason)
 
     def launch(self, generation: int, specs: Sequence[WorkerSpec], reason: str = "") -> None:
         """Start every worker; one that can't be started is told as an exit, like any other."""
         assert self._gone, "I3: older workers are alive"
         self.generation = generation
-        self._gone = self._stopping = self._killed = False
+        self._gone = self._stopping = False
+        self._elastic = self._finished = self._patient = self._swept = False
         waiting, self._parked = self._parked, {}
         by_local_rank = {worker.spec.local_rank: worker for worker in waiting.values()}
         for spec in specs:
@@ -157,43 +213,118 @@ class Workers:
             if worker is None or not self._resume(worker, spec, reason):
                 self._starting += 1
                 self._tasks.create(self._begin(spec))
+        self._tell_elastic()
         self._guard()
         self._settle_soon()
 
-    def stop(self, grace: float, notice: Change | Interrupt | None = None) -> None:
+    def stop(
+        self,
+        grace: float | None,
+        notice: Change | Interrupt | None = None,
+        park: float | None = None,
+    ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. Of two calls the shorter grace counts.
 
-        A worker that can park is given `notice`, if there is one, instead of SIGTERM.
+        A worker that can park is given `notice`, if there is one, instead of SIGTERM, and has
+        `park` seconds, if they are given. Without a `grace` the others get nothing, and all of
+        them have the time that they need.
         """
         if self._gone:  # WorkersGone is in the inbox
             return
-        again, self._stopping = self._stopping, True
+        again = self._stopping and not self._patient
+        self._stopping, self._patient = True, grace is None
         for worker in self._running.values():
-            told = notice and worker.channel and worker.channel.send(notice)
-            if not told and not again:
+            told = notice is not None and worker.tell(notice)
+            if not told and not again and grace is not None:
                 self._terminate(worker)
+            seconds = park if told and park is not None else grace
+            if seconds is not None:
+                worker.give(seconds)
         self._settle_soon()
+        if notice:
+            self._expect_stop(notice, _LATE)
+        if grace is not None:
+            self._kill_late(asyncio.get_running_loop().time())
+
+    def _expect_stop(self, notice: Change | Interrupt, seconds: float) -> None:
+        """After so many seconds say who has not stopped; and again, if it takes longer still."""
+        self._cancel_late()
         loop = asyncio.get_running_loop()
-        end = loop.time() + grace
-        if self._until_kill is None or end < self._until_kill.when():
-            self._cancel_kill()
-            if self._running:
-                self._until_kill = loop.call_at(end, self.kill)
-        if grace <= 0:
-            self.kill()
+        self._until_late = loop.call_later(seconds, self._tell_late, notice, seconds)
+
+    def _tell_late(self, notice: Change | Interrupt, seconds: float) -> None:
+        reason, finished = notice.reason, self._ranks(finished=True)
+        if late := self._ranks(finished=False):
+            what = "no state.check()" if isinstance(notice, Change) else "not out of its step"
+            why = "they are waited for" if self._patient else "they will be killed"
+            log.warning("%s: rank %s: %s for %g s; %s", reason, late, what, seconds, why)
+        if finished:
+            log.info("%s: rank %s: still at work after its training", reason, finished)
+        if late or finished:
+            self._expect_stop(notice, 2 * seconds)
+
+    def _ranks(self, *, finished: bool) -> str:
+        """Of the workers that run, and were told to park or can't be told."""
+        workers = sorted(self._running.values(), key=lambda worker: worker.spec.rank)
+        told = [w for w in workers if w.finished == finished and (finished or w.channel)]
+        return ", ".join(str(worker.spec.rank) for worker in told)
+
+    def _kill_late(self, now: float) -> None:
+        """SIGKILL to those that have used up their grace, and wait for the next one's end."""
+        self._cancel_kill()
+        waiting = [worker for worker in self._running.values() if not worker.killed]
+        late = [worker for worker in waiting if worker.end <= now]
+        for worker in late:
+            if worker.channel and not worker.finished:
+                rank = worker.spec.rank
+                log.warning("rank %d: not stopped within %g s: SIGKILL", rank, worker.grace)
+            worker.kill()
+        if late == waiting:
+            if late:
+                self.kill()
+            return
+        end = min(worker.end for worker in waiting if worker not in late)
+        self._until_kill = asyncio.get_running_loop().call_at(end, self._kill_late, end)
+        self._settle_soon()
+
+    def _killed(self) -> list[Worker]:
+        """Those that are still there."""
+        return [worker for worker in self._running.values() if worker.killed]
+
+    def give_up(self, rank: int | None, hang: str, message: str) -> None:
+        """End the generation, which hangs, as a failure of this rank, or of nobody in particular.
+
+        A worker that hangs needs no time to stop. The others get it, as after any failure.
+        """
+        worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        failure = Failure("", 0, 0, 0, 0, self._uptime, message, at, hang)
+        if worker:
+            spec, node = worker.spec, self._config.node
+            ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
+            failure = replace(failure, node=node, **ids)
+            worker.kill()
+        self._inbox.put(WorkersHang(self.generation, failure))
+
+    @property
+    def _uptime(self) -> float:
+        return round(max((w.uptime for w in self._running.values()), default=0.0), 3)
 
     def kill(self) -> None:
         """SIGKILL the process group of every worker that still runs now."""
         self._cancel_kill()
+        self._cancel_late()
         self._cancel_stuck()
         self._cancel_unkillable()
-        self._stopping = self._killed = True
+        self._stopping = True
         for worker in self._running.values():
             worker.kill()
         self._settle_soon()
 
     async def end(self, reason: str) -> None:
         """Say goodbye to parked workers, and wait a moment for them to end by themselves."""
+        if not self._parked:
+            return
         for worker in self._parked.values():
             if worker.channel is None or not worker.channel.send(Bye(reason)):
                 self._terminate(worker)
@@ -202,6 +333,9 @@ class Workers:
                 while self._parked:
                     self._parked_ended.clear()
                     await self._parked_ended.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.kill_timeout):
+                await self._strays.end(self.generation)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
@@ -211,22 +345,28 @@ class Workers:
         if self._prefork:
             self._prefork.close()
         self._channels.close()
+        self._pages.close()
         self._store.close()
         self._drop_listener()
 
     # --- starting -------------------------------------------------------------------------
 
-    def _spec(self, now: Round, ranks: GroupRanks, local_rank: int) -> WorkerSpec:
-        rank = ranks.first_rank + local_rank
+    def _spec(self, now: Round, part: Participant, limits: Limits, local_rank: int) -> WorkerSpec:
+        rank = part.first_rank + local_rank
         error_file = self._logs.error_file(now.generation, rank)
         env = worker_env(
             os.environ,
             self._config,
             now,
-            ranks,
+            part,
+            limits,
             local_rank,
             error_file=error_file,
+            interface=self._interface,
             socket=self._socket,
+            progress=self._pages.begin(local_rank),
+            mark=str(self._mark),
+            memory=self._memory,
         )
         argv = tuple(substitute(self._config.argv, local_rank))
         return WorkerSpec(argv, env, rank, local_rank, error_file)
@@ -244,7 +384,9 @@ class Workers:
     async def _begin(self, spec: WorkerSpec) -> None:
         """Start one worker; `_starting` counts it until now."""
         try:
-            output = self._logs.worker(self.generation, spec.rank, spec.local_rank)
+            output = self._logs.worker(
+                self.generation, spec.rank, spec.local_rank, at_terminal=self._at_terminal
+            )
         except OSError as error:
             self._not_started(spec, error)
             return
@@ -267,10 +409,12 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                return await self._prefork.fork(spec.argv, spec.env, out, err)
+                return await self._prefork.fork(spec.argv, spec.env, out, err, output.stdin)
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
-        return execute(spec, output)
+        scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
+        argv = through_run_script(spec.argv) if scripted else spec.argv
+        return await execute(argv, spec.env, output)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
         code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
@@ -315,6 +459,7 @@ class Workers:
             known = reading.done()
             message = reading.result() if known else failure_message(code, "", tail)
             if not known:
+                reading.cancel()
                 log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)
             by_peer = ends_with_lost_peer(message)
             self._report(spec, worker.pid, code, uptime, message, by_peer=by_peer)
@@ -358,15 +503,27 @@ class Workers:
         if self._running or self._groups or self._starting or self._explaining:
             return
         self._cancel_kill()
+        self._cancel_late()
         held = self._parked and not self._stopping  # its generation may still go on without it
-        if not (held or self._gone):
-            self._gone = True
-            self._guard()
-            self._inbox.put(WorkersGone(self.generation))
+        if held or self._gone or self._sweeping:
+            return
+        if not (self._parked or self._swept):  # what a parked one has started lives on with it
+            self._sweeping = True
+            self._tasks.create(self._sweep())
+            return
+        self._gone = True
+        self._guard()
+        self._inbox.put(WorkersGone(self.generation))
+
+    async def _sweep(self) -> None:
+        """End what has left its process group: only then is nothing of the generation left."""
+        await self._strays.end(self.generation)
+        self._sweeping, self._swept = False, True
+        self._settle()
 
     def _expect_the_end_of_the_killed(self) -> None:
         """Once for all that was killed and is still there; when it is gone, forget that."""
-        if not (self._groups or (self._killed and self._running)):
+        if not (self._groups or self._killed()):
             self._cancel_stuck()
         elif self._until_stuck is None:
             loop = asyncio.get_running_loop()
@@ -374,8 +531,8 @@ class Workers:
 
     def _expect_the_end_of_all(self) -> None:
         """Give up some time after the last SIGKILL of a generation that has to end."""
-        all_killed = self._killed or not self._running
-        left = self._running or self._groups
+        all_killed = len(self._killed()) == len(self._running)
+        left = self._running or self._groups or self._sweeping
         if not (self._stopping and all_killed and left):
             self._cancel_unkillable()
         elif self._until_unkillable is None:
@@ -397,14 +554,18 @@ class Workers:
             self._until_kill.cancel()
             self._until_kill = None
 
+    def _cancel_late(self) -> None:
+        if self._until_late is not None:
+            self._until_late.cancel()
+            self._until_late = None
+
     def _cancel_stuck(self) -> None:
         if self._until_stuck is not None:
             self._until_stuck.cancel()
             self._until_stuck = None
 
     def _tell_stuck(self) -> None:
-        killed = self._running.values() if self._killed else ()
-        ranks = [worker.spec.rank for worker in (*killed, *self._dead.values())]
+        ranks = [worker.spec.rank for worker in (*self._killed(), *self._dead.values())]
         log.warning(
             "generation %d: processes of rank %s are still there %d s after SIGKILL, stuck in the "
             "kernel (a hung device or network file system?); this node waits for them",
@@ -424,9 +585,17 @@ class Workers:
             return
         match message:
             case Elastic():
-                worker.channel = channel
+                worker.channel, worker.finished = channel, False
+                self._tell_elastic()
+            case Finished():
+                worker.finished = True
+                self._tell_elastic()
+                if self._stopping and not self._patient:
+                    self._terminate(worker)  # it has not heard what it was told
             case Disconnected() if worker.channel is channel:
                 worker.channel = None
+                # It may be at its end, which says more.
+                asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
 
@@ -437,6 +606,18 @@ class Workers:
         of_now = known if channel.generation == self.generation else []
         by_rank = (worker for worker in of_now if worker.spec.local_rank == channel.local_rank)
         return next(by_pid, None) or next(by_rank, None)
+
+    def _tell_elastic(self) -> None:
+        """Say it when it has changed; one that has finished has all the time of one that parks."""
+        workers = self._running.values()
+        parks = [worker.channel is not None or worker.finished for worker in workers]
+        if self.finished != self._finished:
+            self._finished = self.finished
+            self._inbox.put(WorkersFinished(self.generation, self._finished))
+        elastic = not self._starting and bool(parks) and all(parks)
+        if elastic != self._elastic:
+            self._elastic = elastic
+            self._inbox.put(WorkersElastic(self.generation, elastic))
 
     def _park(self, worker: Worker, error: str) -> None:
         """`worker` waits at the barrier; `error` is why, if nobody has asked it to."""
@@ -464,7 +645,7 @@ class Workers:
     # --- and the rest ---------------------------------------------------------------------
 
     def _guard(self) -> None:
-        self._guardian.guard(groups=self.groups)
+        self._guardian.guard(groups=tuple(self._running), parked=tuple(self._parked))
 
     def _drop_listener(self) -> None:
         if self._listener:

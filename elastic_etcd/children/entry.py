@@ -5,20 +5,40 @@ Loaded by its path: it uses the standard library only, and what others have impo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import io
 import os
 import pkgutil
 import runpy
 import sys
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from elastic_etcd import progress
+
+
+def load(path: Path) -> Any:
+    """A file of this package, as a module in nobody's sys.modules."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if not TYPE_CHECKING:
+    progress = load(Path(__file__).parents[1] / "progress.py")
+
+_OPTIMIZER = "torch.optim.optimizer"
 _BLAS_SETTERS = [
     f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
 ]
@@ -168,13 +188,57 @@ def _count(text: str | None) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def be_another() -> None:
+def show_stacks() -> None:
+    """Let the agent see where this process stands: it asks by a signal, which needs no GIL."""
+    with contextlib.suppress(OSError, RuntimeError):  # stderr is closed
+        faulthandler.register(progress.DUMP_STACKS, file=2, all_threads=True)
+
+
+def show_steps() -> None:
+    """Let the agent see the steps of torch's optimizers, as soon as there are any."""
+    if _OPTIMIZER in sys.modules:
+        _count_steps()
+    else:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _count_steps() -> None:
+    """Torch may be in the middle of its import."""
+    torch = sys.modules["torch"]
+
+    def step(*_: object) -> None:
+        if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
+            progress.step(told=False)
+
+    sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
+
+
+class _AfterImport:
+    """Counts steps from the moment when the optimizers' module has been imported."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != _OPTIMIZER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _count_steps()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def be_another(withheld: Mapping[str, ModuleType]) -> None:
     """Give a forked process keys, random states and a thread id that no sibling has.
 
-    `random` sees to its own.
+    `withheld` are the modules that are not in `sys.modules` yet. `random` sees to its own.
     """
     for name in ("multiprocessing", "numpy.random", "threading", "torch"):
-        module: Any = sys.modules.get(name)
+        module: Any = sys.modules.get(name, withheld.get(name))
         if module is None:
             continue
         if name == "multiprocessing":

@@ -23,21 +23,26 @@ import socket
 import traceback
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_etcd.children import entry
-else:  # beside this file, and in nobody's sys.modules
-    entry = ModuleType("entry")
-    SourceFileLoader("entry", str(Path(__file__).with_name("entry.py"))).exec_module(entry)
+    from collections.abc import Sequence
+
+    from elastic_etcd.children import entry, variables
+else:  # beside this file; torch.compile looks in sys.modules for what it meets
+    _spec = spec_from_file_location("_elastic_etcd_entry", Path(__file__).with_name("entry.py"))
+    entry = sys.modules[_spec.name] = module_from_spec(_spec)
+    _spec.loader.exec_module(entry)
+    variables = entry.load(Path(__file__).with_name("variables.py"))
 
 # What a first DDP step imports.
 OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 # What a script that recovers in process imports, and its peers wait for; it may not be installed.
 ELASTIC = ("elastic_etcd.train.run", "elastic_etcd.train.sampler", "elastic_etcd.train.state")
+RUN_SCRIPT = str(Path(__file__).with_name("run_script.py"))
+WITH_TORCH = ("torch", "elastic_etcd.train")
 # A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
 # fork fails after it, and without NVML the question whether there is a GPU initialises it.
 IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -63,6 +68,7 @@ class ForkServer:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
         self._environment = entry.Environment()
+        self._imports = variables.Imports()
         # The modules are imported as the script would import them.
         start = entry.Entry(command)
         self._folder = start.folder
@@ -75,28 +81,44 @@ class ForkServer:
         os.environ.update(IMPORTING)
         gc.disable()  # imports make objects that stay: looking for garbage takes a quarter of them
         try:
-            for name in (*OURS, *modules):
-                try:
-                    import_module(name)
-                except BaseException as error:  # noqa: BLE001 - also what calls sys.exit
-                    if getattr(error, "name", None) != name:  # else there is no such module
-                        traceback.print_exc()
-                    words = traceback.format_exception_only(type(error), error)[-1].strip()
-                    module = "" if name in OURS else name
-                    say(self._channel, "cannot_import", module=module, why=words)
+            with self._imports.noted():
+                if not self._import(OURS):
                     return False
-                check_safe(f"import {name}")
-            for name in ELASTIC:
-                with suppress(Exception):  # a head start, and no more than that
-                    import_module(name)
+                ours = set(sys.modules)
+                with self._imports.kept():
+                    if not self._import(modules):
+                        return False
+                standard = sys.stdlib_module_names
+                new = sys.modules.keys() - ours
+                preloaded = {name for name in new if name.partition(".")[0] not in standard}
+                for name in ELASTIC:
+                    with suppress(Exception):  # a head start, and no more than that
+                        import_module(name)
         except Unsafe as error:
             say(self._channel, "unsafe", why=str(error))
             return False
         self._environment.imported()
+        entry.show_steps()
+        self._imports.withhold([name for name in sys.modules if name in preloaded or is_ours(name)])
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
         gc.enable()
         say(self._channel, "warm")
+        return True
+
+    def _import(self, names: Sequence[str]) -> bool:
+        """Import them all; False, and the agent is told, if one can't be. Raises Unsafe."""
+        for name in names:
+            try:
+                import_module(name)
+            except BaseException as error:  # noqa: BLE001 - also what calls sys.exit
+                if getattr(error, "name", None) != name:  # else there is no such module
+                    traceback.print_exc()
+                words = traceback.format_exception_only(type(error), error)[-1].strip()
+                module = "" if name in OURS else name
+                say(self._channel, "cannot_import", module=module, why=words)
+                return False
+            check_safe(f"import {name}")
         return True
 
     def serve(self) -> entry.Entry | None:
@@ -131,24 +153,36 @@ class ForkServer:
                 # While it waits SIGINT ends it as it would end a script, but without a traceback.
                 signal.signal(number, signal.SIG_DFL if callable(handler) else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        entry.be_another()
+        entry.be_another(self._imports.modules)
+        self._imports.touch()
         say(orders, "forked", pid=os.getpid())
         message, fds, _, _ = socket.recv_fds(orders, 64, 64)
         if not message:  # the agent doesn't need this one
             os._exit(0)
         with open(fds[0], "rb") as file:  # noqa: PTH123 - a descriptor
             order = json.load(file)
-        for stream, fd in ((1, fds[1]), (2, fds[2])):
+        given = fds[1 + len(order["streams"]) :]
+        for stream, fd in zip(order["streams"], fds[1:], strict=False):
             os.dup2(fd, stream)
             os.close(fd)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
         self._environment.become(order["env"])
-        given = entry.Entry([*order["argv"], *map(str, fds[3:])])
-        if self._folder in sys.path and given.folder not in (None, self._folder):
-            sys.path[sys.path.index(self._folder)] = given.folder
-        given.install_as_main()
-        return given
+        command = [*order["argv"], *map(str, given)]
+        script = entry.Entry(command)
+        if self._folder in sys.path and script.folder not in (None, self._folder):
+            sys.path[sys.path.index(self._folder)] = script.folder
+        script.install_as_main()
+        entry.show_stacks()
+        if command[1:2] == ["-u"]:  # its steps are to be seen then, too
+            command.insert(2, RUN_SCRIPT)
+        self._imports.watch(command, order["env"])
+        return script
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is torch's, or a module of ours that imports torch."""
+    return name in WITH_TORCH or name.startswith(tuple(f"{each}." for each in WITH_TORCH))
 
 
 def say(channel: socket.socket, kind: str, **fields: object) -> None:

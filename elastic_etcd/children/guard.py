@@ -1,15 +1,19 @@
 """The guardian's process: waits for the agent to end, then ends what the agent left behind.
 
 `python -I -S guard.py AGENT_PID LIFE`, with a socket to the agent as standard input. The first
-packet is what it takes to reach etcd, each later one the lease and the process groups as they are
-now; end of file means that the agent is gone. The kill comes first, and whatever is costly to load
-(the etcd client) after it, so that waiting takes a bare interpreter's memory and no more.
+packet is what it takes to reach etcd, each later one what is true now: the lease, until when
+workers may train (ms of CLOCK_BOOTTIME, 0: always), how many of the process groups train, and the
+groups, those first. End of file means that the agent is gone. The kill comes first, and whatever is
+costly to load (the etcd client) after it, so that waiting takes a bare interpreter's memory and no
+more. Last it removes the agent's directory in memory.
 """
 
 import contextlib
 import os
+import select
 import signal
 import sys
+import time
 
 # What a terminal, a shell or a service manager sends to everything that belongs to the agent.
 IGNORED = (
@@ -21,6 +25,8 @@ IGNORED = (
     signal.SIGUSR2,
 )
 PACKET = 1 << 18
+_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+_RENEWS_NOTHING = "does not renew its lease: killed its workers (--when-cut-off stop)"
 
 
 def main(agent: str, life: int) -> int:
@@ -31,20 +37,52 @@ def main(agent: str, life: int) -> int:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     etcd = os.read(0, PACKET)
-    lease, groups = 0, list[int]()
-    while packet := os.read(0, PACKET):
-        lease, *groups = map(int, packet.split())
+    if not etcd:  # the agent has gone before it said anything
+        return 0
+    lease, groups = _follow(agent)
     killed = [group for group in groups if _kill(group)]  # at once: a number is used again later
     signal.alarm(life)
+    config, path, memory = _read(etcd)
     if not (killed or lease):
+        _remove(memory)
         return 0
-    config = _load(etcd)
-    done = [f"killed what it ran{_still_there(killed)}"] if killed else []
+    _load_client(path)
+    dying = _kill_the_rest(killed, str(config.pop("mark")))
+    done = [f"killed what it ran{_still_there(dying)}"] if killed or dying else []
     problem = _revoke(config, lease) if lease else ""
     if lease:
         done.append(f"lease {lease:x} {'not revoked: ' + problem if problem else 'revoked'}")
     _say(f"elastic_etcd: the agent (pid {agent}) is gone: {', '.join(done)}\n")
+    _remove(memory)
+    _wait(dying, life)  # another agent of this node waits for this process
     return 1 if problem else 0
+
+
+def _follow(agent: str) -> tuple[int, list[int]]:
+    """Wait for the end of the agent; gives the lease and the groups that it had.
+
+    Meanwhile kill what trains for longer than it may. News come first, because this process may
+    have been stopped itself; and an agent that wakes up may start workers before it knows.
+    """
+    lease, training, groups, timer = 0, 0, list[int](), -1
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    while True:
+        if 0 not in dict(poll.poll()):
+            os.read(timer, 8)
+            killed = [group for group in groups[:training] if _kill(group)]
+            if killed:
+                _say(f"elastic_etcd: the agent (pid {agent}) {_RENEWS_NOTHING}\n")
+            continue
+        packet = os.read(0, PACKET)
+        if not packet:
+            return lease, groups
+        lease, until, training, *groups = map(int, packet.split())
+        if until and timer < 0:
+            timer = _timer()
+            poll.register(timer, select.POLLIN)
+        if timer >= 0:
+            _set(timer, until)
 
 
 def _kill(group: int) -> bool:
@@ -66,29 +104,69 @@ def _say(text: str) -> None:
 # ruff: noqa: PLC0415  (imports below this line come late on purpose)
 
 
-def _load(packet: bytes) -> dict[str, object]:
-    """The agent's EtcdConfig as a dictionary; imports the client while what was killed dies."""
+def _timer() -> int:
+    """A descriptor that is readable from the time on to which it is set."""
+    import ctypes
+
+    timer = ctypes.CDLL(None).timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC)
+    assert isinstance(timer, int)
+    assert timer >= 0, "timerfd_create"
+    return timer
+
+
+def _set(timer: int, at: int) -> None:
+    """`at` in ms of CLOCK_BOOTTIME; 0: never."""
+    import ctypes
+
+    when = (ctypes.c_long * 4)(0, 0, at // 1000, at % 1000 * 1_000_000)  # no interval, then s, ns
+    ctypes.CDLL(None).timerfd_settime(timer, _ABSOLUTE, when, None)
+
+
+def _read(packet: bytes) -> tuple[dict[str, object], list[str], str]:
+    """The agent's EtcdConfig as a dictionary, its `sys.path`, and its directory in memory."""
     import json
 
     config: dict[str, object] = json.loads(packet)
     path = config.pop("path")
     assert isinstance(path, list)
+    return config, path, str(config.pop("memory", ""))
+
+
+def _load_client(path: list[str]) -> None:
+    """Import it while what was killed dies."""
     sys.path[:] = path
     import elastic_etcd.etcd.client  # noqa: F401
 
-    return config
+
+def _remove(memory: str) -> None:
+    import shutil
+
+    if memory:
+        shutil.rmtree(memory, ignore_errors=True)
 
 
-def _still_there(groups: list[int]) -> str:
-    """Wait until nothing runs in the groups any more; what to say if that takes too long."""
+def _kill_the_rest(groups: list[int], mark: str) -> set[int]:
+    """Kill also what has left the groups; gives pidfds of all that is dying."""
+    from elastic_etcd.process import kill_marked, kill_members
+
+    strays = kill_marked(mark) if mark else []
+    return {*strays, *(pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds)}
+
+
+def _still_there(dying: set[int]) -> str:
+    """Wait a moment until they are gone; what to say if that takes longer."""
+    from elastic_etcd.times import GUARD_GONE
+
+    _wait(dying, GUARD_GONE)
+    return f" ({len(dying)} processes are still dying)" if dying else ""
+
+
+def _wait(dying: set[int], seconds: float) -> None:
+    """Wait for the ends of `dying`, and take those that have ended out of it."""
     import select
     import time
 
-    from elastic_etcd.process import kill_members
-    from elastic_etcd.times import GUARD_GONE
-
-    deadline = time.monotonic() + GUARD_GONE
-    dying = {pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds}
+    deadline = time.monotonic() + seconds
     poll = select.poll()
     for pidfd in dying:
         poll.register(pidfd, select.POLLIN)
@@ -96,7 +174,6 @@ def _still_there(groups: list[int]) -> str:
         for pidfd, _ in poll.poll(left * 1000):
             poll.unregister(pidfd)
             dying.remove(pidfd)
-    return f" ({len(dying)} processes are still dying)" if dying else ""
 
 
 def _revoke(config: dict[str, object], lease: int) -> str:

@@ -16,9 +16,20 @@ import signal
 from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from msgspec import structs
+
 from elastic_etcd.agent.config import AgentConfig, LogConfig, StreamChoice, Streams
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import PARTS, valid_address, valid_job, valid_prefix
+from elastic_etcd.core.rules import JOIN_SETTLE
+from elastic_etcd.core.schema import (
+    LARGEST,
+    MOST_SECONDS,
+    MOST_SIZES,
+    PARTS,
+    Limits,
+    valid_address,
+    valid_job,
+    valid_prefix,
+)
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
 
@@ -61,7 +72,9 @@ _PARTS = ", ".join(sorted(PARTS))
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help as it is written, with each flag once."""
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Leave out the underscore forms, which would double the length of the help."""
         if not action.option_strings:
@@ -160,7 +173,7 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
         description="Runs a torchrun script as an elastic job: nodes may die, leave and join, and "
         "training goes on with those that are there.",
         epilog=EPILOG,
-        formatter_class=_Help,
+        formatter_class=Help,
     )
     _job(Group(parser, "job and nodes", env))
     _etcd(Group(parser, "etcd", env))
@@ -187,12 +200,25 @@ def _job(group: Group) -> None:
         help="what the nodes of one job have in common; up to 128 letters, digits, '.', '_', '-' "
         "(default: random, where no other node can join)",
     )
+    group.switch(
+        "--rerun",
+        help="run a job once more that has succeeded (default: exit 0 at once, because whoever "
+        "supervises agents may start them again after the end)",
+    )
     group.flag(
         "--nnodes",
         type=nnodes,
         default="1:1",
         metavar="MIN[:MAX]",
-        help="how few and how many nodes may train; others wait as spares (default: 1)",
+        help="how few and how many nodes may train, or a list, 2,4,8; others wait as spares "
+        "(default: 1)",
+    )
+    group.flag(
+        "--nodes-multiple-of",
+        type=count,
+        default=DEFAULTS.multiple_of,
+        metavar="N",
+        help="only multiples of N nodes train; others wait as spares (default: %(default)s)",
     )
     group.flag(
         "--nproc-per-node",
@@ -255,7 +281,7 @@ def connection(group: Group) -> None:
     group.flag("--cert", metavar="FILE", help="certificate of this client")
     group.flag("--key", metavar="FILE", help="its key")
     group.flag("--user", metavar="NAME", help="etcd user; its password is in ELASTIC_ETCD_PASSWORD")
-    group.flag("--password-file", metavar="FILE", help="or in this file")
+    group.flag("--password-file", metavar="FILE", help="or in this file, read at each login")
     group.flag("--password", help=argparse.SUPPRESS)  # else a short form of --password-file
 
 
@@ -292,6 +318,21 @@ def _etcd(group: Group) -> None:
         metavar="SECONDS",
         help="give up when etcd is away for longer in mid-run (default: never; training goes on)",
     )
+    group.flag(
+        "--when-cut-off",
+        choices=("train-on", "stop"),
+        default="train-on",
+        help="workers of a node that etcd does not answer train on, or are stopped before its "
+        "lease can end, so that no two worlds ever train (default: %(default)s)",
+    )
+    group.flag(
+        "--proof-of-death",
+        type=on_or_off,
+        default=AgentConfig.proof_of_death,
+        metavar="on|off",
+        help="agents keep a connection to their coordinator's, so that a node whose processes all "
+        "die is missed at once and not after --lease-ttl (default: on)",
+    )
 
 
 def _worker(group: Group) -> None:
@@ -327,6 +368,13 @@ def _worker(group: Group) -> None:
         metavar="NAMES",
         help="signals on which this node leaves the job (default: %(default)s)",
     )
+    group.flag(
+        "--memory-dir",
+        default=AgentConfig.memory_dir,
+        metavar="DIR",
+        help="a tmpfs for ee.memory_checkpoint; what is written there goes with the agent "
+        "(default: %(default)s)",
+    )
 
 
 def _failures(group: Group) -> None:
@@ -338,6 +386,15 @@ def _failures(group: Group) -> None:
         help="failures of workers that the job survives, over all nodes; nodes that come and go "
         "do not count (default: %(default)s; torchrun: 0)",
     )
+    group.flag(
+        "--suspect-after",
+        type=natural,
+        default=DEFAULTS.suspect_after,
+        metavar="N",
+        help="a node whose workers failed so often right after their start (see --min-uptime), or "
+        "that went so often, is left out, as long as MIN others are there; 0: never (default: "
+        "%(default)s)",
+    )
     for name, text in (
         (
             "restart_window",
@@ -345,7 +402,6 @@ def _failures(group: Group) -> None:
         ),
         ("min_uptime", "a worker that fails sooner, again and again, is restarted later"),
         ("settle", "the first formation waits so long after the last node joined"),
-        ("join_settle", "nodes that come later are taken in together, so long after the last one"),
         ("join_interval", "a world that trains is ended for them after so long at the soonest"),
         (
             "join_timeout",
@@ -361,6 +417,13 @@ def _failures(group: Group) -> None:
             help=f"{text} (default: {default:g})",
         )
     group.flag(
+        "--join-settle",
+        type=seconds,
+        metavar="SECONDS",
+        help="nodes that come later are taken in together, so long after the last one (default: "
+        f"{JOIN_SETTLE:g}, 0 where all workers are in ee.run)",
+    )
+    group.flag(
         "--leave-exit-code",
         type=exit_code,
         metavar="CODE",
@@ -368,11 +431,36 @@ def _failures(group: Group) -> None:
         "so that Kubernetes and Slurm do not take it for done)",
     )
     group.flag(
+        "--leave-deadline",
+        type=seconds,
+        metavar="SECONDS",
+        help="from the signal on which this node leaves to SIGKILL of its workers; until they have "
+        "ended, or this is over, no next world begins. The same on every node "
+        f"(default: --shutdown-timeout if that is given, else {DEFAULTS.leave_deadline:g})",
+    )
+    group.flag(
+        "--preemption-watch",
+        type=notices,
+        metavar="SOURCE",
+        help="leave, as on a signal, when this machine is about to be taken away: aws, gcp or "
+        "azure, or file:PATH, which appears then and may hold seconds; workers have the time that "
+        "is left, but no more than --leave-deadline (default: none)",
+    )
+    group.flag(
         "--shutdown-timeout",
         type=seconds,
         metavar="SECONDS",
-        help="from SIGTERM to SIGKILL of a worker; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
-        "(default: by reason, see docs/failures.md)",
+        help="from SIGTERM to SIGKILL of a worker, but see --leave-deadline; also "
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT (default: by reason, see docs/failures.md)",
+    )
+    group.flag(
+        "--park-timeout",
+        type=seconds,
+        default=AgentConfig.park_timeout,
+        metavar="SECONDS",
+        help="what a worker in ee.run has after a failure, instead of --shutdown-timeout, to come "
+        "out of its step and to let go of NCCL; one that has not is killed and started anew "
+        "(default: %(default)g)",
     )
     group.flag(
         "--kill-timeout",
@@ -381,6 +469,22 @@ def _failures(group: Group) -> None:
         metavar="SECONDS",
         help="from SIGKILL of a worker until this node gives up on it and leaves the job; many "
         "devices or much pinned memory may take long (default: %(default)g)",
+    )
+    group.flag(
+        "--hang-timeout",
+        type=hang_timeout,
+        metavar="auto|SECONDS|off",
+        help="a worker that has not ended its step for so long is told, with where it stands; not "
+        "in the first step of a world, in a commit, or where the script says ee.quiet (default: "
+        "auto, ten times the slowest of the recent steps, but a minute at least)",
+    )
+    group.flag(
+        "--hang-action",
+        choices=("report", "restart"),
+        default=DEFAULTS.hang_action,
+        help="what is done about it: it is told only, or its world ends as by a failure of the "
+        "worker that hangs; a script that evaluates for longer has to say so by ee.quiet "
+        "(default: %(default)s)",
     )
 
 
@@ -411,6 +515,13 @@ def _output(group: Group) -> None:
         metavar="LEVEL",
         help="of the agent's own lines: debug, info, warning, error; also LOGLEVEL (default: info)",
     )
+    group.flag(
+        "--metrics-addr",
+        type=listening,
+        metavar="[HOST:]PORT",
+        help="answer /metrics for Prometheus, /healthz and /readyz there; without a host on the "
+        "loopback only (default: nowhere; extra [metrics])",
+    )
 
 
 def _ignored(group: Group) -> None:
@@ -421,17 +532,46 @@ def _ignored(group: Group) -> None:
 # --- what the text of a flag may be: each gives its value, or raises ArgumentTypeError ------
 
 
-def nnodes(text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX`."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    if match is None:
-        raise ArgumentTypeError(f"{text} is neither a number nor MIN:MAX; for example 2:8")
-    least, most = int(match[1]), int(match[2] or match[1])
-    if least < 1:
+def nnodes(text: str) -> Limits:
+    """`N`, `MIN:MAX`, or all sizes that a world may have, `2,4,8`."""
+    if not re.fullmatch(r"\d{1,9}(:\d{1,9}|(,\d{1,9})+)?", text.strip()):
+        raise ArgumentTypeError(
+            f"{text[:140]} is neither a number nor MIN:MAX; for example 2:8, or the list 2,4,8"
+        )
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    least, most = numbers[0], numbers[-1]
+    if not all(numbers):
         raise ArgumentTypeError(f"{text}: at least 1 node is needed to train")
+    if "," in text:
+        return Limits(least, most, sizes=_ascending(text, numbers))
     if least > most:
         raise ArgumentTypeError(f"{text}: MIN is above MAX; did you mean {most}:{least}?")
-    return least, most
+    return Limits(least, most)
+
+
+def _ascending(text: str, numbers: list[int]) -> tuple[int, ...]:
+    """These sizes, if each is above the one before it."""
+    right = sorted(set(numbers))
+    if len(right) > MOST_SIZES:
+        raise ArgumentTypeError(f"{len(right)} sizes are more than {MOST_SIZES}")
+    if numbers != right:
+        meant = ",".join(map(str, right))
+        raise ArgumentTypeError(f"{text}: each size once, from small to large: {meant}")
+    return tuple(numbers)
+
+
+def in_multiples(asked: Limits, step: int) -> Limits:
+    """The same with multiples of `step` only. Raises UsageError if none is asked for."""
+    if step == 1:
+        return asked
+    least, most = asked.min_nodes, asked.max_nodes
+    if asked.sizes:
+        raise UsageError("--nnodes lists all sizes, --nodes-multiple-of says others; give one")
+    first, last = least + -least % step, most - most % step
+    if first > last:
+        both = f"--nnodes {least}:{most} --nodes-multiple-of {step}"
+        raise UsageError(f"{both}: no multiple of {step} is from {least} to {most}")
+    return structs.replace(asked, min_nodes=first, max_nodes=last, multiple_of=step)
 
 
 def job_id(text: str) -> str:
@@ -481,10 +621,28 @@ def address(text: str) -> str:
     return text
 
 
+def listening(text: str) -> tuple[str, int]:
+    """`PORT` on the loopback, `HOST:PORT` or `[IPV6]:PORT`; port 0 is any that is free."""
+    host, colon, port = text.rpartition(":")
+    if colon and not host:
+        raise ArgumentTypeError(f"{text}: say 0.0.0.0{text} for all addresses of this machine")
+    host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
+    if not valid_address(host) or natural(port) >= 1 << 16:
+        raise ArgumentTypeError(f"{text[:140]} is neither PORT nor HOST:PORT")
+    return host, natural(port)
+
+
+def notices(text: str) -> str:
+    """Where notices of this machine's end come from."""
+    if text not in ("aws", "gcp", "azure") and not re.fullmatch("file:.+", text):
+        raise ArgumentTypeError(f"{text[:140]} is none of aws, gcp, azure, file:PATH")
+    return text
+
+
 def natural(text: str) -> int:
     """An integer of at least 0."""
-    if not re.fullmatch(r"\d+", text.strip()):
-        raise ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    if not re.fullmatch(r"\d{1,30}", text.strip()) or int(text) > LARGEST:
+        raise ArgumentTypeError(f"{text[:140]} is not a whole number of at least 0")
     return int(text)
 
 
@@ -502,13 +660,23 @@ def exit_code(text: str) -> int:
     return int(text)
 
 
+def hang_timeout(text: str) -> float | None:
+    """Seconds above 0; None for auto, infinity for off."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else math.inf
+    value = seconds(text)
+    if not value:
+        raise ArgumentTypeError("0 would tell of every step; give more, or off")
+    return value
+
+
 def seconds(text: str) -> float:
     """A number of seconds of at least 0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < MOST_SECONDS:
         raise ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
     return value
 
@@ -565,6 +733,13 @@ def log_level(text: str) -> str:
     if text.upper() not in _LOG_LEVELS:
         raise ArgumentTypeError(f"{text}: give one of {', '.join(_LOG_LEVELS).lower()}")
     return text.upper()
+
+
+def on_or_off(text: str) -> bool:
+    """`on` or `off`."""
+    if text not in ("on", "off"):
+        raise ArgumentTypeError(f"{text} is neither on nor off")
+    return text == "on"
 
 
 def truth(text: str) -> bool:

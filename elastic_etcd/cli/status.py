@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import History, Keys, decode, plain
+from elastic_etcd.core import suspects
+from elastic_etcd.core.lifecycle import Outdated
+from elastic_etcd.core.rules import Local, awaited
+from elastic_etcd.core.schema import History, Keys, Phase, decode, plain
 from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
@@ -18,7 +21,7 @@ from elastic_etcd.etcd.client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.schema import Member
+    from elastic_etcd.core.schema import Member, Participant
     from elastic_etcd.etcd.config import EtcdConfig
 
 _HISTORY = 8  # generations shown; --json has all
@@ -75,15 +78,26 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "restarts": now.restarts if now else _last_restarts(view),
-        "min_nodes": view.spec.min_nodes if view.spec else None,
-        "max_nodes": view.spec.max_nodes if view.spec else None,
+        "limits": plain(view.spec.limits) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
         "nodes": [*_participants(view), *_others(view)],
         "history": [_entry(generation, text) for generation, text in view.history],
+        "suspects": list(_suspects(view)),
+        "wanted": plain(view.wanted) if view.wanted else None,
         "outcome": plain(view.outcome) if view.outcome else None,
+        "newer": view.newer,
         "malformed": list(view.malformed),
     }
+
+
+def _suspects(view: View) -> Iterator[dict[str, Any]]:
+    """With why each is left out, "" if it is not: as it was when the world began."""
+    now = view.round
+    known = now.suspects if now and now.phase is Phase.FINAL else view.ledger.suspects
+    after = view.spec.limits.suspect_after if view.spec else 0
+    for suspect in known:
+        yield plain(suspect) | {"why": suspects.why_left_out(known, suspect.node, after)}
 
 
 def _last_restarts(view: View) -> int:
@@ -91,31 +105,50 @@ def _last_restarts(view: View) -> int:
     return int(_entry(*view.history[-1]).get("restarts", 0)) if view.history else 0
 
 
+def _world(view: View) -> tuple[Participant, ...]:
+    return view.world if view.round and view.round.phase is Phase.FINAL else ()
+
+
 def _participants(view: View) -> Iterator[dict[str, Any]]:
     members = {member.lease: member for member in view.members}
-    first = 0
-    for group_rank, p in enumerate(view.round.participants if view.round else ()):
+    for p in _world(view):
         member = members.get(p.lease)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
-        ranks = list(range(first, first + p.nproc))
-        first += p.nproc
-        yield _node(p.node, member, state, p.nproc) | {"group_rank": group_rank, "ranks": ranks}
+        ranks = list(range(p.first_rank, p.first_rank + p.nproc))
+        yield _node(p.node, member, state, p.nproc) | {"group_rank": p.group_rank, "ranks": ranks}
 
 
 def _others(view: View) -> Iterator[dict[str, Any]]:
-    taking_part = {p.lease for p in view.round.participants} if view.round else set()
+    taking_part = {p.lease for p in _world(view)}
     for member in view.members:
         if member.lease not in taking_part:
-            spare = view.round is not None and view.round.phase in ("frozen", "final")
+            spare = view.round is not None and view.round.phase is Phase.FINAL
             state = "leaving" if member.leaving else "spare" if spare else "waiting"
-            yield _node(member.node, member, state, member.nproc)
+            why = "" if member.leaving else _why(view, member)
+            yield _node(member.node, member, state, member.nproc, why)
 
 
-def _node(name: str, member: Member | None, state: str, nproc: int) -> dict[str, Any]:
+def _why(view: View, member: Member) -> str:
+    """Why a member does not train; "" where its job's keys do not say."""
+    now = view.round
+    if now is None or view.spec is None:
+        return ""
+    ready = member.lease in {ack.lease for ack in view.acks}
+    if not ready:
+        return "not ready yet"
+    if now.phase is not Phase.FINAL:
+        return "ready"
+    return awaited(view, now, Local(now.run, member.lease), view.spec.limits)
+
+
+def _node(
+    name: str, member: Member | None, state: str, nproc: int, why: str = ""
+) -> dict[str, Any]:
     address = member.address if member else None
     return {
         "node": name,
         "state": state,
+        "why": why,
         "address": address,
         "nproc": nproc,
         "group_rank": None,
@@ -146,22 +179,64 @@ def _show(state: dict[str, Any]) -> None:
             row = (node["node"], *cells, node["address"] or "-")
             table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
         console.print(table)
+    for line in _reasons(state):
+        console.print(shown(line), markup=False, soft_wrap=True)
     for entry in state["history"][-_HISTORY:]:
-        console.print(shown(_line(entry)), markup=False, soft_wrap=True)
+        for line in (_line(entry), *_hangs(entry)):
+            console.print(shown(line), markup=False, soft_wrap=True)
+
+
+def _reasons(state: dict[str, Any]) -> Iterator[str]:
+    """Why nodes do not train, those that are not there among them."""
+    for node in state["nodes"]:
+        if node["why"]:
+            yield f"{node['node']}: {node['why']}"
+    there = {node["node"] for node in state["nodes"]}
+    yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
 
 
 def _summary(state: dict[str, Any]) -> Iterator[str]:
     yield f"job {state['job']}: {state['phase']}, generation {state['generation']}"
     if state["reason"]:
         yield f"  because {state['reason']}"
-    limits = f"{state['min_nodes']} to {state['max_nodes']} nodes, " if state["min_nodes"] else ""
-    yield f"  {limits}{state['restarts']} restarts used"
+    if limits := state["limits"]:
+        budget = f"{state['restarts']} of {limits['max_restarts']} restarts used"
+        yield f"  {_sizes(limits)} nodes, {budget}"
+    else:
+        yield f"  {state['restarts']} restarts used"
     if state["coordinator"] or state["master"]:
         yield f"  coordinator {state['coordinator'] or '-'}, master {state['master'] or '-'}"
+    yield from _steered(state)
     if state["outcome"]:
         outcome = state["outcome"]
         yield f"  {outcome['state']} at {outcome['at']}: {outcome['reason']}"
+    if state["newer"]:
+        yield f"  {Outdated(state['newer']).reason}"
     yield from (f"  unreadable: {line}" for line in state["malformed"])
+
+
+def _steered(state: dict[str, Any]) -> Iterator[str]:
+    """What people want of the job, as far as it is not done."""
+    asked = state["wanted"] or {"drains": (), "stop": None}
+    for drain in asked["drains"]:
+        if not drain["lease"]:
+            yield f"  {drain['node']} is drained{_asked(drain)}"
+    if asked["stop"] and not state["outcome"]:
+        yield f"  it is to stop{_asked(asked['stop'])}"
+
+
+def _asked(by: dict[str, Any]) -> str:
+    """Who has asked for it, and when."""
+    return "".join(f" {word} {by[word]}" for word in ("by", "at") if by[word])
+
+
+def _sizes(limits: dict[str, Any]) -> str:
+    """How many nodes may train."""
+    if limits["sizes"]:
+        *some, last = map(str, limits["sizes"])
+        return f"{', '.join(some)} or {last}" if some else last
+    step = f" (multiples of {limits['multiple_of']})" if limits["multiple_of"] > 1 else ""
+    return f"{limits['min_nodes']} to {limits['max_nodes']}{step}"
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -170,6 +245,12 @@ def _line(entry: dict[str, Any]) -> str:
     began = f" began at {entry['began_at']}: {entry.get('began')};" if "began_at" in entry else ""
     ended = f" ended: {entry['ended']}" if "ended" in entry else " goes on"
     return f"generation {entry['generation']}:{world}{began}{ended}"
+
+
+def _hangs(entry: dict[str, Any]) -> Iterator[str]:
+    """What was found of hangs, but for the one that has ended the world."""
+    lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
+    yield from (f"  hung: {line}" for line in lines)
 
 
 def _span(ranks: list[int]) -> str:

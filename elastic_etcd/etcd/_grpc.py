@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.config import EtcdConfig
@@ -50,6 +50,7 @@ Credentials = grpc.ChannelCredentials
 RpcError = grpc.aio.AioRpcError
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 
+Certificates: TypeAlias = tuple[bytes | None, bytes | None, bytes | None]
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
@@ -121,13 +122,22 @@ def target(endpoint: str) -> str:
     return f"dns:///{endpoint}"
 
 
-def credentials_of(config: EtcdConfig) -> Credentials | None:
-    """TLS credentials from the PEM files, or None for plain text. Raises UsageError."""
+def certificates(config: EtcdConfig) -> Certificates | None:
+    """What is in the PEM files, which may be on a slow disk; None for plain text.
+
+    Raises UsageError.
+    """
     if not config.tls:
         return None
     # gRPC has its own list of authorities; etcdctl takes the system's, so we do.
     roots = config.cacert or ssl.get_default_verify_paths().cafile
-    files = _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)
+    return _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)
+
+
+def credentials_of(files: Certificates | None) -> Credentials | None:
+    """TLS credentials, or None for plain text."""
+    if files is None:
+        return None
     with _startup():
         return grpc.ssl_channel_credentials(*files)
 

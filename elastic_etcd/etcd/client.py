@@ -25,11 +25,13 @@ from elastic_etcd.etcd._grpc import (
     RANGE,
     TXN,
     Answer,
+    Certificates,
     Request,
     Rpc,
+    certificates,
     credentials_of,
 )
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.config import EtcdConfig, first_line
 from elastic_etcd.etcd.connection import Connection, Metadata, Stream
 from elastic_etcd.etcd.faults import (
     Compacted,
@@ -40,8 +42,9 @@ from elastic_etcd.etcd.faults import (
     Untrusted,
 )
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import Attempts, jitter, now
-from elastic_etcd.times import ATTEMPT_TIMEOUT, LOGIN_TIMEOUT
+from elastic_etcd.etcd.retry import Attempts, Refusals, jitter, now
+from elastic_etcd.threads import begin, in_thread
+from elastic_etcd.times import ATTEMPT_TIMEOUT, CERTIFICATES, LOGIN_TIMEOUT, PASSWORD_FILE
 
 PAGE = 1000
 
@@ -94,11 +97,15 @@ ANONYMOUS = Token("", 0.0)
 
 
 class Login:
-    """Keeps one token. A login costs etcd 60 ms of CPU, so it is done once at a time."""
+    """Keeps one token. A login costs etcd 60 ms of CPU, so it is done once at a time.
+
+    The password file is read at each login, so that a password can be changed.
+    """
 
     def __init__(self, config: EtcdConfig) -> None:
         self.user = config.user
         self._password = config.password or ""
+        self._file = config.password_file
         self._token: Token | None = None
         self._lock = asyncio.Lock()
 
@@ -111,10 +118,23 @@ class Login:
         if self._token is None:
             async with self._lock:
                 if self._token is None:  # nobody else got one while we waited for the lock
+                    password = await self._read_password()
                     issued = now()
-                    request = pb.AuthenticateRequest(name=self.user, password=self._password)
+                    request = pb.AuthenticateRequest(name=self.user, password=password)
                     self._token = Token(await authenticate(request), issued)
         return self._token
+
+    @property
+    def known(self) -> Token:
+        """The token that there is, for a request that does without as well."""
+        return self._token or ANONYMOUS
+
+    async def _read_password(self) -> str:
+        if self._file is not None:
+            with suppress(OSError, UsageError):  # it is being replaced: the last one counts
+                read = partial(first_line, self._file)
+                self._password = await in_thread(read, PASSWORD_FILE)
+        return self._password
 
     def forget(self, token: Token) -> None:
         """Forget a `token` that etcd refused: whoever comes next logs in again."""
@@ -156,12 +176,18 @@ class Client:
     """`async with Client(config) as client`, in the event loop that will use it.
 
     Every request takes a `timeout` in seconds; None tries for ever. Raises EtcdUnreachable
-    when it is over, EtcdDenied, EtcdRefused, and ForkedClient in a forked child.
+    when it is over, EtcdDenied, EtcdRefused, and ForkedClient in a forked child. `on_answer` is
+    called with the seconds that each answer took.
     """
 
-    def __init__(self, config: EtcdConfig) -> None:
+    def __init__(
+        self, config: EtcdConfig, on_answer: Callable[[float], None] | None = None
+    ) -> None:
+        self.refusals = Refusals()
         self._config = config
-        self._credentials = credentials_of(config)
+        self._on_answer = on_answer
+        self._credentials = credentials_of(certificates(config))
+        self._reading: asyncio.Future[Certificates | None] | None = None  # it may take long
         self._login = Login(config)
         self._pid = os.getpid()
         self._at = jitter.randrange(len(config.endpoints))  # agents spread over the members
@@ -241,9 +267,14 @@ class Client:
 
     @asynccontextmanager
     async def stream(
-        self, rpc: Rpc[Request, Answer], what: str, metadata: Metadata = ()
+        self,
+        rpc: Rpc[Request, Answer],
+        what: str,
+        metadata: Metadata = (),
+        *,
+        login: bool = True,
     ) -> AsyncIterator[Stream[Request, Answer]]:
-        """A stream on the current connection.
+        """A stream on the current connection, with `login` by a user who has logged in.
 
         Inside, Unanswered gives the endpoint up if it is to blame, and TokenRefused means
         EtcdDenied if the token is not older than `stream.began` (set that after each
@@ -251,8 +282,8 @@ class Client:
         """
         self._check_process()
         began = now()
-        token = await self._token(now() + LOGIN_TIMEOUT)
-        connection = self.connection()
+        token = await self._token(now() + LOGIN_TIMEOUT) if login else self._login.known
+        connection = await self.connected()
         stream = connection.open(rpc, token.metadata + metadata, began)
         try:
             yield stream
@@ -261,15 +292,27 @@ class Client:
         finally:
             stream.close()
 
-    def connection(self) -> Connection:
+    async def connected(self) -> Connection:
         """The connection in use; made without waiting for it to be established."""
+        if self._connection is None and self._config.tls:
+            await self._read_certificates()
         if self._connection is None:
-            # Certificates are renewed under a long training; one that is being replaced at this
-            # very moment will be read at the next connection.
-            with suppress(UsageError):
-                self._credentials = credentials_of(self._config)
             self._connection = Connection(self.endpoint, self._credentials)
         return self._connection
+
+    async def _read_certificates(self) -> None:
+        """Read them again: certificates are renewed under a long training.
+
+        One that is being replaced at this very moment, or lies on a disk that stands still, will
+        be read at the next connection.
+        """
+        reading = self._reading or begin(partial(_certificates, self._config))
+        self._reading = reading
+        await asyncio.wait({reading}, timeout=CERTIFICATES)
+        if reading.done() and reading is self._reading:
+            self._reading = None
+            if files := reading.result():
+                self._credentials = credentials_of(files)
 
     def give_up(self, connection: Connection) -> None:
         """Leave `connection`, which is silent: all that is on it moves to the next endpoint."""
@@ -292,13 +335,16 @@ class Client:
 
     async def _ask(self, call: Call[Request, Answer], patience: float) -> Answer:
         token = await self._token(call.attempts.deadline)
-        connection = self.connection()
+        connection = await self.connected()
         limit = min(patience, _left(call.attempts.deadline))
         attempt = Attempt(call.what, connection, token, call.began, hurried=limit < patience)
+        sent = now()
         try:
             answer = await connection.unary(call.rpc, call.request, limit, token.metadata)
         except (RpcFailed, Unanswered) as error:
             self._fail(error, attempt)
+        if self._on_answer:
+            self._on_answer(now() - sent)
         self._answered = True
         return answer
 
@@ -307,7 +353,7 @@ class Client:
         return await self._login.token(partial(self._authenticate, deadline))
 
     async def _authenticate(self, deadline: float, request: pb.AuthenticateRequest) -> str:
-        connection = self.connection()
+        connection = await self.connected()
         limit = min(LOGIN_TIMEOUT, _left(deadline))
         try:
             answer = await connection.unary(AUTHENTICATE, request, limit, ())
@@ -340,10 +386,10 @@ class Client:
         asked = [wire.range_request(get, limit=PAGE, values=values) for get in ranges]
         header, pages = await self._first_pages(asked, what, deadline)
         found: dict[str, KeyValue] = {}
-        for request, first in zip(asked, pages, strict=True):
+        for get, request, first in zip(ranges, asked, pages, strict=True):
             page = first
             found |= wire.key_values(page)
-            while page.more:
+            while page.more and not get.limit:
                 request.key = page.kvs[-1].key + b"\0"
                 request.revision = header.revision
                 page, _ = await self.call(RANGE, request, what, deadline)
@@ -366,6 +412,14 @@ class Client:
                 f"the etcd client of process {self._pid} is used in its forked child "
                 f"{os.getpid()}: gRPC does not survive a fork; make a Client in the child"
             )
+
+
+def _certificates(config: EtcdConfig) -> Certificates | None:
+    """As they are now; None if one can't be read, or is no certificate."""
+    try:
+        return certificates(config)
+    except UsageError:
+        return None
 
 
 def _deadline(timeout: float | None) -> float:

@@ -22,6 +22,7 @@ class EtcdConfig:
     key: str | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    password_file: str | None = None  # from which it is read again at each login
 
     @classmethod
     def parse(
@@ -57,7 +58,9 @@ class EtcdConfig:
                 "write https://"
             )
         name, password = _user(user, password_file, env)
-        return cls(addresses, tls, cacert, cert, key, name, password)
+        return cls(
+            addresses, tls, cacert, cert, key, name, password, password_file if name else None
+        )
 
 
 def _endpoints(text: str, *, files_given: bool) -> tuple[tuple[str, ...], bool]:
@@ -115,7 +118,7 @@ def _user(
     if not name:
         return None, None
     if password_file:
-        return name, _first_line(password_file)
+        return name, first_line(password_file)
     password = env.get("ELASTIC_ETCD_PASSWORD") or env.get("ETCDCTL_PASSWORD")
     if not password and name == variable:
         password = inline
@@ -127,7 +130,8 @@ def _user(
     return name, password
 
 
-def _first_line(path: str) -> str:
+def first_line(path: str) -> str:
+    """The password in a file. Raises UsageError."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             password = file.readline().rstrip("\r\n")

@@ -1,25 +1,32 @@
 """An etcd server on loopback for one run, with which it ends."""
 
 import asyncio
+import contextlib
+import functools
 import importlib.util
+import itertools
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
-from elastic_etcd.process import exited, spawn
+from elastic_etcd.process import exited, start
 from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
 _ENDS = 3  # so often in EMBEDDED_ENDS it is given up
 _PAUSE = 1.0  # after a start that failed
+_FEW = 1000
+_PORTS = range(20_000, 29_000)  # below torch's 29500 and the NodePorts of Kubernetes
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +92,7 @@ class EmbeddedEtcd:
     async def _launch(self, program: str) -> bool:
         """Start it on its ports; False if it does not serve, and is gone."""
         with self._log.open("ab") as output, notification_socket() as notify:
-            self._process = self._spawn(program, output, notify)
+            self._process = await self._spawn(program, output, notify)
             if await ready(self._process, notify):
                 return True
         await self._stop_process()
@@ -121,7 +128,7 @@ class EmbeddedEtcd:
             )
         )
 
-    def _spawn(
+    async def _spawn(
         self, program: str, output: IO[bytes], notify: socket.socket
     ) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
@@ -138,7 +145,7 @@ class EmbeddedEtcd:
             "--unsafe-no-fsync",  # the data does not outlive the run
             "--log-level=warn",
         ]
-        return spawn(command, environment, stdout=output.fileno(), stderr=output.fileno())
+        return await start(command, environment, stdout=output.fileno(), stderr=output.fileno())
 
     async def _stop_process(self) -> None:
         process, self._process = self._process, None
@@ -204,12 +211,30 @@ def find_program() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Different loopback ports that are free now, and that this process has not had lately."""
+    taken: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(taken) < count:
+            with contextlib.suppress(OSError):  # somebody has it
+                address = ("127.0.0.1", next(_candidates()))
+                server = held.enter_context(socket.create_server(address))
+                taken.append(int(server.getsockname()[1]))
+    return taken
+
+
+@functools.cache
+def _candidates() -> Iterator[int]:
+    """The ports that the kernel gives to no outgoing connection; 0 for any where those are few.
+
+    One of its own might be taken while a server is started again.
+    """
+    ports = range(_PORTS.start, min(_PORTS.stop, first_ephemeral_port()))
+    return itertools.cycle(random.sample(ports, len(ports)) if len(ports) > _FEW else [0])
+
+
+def first_ephemeral_port() -> int:
+    """Source: ip_local_port_range in the kernel's Documentation/networking/ip-sysctl.rst."""
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def complaint(log_text: str) -> str:

@@ -11,13 +11,18 @@ from elastic_etcd.etcd._grpc import Code
 
 # Only these say that the request never left this machine, so that it was surely not applied.
 NEVER_SENT = ("failed to connect to all addresses", "connections to all backends failing")
+TOO_LARGE = (
+    "etcdserver: request is too large",
+    "etcdserver: too many operations in txn request",
+    "larger than max",  # gRPC's own limit at the server, which follows etcd's
+)
 AUTH_NOT_ENABLED = "etcdserver: authentication is not enabled"
 LEASE_NOT_FOUND = "etcdserver: requested lease not found"
+PERMISSION_DENIED = "etcdserver: permission denied"
 TOKEN_ERRORS = (
     "etcdserver: invalid auth token",
     "etcdserver: user name is empty",
     "etcdserver: revision of auth store is old",
-    "etcdserver: permission denied",  # 3.5 says this for an expired token, too
 )
 # gRPC's names for a peer that the certificates exclude, at either end.
 WRONG_NAME = ("Hostname Verification Check failed", "is not in peer certificate")
@@ -66,6 +71,10 @@ class LeaseNotFound(EtcdRefused):
     """The lease has ended."""
 
 
+class TooLarge(EtcdRefused):
+    """A request beyond etcd's limits, which it would refuse again."""
+
+
 Fault = Unanswered | Compacted | EtcdError
 
 
@@ -74,6 +83,8 @@ def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, user: str
     if isinstance(error, Unanswered):
         return error
     code, details = error.code, error.details
+    if details == PERMISSION_DENIED:
+        return denied(endpoint, what, user)
     if details in TOKEN_ERRORS or code is Code.UNAUTHENTICATED:
         return TokenRefused(details, applied=False, move=False)
     if code is Code.OUT_OF_RANGE and "compacted" in details:
@@ -91,7 +102,8 @@ def canceled(reason: str, compact_revision: int) -> Unanswered | Compacted:
     """Why etcd ended a watch, from the fields of its last answer: an exception to raise."""
     if compact_revision:
         return Compacted(reason)
-    if any(text in reason for text in TOKEN_ERRORS):
+    # 3.5 says of a watch that its permission is denied when the token has expired, too.
+    if any(text in reason for text in (*TOKEN_ERRORS, PERMISSION_DENIED)):
         return TokenRefused(reason, applied=False, move=False)
     return Unanswered(reason or "etcd cancelled the watch")
 
@@ -118,12 +130,18 @@ def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) 
     if details == "etcdserver: authentication failed, invalid user ID or password":
         return EtcdDenied(
             f"etcd at {endpoint} refuses the password of user {user!r}.\n"
-            "Check --user and ELASTIC_ETCD_PASSWORD (or --password-file)."
+            "Check --user and ELASTIC_ETCD_PASSWORD; a --password-file is read at each login, so "
+            "that a new password can be put there under a running job."
         )
     if code is Code.UNIMPLEMENTED:
         return EtcdRefused(
             f"the server at {endpoint} does not speak the etcd v3 API ({brief(details)}).\n"
             "Check --etcd: it takes etcd's client port (2379), etcd 3.4 or newer."
+        )
+    if any(text in details for text in TOO_LARGE):
+        return TooLarge(
+            f"etcd at {endpoint} can't take {what} in one request ({brief(details)}).\n"
+            "Raise its --max-request-bytes and --max-txn-ops, or start the job with fewer nodes."
         )
     if "database space exceeded" in details:
         return EtcdRefused(
@@ -135,7 +153,7 @@ def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) 
 
 
 def denied(endpoint: str, what: str, user: str | None) -> EtcdDenied:
-    """The error after a fresh login was refused: the user lacks the permission."""
+    """The error when the user lacks the permission, or was refused with a fresh token."""
     if user is None:
         return EtcdDenied(
             f"etcd at {endpoint} asks for a user to access {what}.\n"

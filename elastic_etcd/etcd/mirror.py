@@ -8,10 +8,12 @@ events (etcd#18089, #19179), so a fresh list is compared with the copy now and t
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Never, Self
 
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
+from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd import faults, wire
 from elastic_etcd.etcd._grpc import WATCH
 from elastic_etcd.etcd.client import Client, Listing
@@ -33,8 +35,8 @@ class Mirror:
 
     `changed()` is called in the event loop after the first list and after each batch of
     events; `snapshot()` then gives the copy. Keys of different ranges that one Txn wrote may
-    arrive in two batches. While etcd is away the mirror waits. What no repetition cures (a missing
-    permission) becomes the exception of the future `failed`.
+    arrive in two batches. While etcd is away the mirror waits, and also while it refuses what it
+    has served before. What it refuses at first becomes the exception of the future `failed`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Mirror:
         self.failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
         self.repairs = 0
         self._client = client
+        self._refusals = client.refusals
         self._ranges = ranges
         self._changed = changed
         self._period = reconcile
@@ -78,7 +81,8 @@ class Mirror:
         """Keep the copy, and give what ends that for good to the owner: also our own faults."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._attempts.run(self._follow), name="follow")
+                follow = partial(self._attempts.run, self._follow)
+                tasks.create_task(self._refusals.wait_out(follow), name="follow")
                 tasks.create_task(self._reconcile(), name="reconcile")
         except ExceptionGroup as errors:
             if not self.failed.done():
@@ -94,6 +98,9 @@ class Mirror:
             raise Unanswered(str(error), move=False) from error
         except Unanswered as error:
             log.debug("watch of %s: %s", self._what, error)
+            raise
+        except EtcdError:
+            self._history = None  # a list is refused without another login
             raise
 
     async def _watch(self) -> Never:
@@ -175,6 +182,7 @@ class Mirror:
         self._kvs = dict(listing.snapshot.kvs)
         self._revision = listing.snapshot.revision
         self._next = [self._revision + 1] * len(self._ranges)
+        self._refusals.succeeded()
         self._publish()
 
     def _publish(self) -> None:
@@ -186,9 +194,12 @@ class Mirror:
             period = self._period * jitter.uniform(0.75, 1.25)
             await asyncio.wait({self.failed}, timeout=period)
             for _ in range(RECONCILE_TRIES):
-                # Without values: a round of a thousand nodes is long, and all compare it.
-                if await self._agrees(values=False) or await self._agrees(values=True):
+                if await self._refusals.wait_out(self._agrees_or_is_mended):
                     break
+
+    async def _agrees_or_is_mended(self) -> bool:
+        # Without values: a round of a thousand nodes is long, and all compare it.
+        return await self._agrees(values=False) or await self._agrees(values=True)
 
     async def _agrees(self, *, values: bool) -> bool:
         """Whether the copy is as etcd's list, by revisions; one with values corrects it."""

@@ -3,6 +3,7 @@
 This is the only module that knows tenacity.
 """
 
+import logging
 import math
 import random
 import time
@@ -11,9 +12,15 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, retry_if_exception_type
 
-from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused
+from elastic_etcd.etcd.faults import TooLarge, Unanswered
+from elastic_etcd.times import REFUSED_PAUSE
+
+TOLD_AGAIN = 300.0
 
 Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
 
 jitter = random.Random()  # noqa: S311  (spreads load, keeps no secret)
 
@@ -23,6 +30,11 @@ def now() -> float:
     return time.monotonic()
 
 
+def boottime() -> float:
+    """As `now`, on a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def short_pause(number: int) -> float:
     """Seconds to wait after attempt `number`, which begins with 1.
 
@@ -30,6 +42,11 @@ def short_pause(number: int) -> float:
     second.
     """
     return jitter.uniform(0.0, min(0.1 * 2.0 ** min(number - 1, 4), 1.0))
+
+
+def refused_pause(number: int) -> float:
+    """As `short_pause`, for what an administrator has to put right."""
+    return min(2.0 ** min(number - 1, 3), REFUSED_PAUSE)
 
 
 class Attempts:
@@ -80,3 +97,43 @@ class Attempts:
 
     def _wait(self) -> float:
         return min(self._pause(self._number), max(0.0, self.deadline - now()))
+
+
+class Refusals:
+    """What becomes of requests that etcd refuses: a password, a permission, its space.
+
+    Before the first success it is raised: whoever starts something wrong is told at once. From
+    then on it is told and waited for: an administrator can put it right, and no training ends by
+    it. Each client has one, so that each cause is told once, and again after TOLD_AGAIN seconds.
+    """
+
+    def __init__(self) -> None:
+        self._succeeded = False
+        self._told: dict[str, float] = {}
+
+    def succeeded(self) -> None:
+        """What is refused from here on was possible before."""
+        self._succeeded = True
+
+    async def wait_out(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `work`, repeated while it is refused.
+
+        Raises EtcdError before a success, and TooLarge, which nobody puts right meanwhile.
+        """
+
+        async def ask() -> Result:
+            try:
+                return await work()
+            except (EtcdDenied, EtcdRefused) as refusal:
+                if not self._succeeded or isinstance(refusal, TooLarge):
+                    raise
+                self._tell(refusal)
+                raise Unanswered(str(refusal)) from refusal
+
+        return await Attempts(pause=refused_pause).run(ask)
+
+    def _tell(self, refusal: EtcdError) -> None:
+        cause = str(refusal).rpartition("\n")[2]  # what to do: the same for each key
+        if now() - self._told.get(cause, -math.inf) > TOLD_AGAIN:
+            self._told[cause] = now()
+            log.warning("%s\nIt is tried again until that is done.", refusal)

@@ -1,9 +1,9 @@
 """A session: a lease that is kept alive.
 
-It sends a request each third of the TTL that etcd granted, on one stream. When a third passes
-without an answer, the client gives the endpoint up and moves to the next one with all its streams
-(a gRPC ping would notice after 65 s). No error ends a session: only etcd's word that the lease is
-gone.
+It sends a request each third of the TTL that etcd granted, or more often, on one stream. When as
+long passes without an answer, the client gives the endpoint up and moves to the next one with all
+its streams (a gRPC ping would notice after 65 s). No error ends a session: only etcd's word that
+the lease is gone.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from typing import Self
 from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.etcd.faults import TokenRefused, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-from elastic_etcd.etcd.retry import Attempts, now
+from elastic_etcd.etcd.retry import Attempts, boottime, now
 from elastic_etcd.times import REVOKE_TIMEOUT
 
 log = logging.getLogger(__name__)
@@ -25,11 +25,15 @@ log = logging.getLogger(__name__)
 class Session:
     """`async with Session(client, ttl) as session`: a lease for as long as the scope lasts.
 
+    It is renewed `often` times in each TTL.
+
     `lost` gets its result, the reason, when etcd says that the lease is gone; its exception is a
     fault of this program.
     `silent_since` is the monotonic time of the last renewal while no endpoint answers, else
     None. `on_silence(seconds)` is called at every attempt that fails, `on_answer()` when etcd
-    is back. Leaving the scope revokes the lease, which its watchers see at once.
+    is back. `renewed` is when the last renewal that was answered was sent, by `boottime`, and
+    `on_renewed(seconds)` is called at each, with the time since the one before. Leaving the scope
+    revokes the lease, which its watchers see at once.
     """
 
     def __init__(
@@ -37,25 +41,31 @@ class Session:
         client: Client,
         ttl: int,
         *,
+        often: int = 3,
         timeout: float | None = None,
         on_silence: Callable[[float], None] = lambda _: None,
         on_answer: Callable[[], None] = lambda: None,
+        on_renewed: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.lease = 0
         self.ttl = ttl
+        self.often = often
         self.silent_since: float | None = None
+        self.renewed = 0.0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._client = client
         self._timeout = timeout
         self._on_silence = on_silence
         self._on_answer = on_answer
+        self._on_renewed = on_renewed
         self._renewed = 0.0
         self._orphaned = False
+        self._login = False
         self._attempts = Attempts()
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._renewed = now()
+        self._renewed, self.renewed = now(), boottime()
         lease = await self._client.grant(self.ttl, self._timeout)
         self.lease, self.ttl = lease.id, lease.ttl
         self._keeper = asyncio.create_task(self._keep_alive(), name="keepalive")
@@ -71,6 +81,11 @@ class Session:
             await self._client.revoke(self.lease, REVOKE_TIMEOUT)
         except EtcdError as reason:
             log.warning("lease %x is left to expire in %s s: %s", self.lease, self.ttl, reason)
+
+    def fall_silent(self) -> None:
+        """Count from the last renewal as silent, until the next one is answered."""
+        if self.silent_since is None:
+            self.silent_since = self._renewed
 
     def orphan(self) -> None:
         """Leave the lease to its next holder: the scope's end does not revoke it."""
@@ -89,45 +104,49 @@ class Session:
         try:
             return await self._renew_on_one_stream()
         except (EtcdError, Unanswered) as error:
+            # No etcd so far asks who it is that renews: a changed password costs no lease.
+            self._login = isinstance(error, TokenRefused)
             self._silent(error)
             # Also what looks final (a permission) may be put right before the TTL.
             raise Unanswered(str(error)) from error
 
     async def _renew_on_one_stream(self) -> str:
         """As `_renew`; raises EtcdError, too."""
-        pace = self.ttl / 3
-        connection = self._client.connection()
+        pace = self.ttl / self.often
+        connection = await self._client.connected()
         request = pb.LeaseKeepAliveRequest(id=self.lease)
         loop = asyncio.get_running_loop()
         try:
             async with (
                 asyncio.timeout(pace) as patience,
-                self._client.stream(LEASE_KEEP_ALIVE, "its lease") as stream,
+                self._client.stream(LEASE_KEEP_ALIVE, "its lease", login=self._login) as stream,
             ):
                 while True:
-                    sent = now()
+                    sent, booted = now(), boottime()
                     await stream.write(request)
                     answer = await stream.read()
                     patience.reschedule(None)
                     if answer.ttl <= 0:
                         return f"etcd at {connection.endpoint} says it has expired"
                     stream.began = now()
-                    self._answered(sent)
+                    self._answered(sent, booted)
                     await asyncio.wait({self.lost}, timeout=max(0.0, sent + pace - now()))
                     patience.reschedule(loop.time() + pace)
         except TimeoutError:
             self._client.give_up(connection)
             raise Unanswered(f"{connection.endpoint} is silent for {pace:.1f} s") from None
 
-    def _answered(self, sent: float) -> None:
+    def _answered(self, sent: float, booted: float) -> None:
         self._attempts.start_over()
-        self._renewed = sent
+        before = self.renewed
+        self._renewed, self.renewed = sent, booted
+        self._on_renewed(boottime() - before)
         if self.silent_since is not None:
             self.silent_since = None
             self._on_answer()
 
     def _silent(self, error: Exception) -> None:
         log.debug("keepalive of lease %x: %s", self.lease, error)
-        if self.silent_since is None:
-            self.silent_since = self._renewed
+        self.fall_silent()
+        assert self.silent_since is not None
         self._on_silence(now() - self.silent_since)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Txn
 from elastic_etcd.errors import EtcdRefused
+from elastic_etcd.etcd.faults import TooLarge
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 
 MAX_OPERATIONS = 128  # etcd's --max-txn-ops: for compares, for `then` and for `otherwise`
@@ -39,19 +40,19 @@ def txn_request(txn: Txn) -> pb.TxnRequest:
 
 
 def check_size(operations: int) -> None:
-    """Raises EtcdRefused for more operations than one Txn can hold."""
+    """Raises TooLarge for more operations than one Txn can hold."""
     if operations > MAX_OPERATIONS:
-        raise EtcdRefused(
+        raise TooLarge(
             f"a Txn of {operations} operations: etcd takes at most {MAX_OPERATIONS}; split it"
         )
 
 
 def range_request(get: Get, *, limit: int = 0, values: bool = True) -> pb.RangeRequest:
-    """A linearizable read of `get`, of at most `limit` keys (0: all)."""
+    """A linearizable read of `get`, of at most `limit` keys (0: all) where it says nothing."""
     return pb.RangeRequest(
         key=encode(get.key),
         range_end=range_end(get.key, get.prefix),
-        limit=limit,
+        limit=get.limit or limit,
         keys_only=not values,
     )
 

@@ -1,0 +1,80 @@
+"""This node's directory in memory, for checkpoints: it outlives the workers, and not the agent.
+
+The agent removes it at its end, and its guardian does if the agent is killed. Beyond both, the
+agent holds a lock on it that the kernel lets go of at its end, in whatever container that ran: the
+next agent here that gets the lock knows that nobody uses the directory any more.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+_PREFIX = "elastic_etcd_memory-"
+
+log = logging.getLogger(__name__)
+
+
+def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
+    """Make one below `parent`; gives its path and what removes it. "" where none can be made.
+
+    What dead agents of this user have left there is removed by a thread.
+    """
+    remove_former = partial(_remove_former, Path(parent))
+    threading.Thread(target=remove_former, name="memory", daemon=True).start()
+    try:
+        path, lock = _make(parent)
+    except OSError as error:
+        log.info("no directory for ee.memory_checkpoint in %s: %s", parent, error.strerror)
+        return "", lambda: None
+    return path, partial(_remove, path, lock)
+
+
+def _make(parent: str) -> tuple[str, int]:
+    """The path, and the descriptor that has the lock."""
+    while True:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        with suppress(FileNotFoundError):  # another agent took it for one that was left
+            try:
+                lock = _locked(path)
+            except OSError:  # this file system has no locks
+                Path(path).rmdir()
+                raise
+            if lock >= 0 and Path(path).exists():
+                return path, lock
+            if lock >= 0:
+                os.close(lock)
+
+
+def _locked(path: str | Path) -> int:
+    """A descriptor that has the lock of this directory; -1 if it is somebody's. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            return -1
+        raise
+    return fd
+
+
+def _remove(path: str, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_former(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone meanwhile
+            if path.stat(follow_symlinks=False).st_uid == os.geteuid():
+                lock = _locked(path)
+                if lock >= 0:
+                    log.info("removing what a dead agent left: %s", path)
+                    _remove(str(path), lock)

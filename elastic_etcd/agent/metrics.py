@@ -1,0 +1,411 @@
+"""What --metrics-addr shows of this agent, its workers and its job. Loaded with that flag only.
+
+The agent's loop hands in each state; a scrape comes in another thread and only reads. What is
+counted is kept here: prometheus-client's own counters would write into PROMETHEUS_MULTIPROC_DIR,
+which is the workers'.
+"""
+
+import asyncio
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.watchdog import Watchdog
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Phase, Round
+from elastic_etcd.core.view import Everything, View
+from elastic_etcd.progress import Doing, Page, Progress
+from elastic_etcd.version import __version__
+
+PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
+CAUSES = ("failure", "lost", "leave", "join")
+_RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
+_REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
+_FINER = 0.1  # than so much of what is measured
+
+
+class Histogram:
+    """How many seconds something took, counted by these upper bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._names = [*map(str, bounds), "+Inf"]
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one more."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def buckets(self) -> list[tuple[str, int]]:
+        """As Prometheus has them: each with all that are below its bound."""
+        return list(zip(self._names, accumulate(self._counts), strict=True))
+
+
+class Recovery:
+    """How long each phase of a change of world takes on this node, and what was lost by its cause.
+
+    The first world of an agent is none, nor is the time in which it is a spare.
+    """
+
+    def __init__(self) -> None:
+        self.phases = {phase: Histogram(_RECOVERY) for phase in PHASES}
+        self.lost = dict.fromkeys(CAUSES, 0.0)
+        self.restarts = dict.fromkeys(CAUSES, 0)
+        self._since: float | None = None  # when the phase of now began
+        self._lost = 0.0
+        self._cause = ""
+
+    def end_world(self, now: float, idle: float) -> None:
+        """The world is over; the last step ended `idle` seconds ago."""
+        if self._since is not None and self._cause:  # it has had no step
+            self.lost[self._cause] += self._lost
+        self._since, self._lost, self._cause = now, 0.0, ""
+        self._observe("detect", idle)
+
+    def forget(self) -> None:
+        """No world follows for now."""
+        self._since = None
+
+    def pass_phase(self, phase: str, now: float) -> None:
+        """This phase ends now, and the next one begins."""
+        if self._since is not None:
+            self._observe(phase, now - self._since)
+            self._since = now
+
+    def begin_world(self, cause: str, now: float) -> None:
+        """It has this cause. What was lost until here is known to be lost by that."""
+        if self._since is None:
+            return
+        self.pass_phase("rendezvous", now)
+        self.restarts[cause] += 1
+        self.lost[cause] += self._lost
+        self._cause, self._lost = cause, 0.0
+
+    def train(self, now: float) -> None:
+        """The first step of the world is done."""
+        if self._since is not None:
+            self.pass_phase("first_step", now)
+            self.lost[self._cause] += self._lost
+            self._since = None
+
+    def _observe(self, phase: str, seconds: float) -> None:
+        self.phases[phase].observe(seconds)
+        self._lost += seconds
+
+
+class Steps:
+    """What the workers' pages say, added up over all worlds of this agent.
+
+    A scrape in the middle of `end` would count a world twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: tuple[Page, ...] = ()
+        self._before = (0, 0, 0.0)
+
+    def begin(self, pages: tuple[Page, ...]) -> None:
+        """Another world; these were cleared for it."""
+        self._pages = pages
+
+    def end(self) -> None:
+        """The world is over, and its pages are about to be used again."""
+        with self._lock:
+            self._before, self._pages = self._sum(), ()
+
+    def read(self) -> list[Progress]:
+        """What the workers of this world do."""
+        return [page.read() for page in self._pages]
+
+    def total(self) -> tuple[int, int, float]:
+        """Steps of the slowest worker here; commits of all of them, and what these took."""
+        with self._lock:
+            return self._sum()
+
+    def _sum(self) -> tuple[int, int, float]:
+        pages, (steps, commits, seconds) = self.read(), self._before
+        return (
+            steps + min((page.steps for page in pages), default=0),
+            commits + sum(page.commits for page in pages),
+            seconds + sum(page.commit_seconds for page in pages),
+        )
+
+
+class Metrics(Collector):
+    """What a scrape reads, and the answers to probes.
+
+    `address` is where they are served; `requests` is told how long etcd took for each answer.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.address = ""
+        self.requests = Histogram(_REQUESTS)
+        self._config = config
+        self._own = {"job": config.job, "node": config.node}
+        self._watchdog: Watchdog | None = None
+        self._membership: Membership | None = None
+        self._workers: Workers | None = None
+        self._state = State(Local(run=""), config.nproc)
+        self._recovery = Recovery()
+        self._steps = Steps()
+        self._began = 0.0
+        self._started = False
+        self._looking: asyncio.TimerHandle | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    # --- in the agent's loop --------------------------------------------------------------
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """From here on it knows whether the loop turns."""
+        self._watchdog = watchdog
+
+    def follow(self, membership: Membership, workers: Workers) -> None:
+        """From here on these are read."""
+        self._membership, self._workers = membership, workers
+
+    def see(self, state: State) -> None:
+        """The agent is this from here on."""
+        was, self._state = self._state.local, state
+        own, now = state.local, asyncio.get_running_loop().time()
+        if was.running and not was.stopping and (own.stopping or not own.running):
+            self._end_world(now)
+        if was.running and not own.running:
+            self._recovery.pass_phase("stop", now)
+            self._steps.end()
+        if own.running and own.running != was.running:
+            self._begin_world(now)
+        if not own.running and is_spare(state):
+            self._recovery.forget()
+
+    def _end_world(self, now: float) -> None:
+        self._cancel()
+        if isinstance(self._state.result, Finished):
+            self._recovery.forget()
+            return
+        pages = self._steps.read()
+        idle = min((page.seconds for page in pages if page.steps), default=0.0)
+        self._recovery.end_world(now, idle)
+
+    def _begin_world(self, now: float) -> None:
+        assert self._workers
+        assert self._state.view
+        assert self._state.view.round
+        self._steps.begin(self._workers.pages)
+        self._recovery.begin_world(cause_of(self._state.view.round), now)
+        self._began, self._started = now, False
+        self._look()
+
+    def _look(self) -> None:
+        """Look for the first step again and again, the less often the longer it takes."""
+        now, pages = asyncio.get_running_loop().time(), self._steps.read()
+        if not self._started and all(page.doing is not Doing.STARTING for page in pages):
+            self._started = True
+            self._recovery.pass_phase("start", now)
+        if all(page.steps for page in pages):
+            self._recovery.train(now)
+            return
+        pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
+        self._looking = asyncio.get_running_loop().call_later(pause, self._look)
+
+    def _cancel(self) -> None:
+        if self._looking:
+            self._looking.cancel()
+
+    # --- in any thread --------------------------------------------------------------------
+
+    def stuck(self) -> str:
+        """Why this agent had better be started again, "" if its loop turns."""
+        seconds = self._watchdog.stands if self._watchdog else 0.0
+        return f"the loop stands for {seconds:.0f} s" if seconds > self._config.lease_ttl else ""
+
+    def unready(self) -> str:
+        """Why this node is neither in a world nor a spare, "" if it is."""
+        return unready(self._state)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' own format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus-client asks for it."""
+        yield self._info()
+        yield from self._world()
+        yield from self._changes()
+        yield from self._progress()
+        yield self._histogram(
+            "etcd_request_seconds", "From a request to the answer of etcd.", {"": self.requests}
+        )
+        if self._membership:
+            left = self._membership.lease_left
+            yield self._gauge(
+                "lease_ttl_remaining_seconds",
+                "Until the lease ends if nothing renews it.",
+                {"": left},
+            )
+
+    def _info(self) -> Metric:
+        about = {"version": __version__, "nnodes": self._config.limits.nnodes}
+        info = InfoMetricFamily(f"{_PREFIX}job", "This agent and its job.", labels=self._names(""))
+        info.add_metric([*self._own.values()], about)
+        return info
+
+    def _world(self) -> Iterator[Metric]:
+        state = self._state
+        now = state.view.round if state.view else None
+        takes_part = now is not None and state.local.running == now.generation
+        ranks = now.world_size if now and takes_part else 0
+        yield self._gauge(
+            "generation", "The newest generation of the job.", {"": now.generation if now else 0}
+        )
+        yield self._gauge(
+            "world_size", "Ranks of the world that trains here; 0: none.", {"": ranks}
+        )
+        counts = nodes(state.view) if state.view else {}
+        yield self._gauge(
+            "nodes", "Nodes by state; the coordinator tells all of them.", counts, "state"
+        )
+
+    def _changes(self) -> Iterator[Metric]:
+        recovery = self._recovery
+        yield self._counter(
+            "restarts", "Worlds that followed another on this node.", recovery.restarts, "cause"
+        )
+        yield self._counter(
+            "lost_seconds",
+            "From the last step of a world to the first of the next.",
+            recovery.lost,
+            "cause",
+        )
+        yield self._histogram(
+            "recovery_seconds",
+            "Each phase of a change of world on this node.",
+            recovery.phases,
+            "phase",
+        )
+
+    def _progress(self) -> Iterator[Metric]:
+        (steps, commits, seconds), pages = self._steps.total(), self._steps.read()
+        yield self._counter(
+            "steps", "Steps of all worlds, of the slowest worker here.", {"": steps}
+        )
+        if pages:
+            step, slowest = min(p.steps for p in pages), max(p.slowest for p in pages)
+            yield self._gauge(
+                "step", "Steps of this world, of the slowest worker here.", {"": step}
+            )
+            yield self._gauge(
+                "step_seconds",
+                "The slowest of the last 64 steps of the workers here.",
+                {"": slowest},
+            )
+        commit = SummaryMetricFamily(
+            f"{_PREFIX}commit_seconds",
+            "Commits of the state by the workers here.",
+            labels=self._names(""),
+        )
+        commit.add_metric([*self._own.values()], commits, seconds)
+        yield commit
+
+    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        for value, number in values.items():
+            family.add_metric(self._labels(value), number)
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[str, float], label: str = ""
+    ) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        for value, number in values.items():
+            family.add_metric(self._labels(value), number)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, values: Mapping[str, Histogram], label: str = ""
+    ) -> Metric:
+        family = HistogramMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        for value, histogram in values.items():
+            family.add_metric(self._labels(value), histogram.buckets, histogram.sum)
+        return family
+
+    def _names(self, label: str) -> list[str]:
+        return [*self._own, *filter(None, [label])]
+
+    def _labels(self, value: str) -> list[str]:
+        return [*self._own.values(), *filter(None, [value])]
+
+
+_PREFIX = "elastic_etcd_"
+
+
+def cause_of(begun: Round) -> str:
+    """Which of CAUSES ended the world before this one."""
+    if begun.planned:
+        return "leave" if begun.reason.endswith(" leaving") else "join"
+    return "lost" if begun.reason.endswith(" lost") else "failure"
+
+
+def unready(state: State) -> str:
+    """Why a node is neither in a world nor a spare, "" if it is."""
+    own, now = state.local, state.view.round if state.view else None
+    if own.leaving or state.life is not Life.MEMBER:
+        return "leaving" if own.leaving else state.life.value
+    if now is None or now.phase is not Phase.FINAL or own.stopping:
+        return f"generation {now.generation}: {now.phase}" if now else "no round"
+    finished = isinstance(state.result, Finished)
+    if own.running == now.generation or (finished and own.ran == now.generation):
+        return ""
+    return "" if is_spare(state) else f"not in generation {now.generation}"
+
+
+def is_spare(state: State) -> bool:
+    """Whether a world trains that has no place for this node."""
+    own, view = state.local, state.view
+    now = view.round if view else None
+    if view is None or now is None or now.phase is not Phase.FINAL:
+        return False
+    # A page may come after its round.
+    known = view.page.generation == now.generation if view.page else len(view.world) == now.nodes
+    return known and own.acked == now.generation and view.part(own.lease) is None
+
+
+def nodes(view: View) -> dict[str, float]:
+    """How many nodes are in which state; only a coordinator sees more than the training ones."""
+    now = view.round
+    final = now is not None and now.phase is Phase.FINAL
+    if view.coverage != Everything():
+        return {"training": now.nodes if now and final else 0}
+    world = {p.lease for p in view.world} if final else set[int]()
+    found = Counter(_state(m.leaving, m.lease in world, final) for m in view.members)
+    return {state: found[state] for state in ("training", "spare", "waiting", "leaving")}
+
+
+def _state(leaving: bool, taken: bool, final: bool) -> str:
+    if leaving:
+        return "leaving"
+    if taken:
+        return "training"
+    return "spare" if final else "waiting"
