@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tests.support.processes import cpu, marked, proportional, resident
 
-from .figures import Measure, Sample
+from .figures import Measure, Sample, at_most
 from .launchers import Launcher
 from .nodes import PATIENCE, Node, NotRecovered, Run, Stream
 
@@ -22,12 +22,12 @@ START = Measure(
     "start → first step",
     "s",
     "≤ 0.6 x c10d",
-    lambda here, c10d: None if math.isinf(c10d) else here <= 0.6 * c10d,
+    lambda _, here, c10d: None if math.isinf(c10d) else here <= 0.6 * c10d,
 )
 MEMORY = Measure("agent: resident memory", "MB")
 REST = Measure("node, all but its worker: memory", "MB")
-CPU = Measure("node, all but its worker: idle CPU", "%", "≤ 0.5 %", lambda here, _: here <= 0.5)
-REQUEST = Measure("start → first request", "s", "≤ 0.4 s", lambda here, _: here <= 0.4)
+CPU = Measure("node, all but its worker: idle CPU", "%", "≤ 0.5 %", at_most(0.5))
+REQUEST = Measure("start → first request", "s", "≤ 0.4 s", at_most(0.4))
 COSTS = (MEMORY, REST, CPU)
 
 Workers = list[Stream]
@@ -45,10 +45,6 @@ class Fault:
     before: int = 2
     after: int = 1
     codes: tuple[int, ...] | None = None
-
-
-def _under(limit: float) -> Callable[[float, float], bool]:
-    return lambda here, _: here <= limit
 
 
 def _kill_worker(run: Run, workers: Workers) -> float:
@@ -76,19 +72,25 @@ def _add(run: Run, _: Workers) -> float:
 
 
 _TTL = f"≤ lease TTL ({LEASE_TTL:g} s) + 0.8 s"
-_SOON = _under(LEASE_TTL + 0.8)
+_SOON = at_most(LEASE_TTL + 0.8)
+_DEATH = "≤ 0.6 s, in process ≤ 0.4 s", at_most(0.6, in_process=0.4)
 _STOP, _KILL, _TERM = signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM
 WORKER = Fault(
-    Measure("worker SIGKILLed", "s", "≤ 0.30 s", _under(0.30)), _kill_worker, after=2, codes=(0, 0)
+    Measure("worker SIGKILLed", "s", "≤ 0.30 s", at_most(0.30)), _kill_worker, after=2, codes=(0, 0)
 )
-ADDED = Fault(Measure("node added: pause", "s", "≤ 0.35 s", _under(0.35)), _add, 1, 2, codes=(0, 0))
+ADDED = Fault(
+    Measure("node added: pause", "s", "≤ 0.35 s", at_most(0.35)), _add, 1, 2, codes=(0, 0)
+)
 # torch's own way round the crash that a node added to a running job meets by default.
 ADDED_APART = Fault(Measure("same, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "s"), _add, 1, 2)
 FAULTS = (
     WORKER,
-    Fault(Measure("agent SIGKILLed", "s", "≤ 0.6 s", _under(0.6)), _to_agent(_KILL)),
-    Fault(Measure("node SIGKILLed", "s", _TTL, _SOON), _to_node(_KILL)),
-    Fault(Measure("node 0 SIGKILLed (c10d's store)", "s", _TTL, _SOON), _to_node(_KILL, 0)),
+    Fault(Measure("agent SIGKILLed", "s", "≤ 0.6 s", at_most(0.6)), _to_agent(_KILL)),
+    Fault(Measure("all processes of a node SIGKILLed", "s", *_DEATH), _to_node(_KILL)),
+    Fault(
+        Measure("all processes of node 0 SIGKILLed (c10d's store)", "s", *_DEATH),
+        _to_node(_KILL, 0),
+    ),
     Fault(Measure("node SIGSTOPped", "s", _TTL, _SOON), _to_node(_STOP)),
     ADDED,
     ADDED_APART,

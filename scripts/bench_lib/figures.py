@@ -12,6 +12,7 @@ from rich.table import Table
 COLOURS = {
     "torchrun c10d": "#9e9e9e",
     "torchrun etcd-v2": "#c4a484",
+    "torchrun etcd-v3": "#ffb74d",
     "ft_launcher": "#76b900",
     "exec": "#90caf9",
     "prefork": "#1976d2",
@@ -20,21 +21,26 @@ COLOURS = {
 BAR = 0.8  # of the distance between two events
 EVENT = "event → first step of the new world"
 
+# What a target says of a launcher's median, and of torchrun c10d's or inf: reached or not; None
+# where that can't be said without torchrun, or the launcher has no target.
+Verdict = Callable[[str, float, float], bool | None]
 Sample = float | str  # a figure, or why there is none: "job lost", "> 75 s"
 Samples = dict[str, list[Sample]]  # by the measure's name
 
 
 @dataclass(frozen=True)
 class Measure:
-    """`met` says of the medians (here, torchrun c10d's or inf) whether the target is reached.
-
-    None: that can't be said without torchrun.
-    """
+    """One row; `target` is `met` in words."""
 
     name: str
     unit: str
     target: str = ""
-    met: Callable[[float, float], bool | None] | None = None
+    met: Verdict | None = None
+
+
+def at_most(limit: float, *, in_process: float | None = None) -> Verdict:
+    """The verdict on what is better the less it is; with ee.run the limit may be another."""
+    return lambda name, here, _: here <= (in_process or limit if name == "in process" else limit)
 
 
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -71,14 +77,17 @@ def number(value: float, unit: str) -> str:
     return f"{value:.{digits}f}"
 
 
-def cell(measure: Measure, samples: list[Sample], baseline: list[Sample], judged: bool) -> str:
-    """Median, ratio to the baseline and verdict; range and number; what had no figure."""
+def cell(measure: Measure, samples: list[Sample], baseline: list[Sample], judged: str) -> str:
+    """Median, ratio to the baseline and verdict; range and number; what had no figure.
+
+    `judged` is the launcher's name, empty for those that have no targets.
+    """
     if not samples:
         return "-"
     found, lines = figures(samples), texts(samples)
     if found:
         value, other = median(found), middle(baseline)
-        met = measure.met(value, other) if judged and measure.met else None
+        met = measure.met(judged, value, other) if judged and measure.met else None
         verdict = {None: "", True: " [green]✓[/]", False: " [red]✗[/]"}[met]
         ratio = f" ({value / other:.2f}x)" if figures(baseline) and samples != baseline else ""
         low, high = (number(v, measure.unit) for v in (min(found), max(found)))
@@ -96,27 +105,39 @@ def rows(
     for m in measures:
         if any(each.get(m.name) for each in samples.values()):
             base = baseline.get(m.name, [])
-            cells = [cell(m, s.get(m.name, []), base, name in ours) for name, s in samples.items()]
+            cells = [
+                cell(m, s.get(m.name, []), base, name if name in ours else "")
+                for name, s in samples.items()
+            ]
             found.append([f"{m.name}, {m.unit}", *cells, m.target])
     return found
 
 
 def table(
-    title: str, measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]
+    title: str,
+    measures: Sequence[Measure],
+    samples: dict[str, Samples],
+    ours: Sequence[str],
+    first: str = EVENT,
 ) -> Table:
-    """One column for each launcher; `ours` are judged by the targets."""
+    """One column for each launcher, after the `first`; `ours` are judged by the targets."""
     result = Table(title=title, show_lines=True)
     result.caption = "median (ratio to torchrun c10d) and range; ✓ ✗: target met, missed"
-    for column in (EVENT, *samples, "target"):
+    for column in (first, *samples, "target"):
         result.add_column(column)
     for row in rows(measures, samples, ours):
         result.add_row(*row)
     return result
 
 
-def markdown(measures: Sequence[Measure], samples: dict[str, Samples], ours: Sequence[str]) -> str:
+def markdown(
+    measures: Sequence[Measure],
+    samples: dict[str, Samples],
+    ours: Sequence[str],
+    first: str = EVENT,
+) -> str:
     """The same for a document."""
-    lines = [[EVENT, *samples, "target"], ["---"] * (len(samples) + 2)]
+    lines = [[first, *samples, "target"], ["---"] * (len(samples) + 2)]
     lines += rows(measures, samples, ours)
     plain = (re.sub(r"\[/?\w*\]", "", " | ".join(line)).replace("\n", "<br>") for line in lines)
     return "".join(f"| {line} |\n" for line in plain)

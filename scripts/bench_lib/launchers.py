@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from elastic_etcd.etcd.embedded import free_ports
@@ -36,12 +37,13 @@ class Launcher:
     ours: bool = False
 
 
-def c10d(share_store: bool = True) -> Launcher:
-    """The default backend of torchrun; node 0 hosts the store."""
+def c10d(*more: str, share_store: bool = True) -> Launcher:
+    """The default backend of torchrun, with `more` flags; node 0 hosts the store."""
     environment = {} if share_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     torchrun = (sys.executable, "-m", "torch.distributed.run")
     name = "torchrun c10d"
-    return Launcher(name, lambda alone: _tcp_store(torchrun, alone), environment=environment)
+    job = partial(_tcp_store, torchrun, more=more)
+    return Launcher(name, job, environment=environment)
 
 
 def ft_launcher(python: Path) -> Launcher:
@@ -50,7 +52,9 @@ def ft_launcher(python: Path) -> Launcher:
     return Launcher("ft_launcher", lambda alone: _tcp_store(program, alone))
 
 
-def _tcp_store(program: tuple[str, ...], alone: bool, port: int = 0) -> Command:
+def _tcp_store(
+    program: tuple[str, ...], alone: bool, port: int = 0, more: tuple[str, ...] = ()
+) -> Command:
     """Node 0 hosts the store, unless it is at `port` already."""
     host = port == 0
     [port], job = [port] if port else free_ports(1), uuid.uuid4().hex[:8]
@@ -58,7 +62,7 @@ def _tcp_store(program: tuple[str, ...], alone: bool, port: int = 0) -> Command:
     def command(index: int) -> list[str]:
         conf = f"is_host={str(host and index == 0).lower()}{_last_call(alone)}"
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-        return [*program, *LIMITS, *rendezvous, "--rdzv-id", job, "--rdzv-conf", conf]
+        return [*program, *LIMITS, *rendezvous, "--rdzv-id", job, "--rdzv-conf", conf, *more]
 
     return command
 
@@ -80,6 +84,18 @@ def etcd_v2(python: Path, endpoint: str) -> Launcher:
         return lambda _: [*torchrun, "--rdzv-id", name, "--rdzv-conf", conf]
 
     return Launcher("torchrun etcd-v2", job)
+
+
+def etcd_v3(endpoint: str) -> Launcher:
+    """Torchrun with this program's rendezvous, docs/plugin.md."""
+
+    def job(_: bool) -> Command:
+        rendezvous = ("--rdzv-backend", "etcd-v3", "--rdzv-endpoint", endpoint)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *LIMITS, *rendezvous)
+        name = f"bench-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        return lambda _: [*torchrun, "--rdzv-id", name]
+
+    return Launcher("torchrun etcd-v3", job)
 
 
 def _last_call(alone: bool) -> str:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +42,14 @@ class Stream:
     pid: int
     mark: str = ""
     world: int = 0
+    first: int = 0  # the number of its first step
     passed: dict[str, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
+
+    def reached(self, at: float) -> int:
+        """The number of its last step by then, 0 if there is none."""
+        done = bisect_right(self.steps, at)
+        return self.first + done - 1 if done else 0
 
 
 @dataclass
@@ -62,8 +69,8 @@ class Node:
         pids = marked(self.mark)
         at = time.monotonic()
         send(signal.SIGSTOP, pids)
-        if number is not signal.SIGSTOP:
-            send(number, pids)
+        send(number, pids)
+        send(number, marked(self.mark))  # what was forked while they were looked for
         return at
 
 
@@ -88,7 +95,16 @@ class Run:
 
     def start(self) -> Node:
         """Start one more node."""
-        mark, index = uuid.uuid4().hex, len(self.nodes)
+        self.nodes.append(self._started(len(self.nodes)))
+        return self.nodes[-1]
+
+    def start_again(self, index: int) -> None:
+        """Start a node of which nothing is left."""
+        self.nodes[index].process.wait(PATIENCE)
+        self.nodes[index] = self._started(index)
+
+    def _started(self, index: int) -> Node:
+        mark = uuid.uuid4().hex
         with self._log(index) as log:
             started = time.monotonic()
             process = subprocess.Popen(
@@ -99,12 +115,11 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.nodes.append(Node(process, mark, started))
         self._changes.follow(process.pid)
-        return self.nodes[-1]
+        return Node(process, mark, started)
 
     def _log(self, index: int) -> IO[bytes]:
-        with (self.directory / f"agent{index}.log").open("wb") as log:
+        with (self.directory / f"agent{index}.log").open("ab") as log:
             if not self._stamped:
                 return os.fdopen(os.dup(log.fileno()), "wb")
             stamp = [sys.executable, "-S", "-c", STAMP]
@@ -113,9 +128,21 @@ class Run:
         assert process.stdin
         return process.stdin
 
+    def streams(self) -> list[Stream]:
+        """All of them."""
+        return [_read(path) for path in self.directory.glob("*.steps")]
+
     def new(self) -> list[Stream]:
         """The streams that `settled` has not returned yet."""
         return [_read(p) for p in self.directory.glob("*.steps") if p.stem not in self._old]
+
+    def lost(self) -> bool:
+        """Whether all agents have ended."""
+        return all(node.process.poll() is not None for node in self.nodes)
+
+    def rest(self, seconds: float) -> None:
+        """Let so much time pass, or less if all agents end."""
+        self._changes.wait(self.lost, max(0.0, seconds))
 
     def last_old_step(self) -> float:
         """When the world that `settled` returned last made its last step."""
@@ -170,7 +197,7 @@ class Run:
 
     def _wait(self, until: Callable[[], T | None], seconds: float) -> T:
         def ready() -> T | None:
-            lost = all(node.process.poll() is not None for node in self.nodes)
+            lost = self.lost()  # before the last look at what they did
             value = until()
             if lost and not value:
                 raise NotRecovered("job lost")
@@ -190,6 +217,7 @@ def _read(path: Path) -> Stream:
             stream.mark = rest
         elif name.isdecimal():
             at, world = rest.split()
+            stream.first = stream.first or int(name)
             stream.steps.append(float(at))
             stream.world = int(world)
         else:

@@ -87,7 +87,7 @@ class Bench:
 
 
 async def executed(spec: WorkerSpec, output: WorkerLog) -> Process:
-    return execute(spec, output)
+    return await execute(spec.argv, spec.env, output)
 
 
 def forked(prefork: Prefork) -> Starter:

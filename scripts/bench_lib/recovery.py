@@ -24,7 +24,10 @@ from . import faults, figures, launchers, timeline
 from .figures import Sample, Samples
 from .launchers import Launcher
 
-NAMES = ("torchrun c10d", "torchrun etcd-v2", "ft_launcher", "exec", "prefork", "in process")
+NAMES = (
+    *("torchrun c10d", "torchrun etcd-v2", "torchrun etcd-v3", "ft_launcher"),
+    *("exec", "prefork", "in process"),
+)
 PEERS = {"torchrun etcd-v2": "python-etcd==0.4.5", "ft_launcher": "nvidia-resiliency-ext==0.4.1"}
 SLOW = 20.0  # seconds: what takes longer is not measured in each repetition
 
@@ -108,6 +111,8 @@ def find(name: str, endpoint: str, scope: ExitStack, say: Say) -> Launcher | Non
     """The launcher, made ready; None, and `say` why, if that is not possible here."""
     if name == "torchrun c10d":
         return launchers.c10d()
+    if name == "torchrun etcd-v3":
+        return launchers.etcd_v3(endpoint)
     if name not in PEERS:
         return launchers.elastic(name, endpoint)
     try:

@@ -10,30 +10,30 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from elastic_etcd.agent import membership
+from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import Inbox, Incoming, Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.recorder import FlightRecorder, Step
-from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, State, WorkerEnded, WorkersGone
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import Failure, Master, Round
+from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
+
+from .crowd import Crowd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from elastic_etcd.protocol import Change, Interrupt
 
 
-PATIENCE = 120.0
+PATIENCE = 600.0
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Setup:
     lease_ttl: int
     settle: float
     nproc: int = 1
+    agents: int = 1 << 30  # of the first max_nodes; the others are members of a crowd
+    alone: bool = False  # whether the first agent has a process for itself
     reconcile: float = 30.0  # from one comparison of a mirror with etcd to the next
     tells: tuple[str, ...] = ("member", "final")  # these, "left" and "error"
     probe: str = ""  # a key each of whose values is told as "probe" when it is seen
@@ -109,13 +112,18 @@ class Processes:
         """Have these agents of the job started, killed, failed, left or finished."""
         shares: dict[int, list[int]] = {}
         for number in numbers:
-            shares.setdefault(number % self._count, []).append(number)
+            shares.setdefault(self._place(number), []).append(number)
         for index, share in shares.items():
             self._inputs[index].write(json.dumps([what, job, share]).encode() + b"\n")
 
-    def cpu(self) -> float:
-        """Seconds on a processor so far, of all agents."""
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.pids]
+    def _place(self, number: int) -> int:
+        if not self._setup.alone or self._count == 1:
+            return number % self._count
+        return 1 + number % (self._count - 1) if number else 0
+
+    def cpu(self, processes: slice = ALL) -> float:
+        """Seconds on a processor so far, of the agents in these processes."""
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in self.pids[processes]]
         times = [stat.rpartition(")")[2].split()[11:13] for stat in stats]  # user, system
         return sum(int(ticks) for each in times for ticks in each) / os.sysconf("SC_CLK_TCK")
 
@@ -140,6 +148,7 @@ class SimulatedJob:
     def __init__(self, processes: Processes, name: str) -> None:
         self.name = name
         self.told: list[Told] = []
+        self._error: Told | None = None
         self._processes = processes
         self._news = asyncio.Event()
         processes.heard[name] = self._heard
@@ -155,51 +164,57 @@ class SimulatedJob:
                 while not ready():
                     self._news.clear()
                     await self._news.wait()
-                    said = next((t for t in self.told if t.what == "error"), None)
+                    said = self._error
                     assert said is None, f"{self.name}, node{said.number}: {said.detail}"
         except TimeoutError:
             raise TimeoutError(f"{self.name}: not within {PATIENCE:g} s: {what}") from None
 
     def _heard(self, told: Told) -> None:
         self.told.append(told)
+        if told.what == "error":
+            self._error = told
         self._news.set()
 
 
 # --- in such a process
 
 
-class NoGuardian:
-    """There are no worker processes to end."""
-
-    def guard(self, lease: int) -> None:
-        """Nothing to guard."""
-
-
-class SimulatedWorkers(Workers):
+class SimulatedWorkers:
     """Workers that start and stop at once."""
 
-    elastic = False
+    finished = False
 
     def __init__(self, inbox: Inbox) -> None:
         self.generation = 0
         self._inbox = inbox
         self._finishing = False
 
+    async def alone(self) -> None:
+        """Nothing of another agent is there."""
+
     async def warm(self) -> None:
         """Nothing is imported."""
 
-    def offer(self, generation: int, address: str) -> Master:
+    def offer(self, generation: int, reached: Reached) -> Master:
         """An endpoint at which nobody will be: there is no process group to build."""
-        return Master(address, 1024 + generation)
+        return Master(reached.address, 1024 + generation)
 
-    def start(self, lease: int, now: Round) -> None:
-        assert now.group_rank(lease) is not None
+    def tell_leaving(self) -> None:
+        """Nobody asks."""
+
+    def start(self, now: Round, part: Participant, limits: Limits) -> None:
+        del part, limits
         self.generation = now.generation
         if self._finishing:
             self.finish()
 
-    def stop(self, grace: float, notice: "Change | Interrupt | None" = None) -> None:
-        del grace, notice
+    def stop(
+        self,
+        grace: float | None,
+        notice: "Change | Interrupt | None" = None,
+        park: float | None = None,
+    ) -> None:
+        del grace, notice, park
         self._inbox.put(WorkersGone(self.generation))
 
     def fail(self, node: str) -> None:
@@ -243,12 +258,11 @@ class Simulated(Agent):
     def __init__(
         self, config: AgentConfig, client: Client, tasks: Tasks, tell: "Callable[..., None]"
     ) -> None:
-        guardian: Any = NoGuardian()
         inbox = Inbox()
         membership = Membership(client, config, inbox, tasks)
         workers = SimulatedWorkers(inbox)
-        super().__init__(config, guardian, inbox, tasks, membership, workers)
-        self._recorder = TimedRecorder(config.limits)
+        super().__init__(config, inbox, tasks, membership, workers)
+        self._recorder = TimedRecorder()
         self._tell = tell
 
     def fail(self) -> None:
@@ -258,10 +272,6 @@ class Simulated(Agent):
     def finish(self) -> None:
         """Its workers have done all their work."""
         self._workers.finish()
-
-    def leave(self) -> None:
-        """As after SIGTERM."""
-        self._signalled(signal.SIGTERM)
 
     def abandon(self) -> None:
         """Leave the lease as a killed process does."""
@@ -289,13 +299,16 @@ class Jobs:
         self._setup = setup
         self._etcd = EtcdConfig((setup.endpoint,))
         self._agents: dict[tuple[str, int], Simulated] = {}
+        self._crowds: dict[str, Crowd] = {}
         self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def do(self, command: str, job: str, number: int) -> None:
         """Do what a line of standard input asks for; an agent may have ended by itself."""
         at = job, number
         if command == "start":
-            self._lives[at] = asyncio.create_task(self._live(job, number))
+            crowded = self._setup.agents <= number < self._setup.max_nodes
+            live = self._live_in_crowd if crowded else self._live
+            self._lives[at] = asyncio.create_task(live(job, number))
         elif agent := self._agents.get(at):
             match command:
                 case "kill":
@@ -312,8 +325,12 @@ class Jobs:
         """Kill all that still live."""
         for job, number in tuple(self._agents):
             self.do("kill", job, number)
+        for at in self._lives.keys() - self._agents.keys():
+            self._lives[at].cancel()  # in a crowd
         if self._lives:
             await asyncio.wait(self._lives.values())
+        for crowd in self._crowds.values():
+            await crowd.close()
 
     async def probe(self) -> None:
         """Tell of each value of the probe key when it is seen here."""
@@ -329,9 +346,9 @@ class Jobs:
             async with mirror:
                 await mirror.failed
 
-    async def _live(self, job: str, number: int) -> None:
-        setup, at = self._setup, (job, number)
-        config = AgentConfig(
+    def _config(self, job: str, number: int) -> AgentConfig:
+        setup = self._setup
+        return AgentConfig(
             etcd=self._etcd,
             job=job,
             argv=("true",),
@@ -339,11 +356,25 @@ class Jobs:
             nproc=setup.nproc,
             limits=Limits(1, setup.max_nodes, max_restarts=1 << 30, settle=setup.settle),
             lease_ttl=setup.lease_ttl,
+            proof_of_death=False,  # those of one process would die together
             signals=(),
         )
+
+    async def _live_in_crowd(self, job: str, number: int) -> None:
+        if job not in self._crowds:
+            self._crowds[job] = Crowd(self._etcd, self._setup.lease_ttl)
+        config, tell = self._config(job, number), partial(self._heard, job, number)
+        try:
+            await self._crowds[job].live(config, tell)
+        except* ElasticEtcdError as errors:
+            _tell("error", job, number, str(errors.exceptions[0]))
+
+    async def _live(self, job: str, number: int) -> None:
+        at = job, number
         try:
             async with Client(self._etcd) as client, Tasks() as tasks:
                 tell = partial(self._heard, job, number)
+                config = self._config(job, number)
                 self._agents[at] = agent = Simulated(config, client, tasks, tell)
                 await agent.live()
         except* ElasticEtcdError as errors:

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,10 @@ from . import figures, launchers
 from .nodes import STAMP, Run, Stream
 
 # As many kills in a row as it takes, one right after the other.
-FLAGS = ("--log-level", "debug", "--max-restarts", "1000", "--min-uptime", "0.1")
+FLAGS = (
+    *("--log-level", "debug", "--max-restarts", "1000", "--min-uptime", "0.1"),
+    *("--suspect-after", "0"),  # one node's worker is killed again and again
+)
 INFORMED = r"claim generation|setup:|generation \d+ is over"
 
 
@@ -93,7 +97,7 @@ def show(
     """Measure, print a table for each start method, and draw all of them to `png`."""
     found = {name: recoveries(name, endpoint, kills) for name in names}
     for name, each in found.items():
-        console.print(_table(name, each))
+        console.print(table(name, each))
         chains = sorted({" → ".join(kill.commits) for kill in each}, key=len)
         console.print("commits in sequence, report to workers:")
         for chain in chains:
@@ -104,11 +108,22 @@ def show(
     return 0
 
 
-def recoveries(name: str, endpoint: str, kills: int) -> list[Kill]:
-    """Kill node 1's worker so many times, each in a world that trains."""
+def recoveries(
+    name: str,
+    endpoint: str,
+    kills: int,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[Kill]:
+    """Kill node 1's worker so many times, each in a world that trains.
+
+    arguments: more of the worker's. environment: what the nodes have beside this process's.
+    """
     root = f"timeline-{os.getpid()}-{name.replace(' ', '-')}"
     watch = RoundsWatch(endpoint, f"{PREFIX}/{root}")
-    run = Run(launchers.elastic(name, endpoint, *FLAGS, root=root), stamped=True)
+    launcher = launchers.elastic(name, endpoint, *FLAGS, root=root)
+    script = (*launcher.script, *arguments)
+    run = Run(replace(launcher, script=script, environment=environment), stamped=True)
     moments: list[tuple[float, list[Stream]]] = []
     try:
         for _ in (0, 1):
@@ -170,7 +185,7 @@ def _kill(
     add("round frozen", (t for t, phase in rounds if phase == "frozen"))
     add("round final", (t for t, phase in rounds if phase == "final"))
     add("last agent starts workers", (t for log in lines for t in first(r"group rank", log)))
-    for name in ("script", "imports", "process group", "DDP"):
+    for name in ("script", "imports", "device", "process group", "collective", "DDP"):
         label = {"script": "last script begins", "imports": "all imported"}.get(name, name)
         add(label, (s.passed[name] for s in streams if name in s.passed))
     return Kill(stages, _sequence(commits))
@@ -190,7 +205,7 @@ def _sequence(commits: list[Written]) -> list[str]:
     return [{"reports": "report", "acks": "ack", "setup": "claim"}.get(n, n) for n in chain]
 
 
-def _table(name: str, kills: list[Kill]) -> Table:
+def table(name: str, kills: list[Kill]) -> Table:
     rows, last = [], 0.0
     for stage, value in medians(kills).items():
         all_of = [1e3 * kill.stages[stage] for kill in kills if stage in kill.stages]

@@ -10,17 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .nemesis import Burst, schedule
-from .nodes import MAX_NODES, Etcd
+from .nemesis import Burst, Kind, schedule
+from .nodes import MAX_NODES, Etcd, disk
 from .report import Outcome, Report
 from .run import Run
 
-EPILOG = """
+FAULTS = "\n".join(f"    {kind}" for kind in Kind)
+EPILOG = f"""
 what is done:
-  Bursts of faults hit a job that trains: workers, agents, whole nodes, guardians and fork servers
-  are killed, stopped and continued, nodes leave and join, etcd's three members die, freeze and
-  come back, alone or all together, and etcd is compacted. After each burst the job must be whole
-  again within 90 s. In the end it must succeed.
+  Bursts of faults hit a job that trains on three to five nodes, beside three members of etcd:
+
+{FAULTS}
+
+  The disk is a loop device and takes root; without it that fault is left out. After each burst the
+  job must be whole again within 90 s. In the end it must succeed.
 
 what is checked:
   From the workers' logs: one world per generation and one generation per node at a time, ranks,
@@ -104,7 +107,7 @@ def torment(args: argparse.Namespace, directory: Path, report: Report) -> Outcom
     bursts, agents, total = schedule(args.seed, MAX_NODES), MAX_NODES, Outcome()
     jobs = max(2, round(args.minutes / JOB_MINUTES)) if args.mode == "both" else 1
     asked = Interrupted()
-    with Etcd(directory) as etcd:
+    with Etcd(directory) as etcd, disk(directory) as logs:
         for number in range(1, jobs + 1):
             deadline = time.monotonic() + 60 * args.minutes / jobs
             plain = args.mode == "plain" or (args.mode == "both" and number % 2 == 0)
@@ -115,7 +118,7 @@ def torment(args: argparse.Namespace, directory: Path, report: Report) -> Outcom
             how = "workers are restarted in each world" if plain else "workers in ee.run"
             report.say(f"\n[bold]job {number} of {jobs}[/]: {agents} nodes, {how}")
             (directory / f"job-{number}").mkdir()
-            one = Run(etcd, directory / f"job-{number}", report, asked, over)
+            one = Run(etcd, logs, directory / f"job-{number}", report, asked, over)
             agents = one.go(f"chaos-{number}", bursts, agents, plain=plain)
             total.add(one.outcome)
             if asked() or one.outcome.violations:

@@ -10,7 +10,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,20 @@ class World:
     nodes: tuple[tuple[str, int], ...]  # name and number of workers, in rank order
     master: str
     claimed: float  # when the recorder saw the claim that ended it
+    begins: float = float("inf")  # and when the next world's nodes were fixed
+    leaving: frozenset[int] = frozenset()  # the ranks of nodes that have said that they leave
 
     @property
     def size(self) -> int:
         return sum(nproc for _, nproc in self.nodes)
+
+    def may_write(self, rank: int) -> float:
+        """Until when a rank may write files: one that leaves saves while the others wait for it."""
+        return self.begins if rank in self.leaving else self.claimed
+
+
+def _first_after(generation: int, seen: dict[int, float]) -> float:
+    return min((at for g, at in seen.items() if g > generation), default=float("inf"))
 
 
 @dataclass
@@ -62,6 +72,8 @@ class Replay:
     wrong: list[str] = field(default_factory=list)
     finals: dict[int, dict[str, Any]] = field(default_factory=dict)
     claims: dict[int, float] = field(default_factory=dict)  # generation -> seen at
+    freezes: dict[int, float] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)  # leases
     keys: dict[str, Recorded] = field(default_factory=dict)
     round: dict[str, Any] = field(default_factory=dict)  # the last one, though it be deleted
     handed_out: int = 0
@@ -71,11 +83,17 @@ class Replay:
         """All final rounds, and when each was seen to be over."""
         found = {}
         for generation, final in self.finals.items():
-            later = [seen for g, seen in self.claims.items() if g > generation]
-            nodes = tuple((p["node"], p["nproc"]) for p in final["participants"])
+            nodes = tuple((p["node"], p["nproc"]) for p in final["world"])
             master = f"{final['master']['addr']}:{final['master']['port']}"
-            over = min(later, default=float("inf"))
-            found[generation] = World(generation, nodes, master, over)
+            claimed = _first_after(generation, self.claims)
+            begins = _first_after(generation, self.freezes)
+            leaving = frozenset(
+                p["first_rank"] + local_rank
+                for p in final["world"]
+                if p["lease"] in self.leaving
+                for local_rank in range(p["nproc"])
+            )
+            found[generation] = World(generation, nodes, master, claimed, begins, leaving)
         return found
 
     def take(self, txn: list[Recorded]) -> None:
@@ -102,6 +120,8 @@ class Replay:
         match kind:
             case "members" if f"{event.lease:016x}" != rest[0]:
                 self._say(event, "a member key that is bound to another lease")
+            case "members" if value.get("leaving"):
+                self.leaving.add(rest[0])
             case "round":
                 self._round(event, value, members, txn)
             case "ledger":
@@ -123,12 +143,20 @@ class Replay:
     ) -> None:
         last, self.round = self.round, now
         generation, phase = now["generation"], now["phase"]
+        if now["coordinator"] not in members:
+            self._say(event, "I5: its coordinator's lease was gone")
+        led_on = last and (last["generation"], last["phase"], phase) == (
+            generation,
+            "final",
+            "final",
+        )
+        if led_on and now["coordinator"] != last["coordinator"]:
+            self._take_over(event, now, last)
+            return
         order = (generation, PHASES.index(phase))
         if last and order <= (last["generation"], PHASES.index(last["phase"])):
             was = f"generation {last['generation']} was {last['phase']}"
             self._say(event, f"I1: {phase} of generation {generation} when {was}: a stale write")
-        if now["coordinator"] not in members:
-            self._say(event, "I5: its coordinator's lease was gone")
         if not last or generation != last["generation"]:
             self.claims[generation] = event.time
             with_it = [json.loads(e.value)["generation"] for e in txn if e.key == "ledger"]
@@ -136,26 +164,42 @@ class Replay:
                 self._say(event, f"I5: a claim in phase {phase} with generation {with_it}")
         elif phase != "closed" and now["coordinator"] != last["coordinator"]:
             self._say(event, f"I5: coordinator was {last['coordinator']}")
-        if phase in ("frozen", "final"):
-            self._world(event, now, last)
+        if phase not in ("setup", "joinable"):
+            self.freezes.setdefault(generation, event.time)
+        if phase == "final":
+            self._world(event, now, txn)
 
-    def _world(self, event: Recorded, now: dict[str, Any], last: dict[str, Any]) -> None:
-        generation, participants = now["generation"], now["participants"]
-        leases = [p["lease"] for p in participants]
+    def _take_over(self, event: Recorded, now: dict[str, Any], last: dict[str, Any]) -> None:
+        """The same final round, in the place of a coordinator that is gone or leaving."""
+        if now | {name: last[name] for name in ("coordinator", "node")} != last:
+            self._say(event, "I1: a second world of this generation")
+        before = self.keys.get(f"members/{last['coordinator']}")
+        if before and not json.loads(before.value).get("leaving"):
+            self._say(event, "I1: its coordinator was still there")
+
+    def _world(self, event: Recorded, now: dict[str, Any], txn: list[Recorded]) -> None:
+        generation = now["generation"]
+        pages = [json.loads(e.value) for e in txn if e.key.startswith("world/") and not e.deleted]
+        if any(page["generation"] != generation for page in pages):
+            self._say(event, "I8: pages of another generation")
+        world = [participant for page in pages for participant in page["participants"]]
+        world.sort(key=lambda participant: participant["group_rank"])
+        leases = [p["lease"] for p in world]
+        ranks = [(p["group_rank"], p["first_rank"]) for p in world]
+        sizes = accumulate((p["nproc"] for p in world), initial=0)
+        if ranks != list(zip(range(now["nodes"]), sizes, strict=False)):
+            self._say(event, f"I8: ranks {ranks} of {now['nodes']} nodes")
         if not self.minimum <= len(leases) <= self.maximum or len(set(leases)) < len(leases):
             self._say(event, f"I4: participants {leases}")
         for lease in leases:
             if f"acks/{generation}/{lease}" not in self.keys:
                 self._say(event, f"I2: {lease} has not acked, or its lease is gone")
-        if now["phase"] == "final":
-            if participants != last.get("participants"):
-                self._say(event, "I8: other participants than when it was frozen")
-            if generation in self.finals:
-                self._say(event, "I1: a second world of this generation")
-            first = self.keys.get(f"acks/{generation}/{leases[0]}")
-            if first and json.loads(first.value)["master"] != now["master"]:
-                self._say(event, "I8: the master is not where group rank 0 listens")
-            self.finals[generation] = now
+        if generation in self.finals:
+            self._say(event, "I1: a second world of this generation")
+        first = self.keys.get(f"acks/{generation}/{leases[0]}") if leases else None
+        if first and json.loads(first.value)["master"] != now["master"]:
+            self._say(event, "I8: the master is not where group rank 0 listens")
+        self.finals[generation] = now | {"world": world}
 
     def _ack(self, event: Recorded, generation: int, lease: str, members: set[str]) -> None:
         if generation != self.round.get("generation"):
@@ -236,10 +280,10 @@ class Workload:
             assert not later, f"I3: generation {generation} trained on at {last}, begun: {later}"
 
     def _no_stale_file(self) -> None:
-        """Section 7: a file is written only by the generation that is the job's when it asks."""
+        """A file is written only by the generation that is the job's when it asks, or leaves it."""
         for line in self.uses:
             if line["what"] == "saved":
-                over = self.worlds[line["generation"]].claimed
+                over = self.worlds[line["generation"]].may_write(line["rank"])
                 assert line["asked"] < over, f"a stale generation has written: {line}, over {over}"
 
     def _data(self) -> None:

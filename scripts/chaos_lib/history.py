@@ -1,8 +1,8 @@
 """etcd's own history: a process that records every event under a prefix, and how it is read.
 
-`python -m scripts.chaos_lib.history ENDPOINTS PREFIX FILE` writes a line of JSON for each event
-from the first revision on. It outlives whatever happens to etcd's members; version numbers in the
-lines prove that none is missing.
+`python -m scripts.chaos_lib.history ENDPOINTS PREFIX FILE USER PASSWORD` writes a line of JSON for
+each event from the first revision on. It outlives whatever happens to etcd's members; version
+numbers in the lines prove that none is missing.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ class Recorder:
         self._file.flush()
 
 
-async def main(endpoints: str, prefix: str, file: TextIO) -> None:
-    config = EtcdConfig(tuple(endpoints.split(",")))
+async def main(endpoints: str, prefix: str, file: TextIO, user: str, password: str) -> None:
+    config = EtcdConfig(tuple(endpoints.split(",")), user=user, password=password)
     async with Client(config) as client, asyncio.TaskGroup() as tasks:
         recorder = Recorder(client, prefix, file)
         recording = tasks.create_task(recorder.record())
@@ -118,4 +118,4 @@ async def main(endpoints: str, prefix: str, file: TextIO) -> None:
 
 if __name__ == "__main__":
     with Path(sys.argv[3]).open("a") as output:
-        asyncio.run(main(sys.argv[1], sys.argv[2], output))
+        asyncio.run(main(sys.argv[1], sys.argv[2], output, *sys.argv[4:]))

@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tests.support.etcd import EtcdServer
@@ -27,28 +27,36 @@ class Kind(StrEnum):
     WORKER_KILL = "worker killed"
     WORKER_STOP = "worker stopped for a while"
     AGENT_KILL = "agent killed"
-    AGENT_STOP = "agent stopped for a while"
+    AGENT_STOP = "agent stopped for a moment"
+    AGENT_SLEEP = "agent asleep, for longer than its lease"
     NODE_FREEZE = "node frozen for a while"
     NODE_KILL = "node killed, agent and all"
+    CONTAINER_KILL = "container killed, and started again"
     GUARDIAN_KILL = "guardian killed"
     FORKSERVER_KILL = "fork server killed"
     LEAVE = "node leaves on SIGTERM"
     JOIN = "node joins"
+    TRICKLE = "node joins soon after another"
+    DISK_FREEZE = "disk of the log files frozen for a while"
     ETCD_KILL = "etcd member killed for a while"
     ETCD_STOP = "etcd member stopped for a while"
     ETCD_MAJORITY = "majority of etcd killed for a while"
     ETCD_AWAY = "all of etcd killed for a while"
+    PERMISSION_LOST = "etcd's permission taken away for a while"
     COMPACTION = "compaction and defragmentation"
 
 
 NODE_FAULTS = {  # the node is not there for some time, or for ever
     Kind.AGENT_KILL: 5,
-    Kind.AGENT_STOP: 5,
+    Kind.AGENT_STOP: 3,
+    Kind.AGENT_SLEEP: 3,
     Kind.NODE_FREEZE: 4,
     Kind.NODE_KILL: 3,
+    Kind.CONTAINER_KILL: 3,
     Kind.LEAVE: 4,
 }
 LOST = {Kind.AGENT_KILL, Kind.NODE_KILL, Kind.LEAVE}
+JOINS = {Kind.JOIN, Kind.TRICKLE}
 PART_FAULTS = {
     Kind.WORKER_KILL: 8,
     Kind.WORKER_STOP: 4,
@@ -56,9 +64,10 @@ PART_FAULTS = {
     Kind.FORKSERVER_KILL: 1,
 }
 MEMBER_FAULTS = {Kind.ETCD_KILL: 4, Kind.ETCD_STOP: 4}  # etcd goes on without the member
-OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3}
+OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3, Kind.PERMISSION_LOST: 3}
 ETCD_GONE = {*MEMBER_FAULTS, *OUTAGES}  # one at a time
-WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | {Kind.COMPACTION: 3, Kind.JOIN: 4}
+OTHERS = {Kind.COMPACTION: 3, Kind.JOIN: 4, Kind.TRICKLE: 2, Kind.DISK_FREEZE: 4}
+WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | OTHERS
 
 
 @dataclass(frozen=True, order=True)
@@ -117,6 +126,13 @@ def _burst(chance: random.Random, number: int, agents: int) -> Burst:
         elif kind is Kind.JOIN:
             agents += 1
             faults.append(Fault(at, kind))
+        elif kind is Kind.TRICKLE:
+            coming = _trickle(chance, at, victims, agents)
+            agents += sum(fault.kind is kind for fault in coming)
+            faults += coming
+        elif kind is Kind.DISK_FREEZE:
+            if all(fault.kind is not kind for fault in faults):
+                faults.append(Fault(at, kind, lasts=_while(chance)))
         elif kind is Kind.COMPACTION or not any(fault.kind in ETCD_GONE for fault in faults):
             faults.append(_of_etcd(chance, kind, at))
     agents -= sum(fault.kind in LOST for fault in faults)
@@ -124,11 +140,30 @@ def _burst(chance: random.Random, number: int, agents: int) -> Burst:
 
 
 def _of_a_node(chance: random.Random, kind: Kind, at: float, victim: int) -> Fault:
-    """Those that end are as often shorter than the TTL as longer."""
     lasts = 0.0
-    if kind not in LOST:
-        lasts = round(chance.choice((chance.uniform(0.3, 3), chance.uniform(TTL, 2.5 * TTL))), 1)
+    if kind in (Kind.AGENT_STOP, Kind.CONTAINER_KILL):
+        lasts = round(chance.uniform(0.3, 3), 1)
+    elif kind is Kind.AGENT_SLEEP:
+        lasts = round(chance.uniform(1.2 * TTL, 2.5 * TTL), 1)
+    elif kind is Kind.NODE_FREEZE:
+        lasts = _while(chance)
     return Fault(at, kind, str(victim), lasts)
+
+
+def _while(chance: random.Random) -> float:
+    """As often shorter than the TTL as longer."""
+    return round(chance.choice((chance.uniform(0.3, 3), chance.uniform(TTL, 2.5 * TTL))), 1)
+
+
+def _trickle(chance: random.Random, at: float, victims: list[int], agents: int) -> list[Fault]:
+    """Some join, with a pause before each; as many leave as there is no room for."""
+    joining = chance.choice((2, 3))
+    leaving = min(len(victims), max(0, agents + joining - MOST))
+    faults = [Fault(at, Kind.LEAVE, str(victims.pop())) for _ in range(leaving)]
+    for _ in range(joining):
+        at = round(at + chance.uniform(0.2, 2.5), 2)
+        faults.append(Fault(at, Kind.TRICKLE))
+    return faults
 
 
 def _of_etcd(chance: random.Random, kind: Kind, at: float) -> Fault:
@@ -142,17 +177,26 @@ def _of_etcd(chance: random.Random, kind: Kind, at: float) -> Fault:
 def _with_enough(chance: random.Random, number: int, faults: list[Fault], agents: int) -> Burst:
     """So many nodes as there may be; nobody joins while etcd is away, since they'd give up."""
     while agents > MOST:
-        faults.remove(next(f for f in faults if f.kind is Kind.JOIN))
+        faults.remove(next(f for f in faults if f.kind in JOINS))
         agents -= 1
     while agents < FEWEST or (agents < MAX_NODES and chance.random() < 0.5):
         faults.append(Fault(round(chance.uniform(0, 4), 2), Kind.JOIN))
         agents += 1
     away = [f.at + f.lasts for f in faults if f.kind in OUTAGES]
     if away:
-        faults = [Fault(max(away) + 0.5, f.kind) if f.kind is Kind.JOIN else f for f in faults]
+        faults = [_not_before(max(away) + 0.5, fault) for fault in faults]
     if not faults:
         faults = [Fault(0.0, Kind.WORKER_KILL, str(chance.randrange(FEWEST)))]
     return Burst(number, round(chance.uniform(0.5, 4), 1), tuple(sorted(faults)), agents)
+
+
+def _not_before(at: float, fault: Fault) -> Fault:
+    """The fault, with a node that it starts started at that moment at the soonest."""
+    if fault.kind in JOINS:
+        return replace(fault, at=at + fault.at if fault.kind is Kind.TRICKLE else at)
+    if fault.kind is Kind.CONTAINER_KILL:
+        return replace(fault, lasts=round(max(fault.lasts, at - fault.at), 1))
+    return fault
 
 
 class Nemesis:
@@ -190,8 +234,10 @@ class Nemesis:
 
     def _inject(self, fault: Fault) -> tuple[str, Undo | None]:
         """Whom it has hit, and what ends it."""
-        if fault.kind is Kind.JOIN:
+        if fault.kind in JOINS:
             return self._nodes.join(), None
+        if fault.kind is Kind.DISK_FREEZE:
+            return self._nodes.disk.freeze(), self._nodes.disk.thaw
         if fault.kind is Kind.COMPACTION:
             return self._etcd.compact(), None
         if fault.kind in ETCD_GONE:
@@ -210,14 +256,18 @@ class Nemesis:
                 agent.kill()
             case Kind.NODE_KILL:
                 self._nodes.expect(agent, -signal.SIGKILL)
-                agent.node_kill()
+                agent.begin_node_kill()
+            case Kind.CONTAINER_KILL:
+                self._nodes.expect(agent, -signal.SIGKILL)
+                agent.begin_node_kill()
+                return self._nodes.await_again(agent)
             case Kind.LEAVE:
                 self._nodes.expect(agent, 128 + signal.SIGTERM)
                 agent.terminate()
             case Kind.NODE_FREEZE:
                 agent.freeze()
                 return agent.thaw
-            case Kind.AGENT_STOP:
+            case Kind.AGENT_STOP | Kind.AGENT_SLEEP:
                 return _stop([agent.pid])
             case Kind.WORKER_STOP:
                 return _stop(logs.pids(agent.node)[:1])
@@ -232,6 +282,8 @@ class Nemesis:
 
     def _hit_etcd(self, fault: Fault) -> tuple[str, Undo]:
         match fault.kind:
+            case Kind.PERMISSION_LOST:
+                return self._etcd.forbid(), self._etcd.allow
             case Kind.ETCD_STOP:
                 member = self._etcd.member(fault.target)
                 member.freeze()

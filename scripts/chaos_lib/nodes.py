@@ -2,18 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from elastic_etcd import trampoline
 from elastic_etcd.core.schema import PREFIX
-from tests.support.etcd import EtcdCluster, EtcdServer
+from tests.support.disks import loop_disk, stand_still, turn_again
+from tests.support.etcd import FAST, EtcdCluster, EtcdServer
 from tests.support.job import FORKSERVER, ROOT, Agent, Job
 from tests.support.processes import Changes, send
 
@@ -30,8 +33,12 @@ FLAGS: dict[str, Any] = {
     "settle": TTL,
     "max_restarts": 10**6,
     "min_uptime": 0,
+    "suspect_after": 0,  # nodes come back again and again, and are awaited
+    "redirects": 1,  # what workers say goes to files only; what goes wrong, to their agent's, too
 }
 COMMIT_EVERY = 3
+USER, PASSWORD, ROLE = "me", "mine", "training"  # as EtcdServer.guard makes them
+ROOT_USER, ROOT_PASSWORD = "root", "secret"
 
 
 @dataclass
@@ -101,10 +108,47 @@ class WorkerLogs:
         return complete and all(rank.last > since for rank in ranks)
 
 
-class Nodes:
-    """Agents of one job. Raises AssertionError when one ends that should not.
+@contextmanager
+def disk(directory: Path) -> Iterator["Disk"]:
+    """Make one in this folder, where it can be made; what was on it is kept there."""
+    path = directory / "disk"
+    path.mkdir()
+    with loop_disk(path, directory / "disk.image") as made:
+        opened = Disk(path, made)
+        try:
+            yield opened
+        finally:
+            opened.thaw()
+        if made:
+            shutil.copytree(path, directory / "logs")
 
-    `seen(logs)` is called again and again while something is waited for.
+
+class Disk:
+    """Where --log-dir is. It can stand still if it is `apart`: a disk of its own."""
+
+    def __init__(self, path: Path, apart: bool) -> None:
+        self.path, self._apart = path, apart
+        self._frozen = False
+
+    def freeze(self) -> str:
+        """Whoever writes to it waits from here on; what was done, in words."""
+        if not self._apart:
+            return "left out: it takes root and a loop device"
+        stand_still(self.path)
+        self._frozen = True
+        return "under --log-dir"
+
+    def thaw(self) -> None:
+        if self._frozen:
+            turn_again(self.path)
+        self._frozen = False
+
+
+class Nodes:
+    """Agents of one job, whose --log-dir is on `disk`.
+
+    Raises AssertionError when one ends that should not. `seen(logs)` is called again and again
+    while something is waited for.
     """
 
     def __init__(
@@ -112,15 +156,18 @@ class Nodes:
         endpoints: str,
         directory: Path,
         name: str,
+        disk: Disk,
         seen: Callable[[WorkerLogs], None],
         *,
         plain: bool,
     ) -> None:
+        self.disk = disk
         self.job = Job(endpoints, directory, name)
         self.logs = WorkerLogs(directory)
         self._changes = Changes(directory)
         self._expected: dict[Agent, int | None] = {}  # exit status of agents; None: it runs
         self._seen, self._plain = seen, plain
+        self._awaited: set[str] = set()  # names of nodes that will start again
 
     @property
     def running(self) -> list[Agent]:
@@ -129,8 +176,19 @@ class Nodes:
 
     def join(self) -> str:
         """Start an agent under the first name that is free."""
-        used = {agent.node for agent in self._expected if agent.running()}
+        used = self._awaited | {agent.node for agent in self._expected if agent.running()}
         node = next(n for n in (f"n{i}" for i in range(1, 2 * MOST)) if n not in used)
+        self.start(node)
+        return node
+
+    def await_again(self, agent: Agent) -> Callable[[], None]:
+        """Keep the name of an agent that is killed now; gives what starts another one under it."""
+        self._awaited.add(agent.node)
+        return lambda: self.start(agent.node)
+
+    def start(self, node: str) -> None:
+        """Start an agent of this name."""
+        self._awaited.discard(node)
         directory = self.job.directory
         temporary = directory / f"tmp{len(self.job.agents)}"
         temporary.mkdir()
@@ -139,12 +197,13 @@ class Nodes:
             node,
             nproc=WORKERS.get(node, 1),
             script=(*script, *["--plain"][: self._plain]),
-            env={"TMPDIR": str(temporary)},
+            env={"TMPDIR": str(temporary), "ELASTIC_ETCD_PASSWORD": PASSWORD},
+            user=USER,
+            log_dir=self.disk.path,
             **FLAGS,
         )
         self._expected[agent] = None
         self._changes.follow(agent.pid)
-        return node
 
     def expect(self, agent: Agent, code: int) -> None:
         """From now on this agent is to end, with this exit status."""
@@ -234,9 +293,17 @@ class Etcd:
         self._directory = directory
         made = EtcdCluster.make(directory).members
         self.members: Sequence[EtcdServer] = [
-            Member(directory, m.name, port=m.port, peer_port=m.peer_port, cluster=m.cluster)
+            Member(
+                directory,
+                m.name,
+                (*FAST, "--bcrypt-cost=4"),
+                port=m.port,
+                peer_port=m.peer_port,
+                cluster=m.cluster,
+            )
             for m in made
         ]
+        self._forbidden = False
         self._cluster = EtcdCluster(self.members)
         self._file = directory / "history.jsonl"
 
@@ -251,11 +318,14 @@ class Etcd:
 
     def __enter__(self) -> Self:
         self.heal()
+        self.healthy.guard(f"{PREFIX}/")
+        for member in self.members:
+            member.user = f"{ROOT_USER}:{ROOT_PASSWORD}"
         own = (sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--")
         recorder = (sys.executable, "-m", "scripts.chaos_lib.history", self.endpoints, PREFIX)
         with (self._directory / "history.log").open("wb") as log:
             self._recorder = subprocess.Popen(
-                [*own, *recorder, str(self._file)],
+                [*own, *recorder, str(self._file), ROOT_USER, ROOT_PASSWORD],
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,
@@ -269,8 +339,20 @@ class Etcd:
         self._cluster.kill()
 
     def heal(self) -> None:
-        """All members run and agree."""
+        """All members run and agree, and the agents may do what they need."""
         self._cluster.heal()
+        self.allow()
+
+    def forbid(self) -> str:
+        """The agents' user may neither read nor write the job's keys from here on."""
+        self._forbidden = True
+        self.healthy.ctl("--command-timeout=20s", "user", "revoke-role", USER, ROLE)
+        return USER
+
+    def allow(self) -> None:
+        if self._forbidden:
+            self.healthy.ctl("--command-timeout=20s", "user", "grant-role", USER, ROLE)
+        self._forbidden = False
 
     def events(self, job: str) -> list[Recorded]:
         """All of a job's that have been recorded."""

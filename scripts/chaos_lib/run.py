@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .checker import Replay, Workload, replay, residue, tracebacks, unrecorded
 from .nemesis import Burst, Fault, Nemesis
-from .nodes import MAX_NODES, MIN_NODES, Etcd, Nodes
+from .nodes import MAX_NODES, MIN_NODES, TTL, Disk, Etcd, Nodes
 from .report import Outcome, Report
 
 PATIENCE = 90.0  # for the job to be whole again, after a burst
@@ -18,19 +18,20 @@ class Run:
     def __init__(
         self,
         etcd: Etcd,
+        disk: Disk,
         directory: Path,
         report: Report,
         asked: Callable[[], bool],
         over: Callable[[], bool],
     ) -> None:
-        self._etcd, self._directory, self._report = etcd, directory, report
+        self._etcd, self._disk, self._directory, self._report = etcd, disk, directory, report
         self._asked, self._over = asked, over
         self.outcome = Outcome()
 
     def go(self, name: str, bursts: Iterator[Burst], agents: int, *, plain: bool) -> int:
         """Train under these bursts with so many agents at first; how many there are in the end."""
         where = self._etcd.endpoints, self._directory
-        nodes = Nodes(*where, name, self._report.progress, plain=plain)
+        nodes = Nodes(*where, name, self._disk, self._report.progress, plain=plain)
         nemesis = Nemesis(self._etcd, nodes, self._asked)
         try:
             for _ in range(agents):
@@ -42,6 +43,9 @@ class Run:
                 nodes.rest(burst.pause, self._over)
                 if not self._over():
                     self._burst(nemesis, nodes, burst)
+            # A lease that a fault has let expire ends only now, if etcd was away as well.
+            nodes.rest(2 * TTL, lambda: False)
+            nodes.wait("the job is whole again", nodes.whole(), PATIENCE)
             nodes.finish(PATIENCE)
             self._check_end(nodes)
         except AssertionError as error:
@@ -49,6 +53,7 @@ class Run:
             self._etcd.heal()
             self._history(nodes)
         finally:
+            self._disk.thaw()  # what waits for it would not end
             nodes.close()
         self.outcome.violations += tracebacks(self._directory, plain=plain)
         return agents

@@ -83,17 +83,16 @@ def train(state: ee.ElasticState, learner: Learner, args: argparse.Namespace, lo
     state.sampler.reshard(batch_sizes=plan.batch_sizes)
     loader = DataLoader(range(LENGTH), plan.batch_size, sampler=state.sampler)
     while True:
-        for batch in loader:
+        for batch in state.steps(loader, commit_every=args.commit_every):
             step, indices = state.step + 1, batch.tolist()
             use = {"epoch": state.sampler.epoch, "indices": indices, "time": time.time()}
             log.use("use", step, **use)
             gradients(learner, ddp, indices)
             learner.step()
             time.sleep(args.step_time)  # what a larger model would compute for
-            state.sampler.record(batch)
             state.step, state.made = step, generation()
             log.write("step", step=step)
-            state.commit(every=args.commit_every)
+            print("step", step, flush=True)  # the agent writes it under --log-dir
             if step % SAVE_EVERY == 0:
                 state.commit()
                 save(state, log, args.dir / "saved")
@@ -101,7 +100,6 @@ def train(state: ee.ElasticState, learner: Learner, args: argparse.Namespace, lo
             dist.all_reduce(asked)
             if asked:
                 return
-            state.check()
         state.sampler.set_epoch(state.sampler.epoch + 1)
 
 

@@ -36,20 +36,20 @@ make_wheels() {
     say "collecting wheels"
     rm -rf build/wheels
     mkdir -p build/wheels
-    # shellcheck disable=SC2046
+    requirements >build/requirements.txt
     "$python" -m pip wheel -q -q --disable-pip-version-check --wheel-dir build/wheels \
-        --constraint scripts/constraints.txt setuptools $(requirements) >&2 ||
+        --constraint scripts/constraints.txt --requirement build/requirements.txt >&2 ||
         give_up "the wheels can't be had"
     touch "$stamp"
 }
 
-requirements() {
+requirements() { # one a line: they have conditions
     "$python" - <<'EOF'
 import configparser
 setup = configparser.ConfigParser()
 setup.read("setup.cfg")
 extras = setup["options.extras_require"]
-print(setup["options"]["install_requires"], extras["embedded"], extras["test"])
+print("setuptools", setup["options"]["install_requires"], extras["embedded"], extras["test"], sep="\n")
 EOF
 }
 

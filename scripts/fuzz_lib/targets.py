@@ -29,7 +29,7 @@ from elastic_etcd.protocol import (
     from_forked,
     from_worker,
 )
-from elastic_etcd.train import codecs, snapshot
+from elastic_etcd.train import encoding, snapshot
 from tests.support.spoilt import JOBS, LOCAL, acts
 
 HELLO = encode(Hello(1, 1, 0, 7))
@@ -39,9 +39,13 @@ KINDS: tuple[type[schema.Value], ...] = (
     *(schema.Spec, schema.Round, schema.Ledger, schema.Outcome, schema.Member),
     *(schema.Ack, schema.Report, schema.History),
 )
-_tensors: list[torch.Tensor] = []
-_OBJECTS = codecs.encode({"a": [1, 2.5, None, True, "x", b"y"], ("k", 1): (1 << 80,)}, _tensors)
-_TABLE, _ = snapshot.pack({"a": b"x"}, [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)])
+_OBJECTS = encoding.dumps(
+    encoding.encode(
+        {"a": [1, 2.5, None, {3}, "x", b"y"], ("k", 1): (1 << 80, torch.Size([2]), torch.int8)}, {}
+    )
+)
+_NAMED = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.int64)}
+_TABLE, _ = snapshot.pack({"x": {"$tensor": "a"}}, _NAMED)
 _loop = asyncio.new_event_loop()
 SEEDS: dict[str, list[bytes]] = {
     "value": [value.encode() for job in JOBS for value in job.values()],
@@ -53,7 +57,7 @@ SEEDS: dict[str, list[bytes]] = {
     "packet": [HELLO, *map(encode, (World(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7)))],
     "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
     "codecs": [_OBJECTS, _TABLE],
-    "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + _TABLE],
+    "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + bytes(128) + _TABLE],
 }
 
 
@@ -125,12 +129,13 @@ async def _throw(data: bytes) -> None:
 def fuzz_codecs(data: bytes) -> None:
     """What is read can be written, and is read as the same bytes again."""
     try:
-        read = codecs.decode(data, (torch.zeros(1),))
+        read = encoding.decode(encoding.loads(data), {"x": torch.zeros(1)})
     except MalformedState:
         return
-    tensors: list[torch.Tensor] = []
-    again = codecs.encode(read, tensors)
-    assert codecs.encode(codecs.decode(again, tensors), []) == again
+    tensors: dict[str, torch.Tensor] = {}
+    again = encoding.dumps(encoding.encode(read, tensors))
+    read = encoding.decode(encoding.loads(again), tensors)
+    assert encoding.dumps(encoding.encode(read, {})) == again
 
 
 def fuzz_snapshot(data: bytes) -> None:
