@@ -1,6 +1,7 @@
 """A job on the nodes of the compose project; afterwards all of it is as it was."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ def jobs(
     """Makes the job of a test; when the test has passed its nodes must end well."""
     made: list[ComposeJob] = []
 
-    def make(trainer: str = DDP) -> ComposeJob:
-        made.append(ComposeJob({name: project[name] for name in NODES}, trainer))
+    def make(trainer: str = DDP, **more: Any) -> ComposeJob:
+        made.append(ComposeJob({name: project[name] for name in NODES}, trainer, **more))
         return made[-1]
 
     yield make

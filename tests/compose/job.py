@@ -24,22 +24,32 @@ TTL = 4  # seconds; many times what a busy machine delays a keepalive for
 class ComposeJob(Job):
     """The job whose id and arguments the nodes read when they start."""
 
-    def __init__(self, nodes: dict[str, Container], trainer: str) -> None:
+    def __init__(
+        self, nodes: dict[str, Container], trainer: str, ttl: int = TTL, step_time: float = 0.1
+    ) -> None:
         name = os.urandom(4).hex()
         directory = CHECKPOINTS / name
         super().__init__(None, directory, f"job-{name}")
         self.nodes = nodes
         shutil.copy(trainer, directory)
         os.chown(directory, TRAINER_UID, TRAINER_UID)
-        arguments = f"--job {self.name} --nnodes 1:{len(nodes)} --settle 30 --lease-ttl {TTL} "
-        arguments += f"{directory / Path(trainer).name} --dir {directory} --step-time 0.1"
+        arguments = f"--job {self.name} --nnodes 1:{len(nodes)} --settle 30 --lease-ttl {ttl} "
+        arguments += f"{directory / Path(trainer).name} --dir {directory} --step-time {step_time}"
         (CHECKPOINTS / "arguments").write_text(arguments)
 
     def begin(self) -> int:
         """Start all nodes; the generation in which all of them train."""
         for node in self.nodes.values():
             node.start()
-        return self.trains(len(self.nodes), seconds=120)
+        return self.trains(len(self.nodes), seconds=240)
+
+    def first_step(self, generation: int) -> float:
+        """When the slowest rank of a generation had done its first step."""
+        first: dict[int, float] = {}
+        for e in self.events("step"):
+            if e.generation == generation:
+                first.setdefault(e.rank, e.time)
+        return max(first.values())
 
     def all_train(self, steps: int, seconds: float) -> None:
         """Wait until every node has done so many more steps in worlds of all of them."""

@@ -7,7 +7,7 @@ import pytest
 from .engine import Container
 from .job import TTL, ComposeJob, healthy, leader, status
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 Jobs = Callable[..., ComposeJob]
 Members = dict[str, Container]

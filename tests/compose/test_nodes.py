@@ -1,17 +1,20 @@
 """Nodes of a real network that are killed, frozen, cut off and stopped, by docker."""
 
+import os
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.invariants import each_sample_once
-from tests.support.job import ELASTIC
+from tests.support.job import DDP, ELASTIC
 
 from .job import ComposeJob
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 Jobs = Callable[..., ComposeJob]
+LONG = 600  # seconds of a lease that does not end in a test
 
 
 def node_of_rank(job: ComposeJob, generation: int, rank: int) -> str:
@@ -27,6 +30,29 @@ def test_a_node_is_killed_and_comes_back(jobs: Jobs) -> None:
     victim.start()
     g = job.trains(3, after=g, seconds=90)
     assert job.worker(g, rank=0).restarts == 0, "nodes that come and go cost no restart"
+
+
+@pytest.mark.timeout(4 * LONG)
+@pytest.mark.parametrize("trainer", [DDP, ELASTIC], ids=["plain", "in process"])
+def test_a_killed_node_is_missed_long_before_its_lease_ends(
+    jobs: Jobs, capsys: pytest.CaptureFixture[str], trainer: str
+) -> None:
+    """Prints how long after `docker kill` the survivors' first step was."""
+    job = jobs(trainer, ttl=LONG, step_time=0.02)
+    g = job.begin()
+    took = []
+    for rank in (2, 0):
+        victim = job.nodes[node_of_rank(job, g, rank)]
+        job.goes_on(g, steps=50)
+        began = time.time()
+        victim.kill()
+        g = job.trains(2, after=g, seconds=LONG / 2)
+        took.append(job.first_step(g) - began)
+        victim.start()
+        g = job.trains(3, after=g, seconds=240)
+    seconds = ", ".join(f"{t:.3f}" for t in took)
+    with capsys.disabled():
+        print(f"\ndocker kill -> first step: {seconds} s; load {os.getloadavg()[0]:.1f}")
 
 
 def test_a_node_is_paused_past_its_ttl(jobs: Jobs) -> None:

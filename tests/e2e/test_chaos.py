@@ -26,16 +26,16 @@ def chaos(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_two_minutes(tmp_path: Path) -> None:
-    with chaos("--minutes", "2", "--seed", "681", "--keep", str(tmp_path / "logs")) as process:
+    with chaos("--minutes", "2", "--seed", "3034", "--keep", str(tmp_path / "logs")) as process:
         said = process.communicate(timeout=400)[0]
     assert process.returncode == 0, said
     assert "job 2 of 2" in said
     assert "whole again" in said
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_training_and_reports(tmp_path: Path) -> None:
     arguments = ("--minutes", "9", "--seed", "1", "--keep", str(tmp_path / "logs"))
     with chaos(*arguments) as process:
@@ -80,7 +80,7 @@ def test_no_burst_takes_the_state_of_all_nodes() -> None:
         hit = [f.target for f in burst.faults if f.kind in nemesis.NODE_FAULTS]
         assert len(set(hit)) == len(hit) < nodes.FEWEST
         lost = sum(f.kind in nemesis.LOST for f in burst.faults)
-        joined = sum(f.kind is nemesis.Kind.JOIN for f in burst.faults)
+        joined = sum(f.kind in nemesis.JOINS for f in burst.faults)
         agents += joined - lost
         assert agents == burst.agents
         assert nodes.FEWEST <= agents <= nodes.MOST

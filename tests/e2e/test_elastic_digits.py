@@ -23,7 +23,7 @@ from tests.support.plugin import passed
 from tests.support.processes import send
 from tests.support.residue import Residue
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 EVERY = 3  # steps from commit to commit
 

@@ -13,7 +13,7 @@ from tests.support.etcd import EtcdCluster
 from tests.support.job import TTL
 from tests.support.ticking import TickingJob, connected, ticking
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.support.proxy import Proxy, proxy_aside
 from tests.support.residue import history, member, members_are
 from tests.support.ticking import ticking
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("outage", [0.3, 2 * TTL + 1], ids=["short", "longer than the TTL"])
@@ -36,7 +36,7 @@ def test_r9_join_timeout_stands_still_while_etcd_is_away(job: Job, etcd: EtcdSer
     n1 = job.start("n1", nnodes="2:2", join_timeout=timeout)
     job.said(n1, "1 of at least 2 nodes are ready")
     etcd.kill()
-    job.said(n1, "etcd does not answer", seconds=TTL + 10)
+    job.said(n1, "etcd does not answer")
     over = monotonic() + timeout
     job.wait("the timeout is over", lambda: monotonic() > over, seconds=timeout + 10)
     etcd.start()

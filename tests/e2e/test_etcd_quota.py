@@ -14,7 +14,7 @@ from tests.support.etcd import FAST, EtcdServer
 from tests.support.residue import member
 from tests.support.ticking import TickingJob, ticking
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 CURE = "etcdctl alarm disarm"
 

@@ -15,7 +15,7 @@ from tests.support.job import ROOT
 from tests.support.ticking import ticking
 from tests.support.tls import Authority, Files, asking, shows
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 LONG = 10  # a TTL that outlives the restarts of a server
 
@@ -95,12 +95,13 @@ def test_certificates_that_are_no_good_are_refused_in_words(servers: Servers) ->
         for name, (argv, _) in cases.items()
     }
     for name, process in running.items():
-        told, _ = process.communicate(timeout=60)
+        told, _ = process.communicate(timeout=120)
         assert process.returncode == 5, (name, told)
         assert cases[name][1] in told, (name, told)
         assert "Traceback" not in told, (name, told)
-        assert told.startswith("error: no trust between this client and etcd at "), (name, told)
-        assert told.count("\n") == 2, (name, told)
+        said = [line for line in told.splitlines() if "a dead agent left" not in line]  # a test's
+        assert said[0].startswith("error: no trust between this client and etcd at "), (name, told)
+        assert len(said) == 2, (name, told)
     assert time.monotonic() - began < 30
 
 

@@ -14,7 +14,7 @@ from tests.support.job import GUARDIAN, Agent, Job
 from tests.support.processes import command, send
 from tests.support.residue import members_are
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 LONG = 100  # seconds
 
@@ -22,6 +22,17 @@ LONG = 100  # seconds
 def guardian(agent: Agent) -> int:
     (pid,) = agent.programs(GUARDIAN)
     return pid
+
+
+def killed_with_its_guardian_busy(job: Job) -> tuple[Agent, int]:
+    """n1's agent, which is dead, and its guardian, which is stopped before it does anything."""
+    before = job.start("n1", nnodes="1:1")
+    job.trains(1)
+    busy = guardian(before)
+    send(signal.SIGSTOP, [busy])
+    before.kill()
+    before.process.wait()
+    return before, busy
 
 
 def sockets(pid: int) -> set[str]:
@@ -45,6 +56,54 @@ def test_an_agent_is_killed(job: Job) -> None:
     job.said(n2, f"elastic_etcd: the agent (pid {n2.pid}) is gone: killed what it ran, lease ")
     job.trains(1, after=g)
     assert "n2 is lost" in n1.output
+    job.finish(n1)
+
+
+def test_r18_the_guardian_ends_also_what_has_left_its_process_group(job: Job) -> None:
+    n1 = job.start("n1", "--fault", "daemon", nnodes="1:1", lease_ttl=LONG)
+    job.trains(1)
+    assert "sleep 600" in map(command, n1.others())
+    n1.kill()
+    job.wait("all that it ran ends, its guardian last", lambda: not n1.others())
+    n1 = job.start("n1", nnodes="1:1")
+    job.trains(1, after=1)
+    job.finish(n1)
+
+
+def test_r18_an_agent_ends_what_was_left_of_the_one_before_it(job: Job) -> None:
+    before = job.start("n1", "--fault", "daemon", nnodes="1:1")
+    job.trains(1)
+    (left,) = [pid for pid in before.others() if command(pid) == "sleep 600"]
+    both = [before.pid, guardian(before)]
+    send(signal.SIGSTOP, both)  # or the agent starts another guardian between the two signals
+    send(signal.SIGKILL, both)
+    job.wait("its worker is gone", lambda: before.others() == [left])
+    n1 = job.start("n1", nnodes="1:1")
+    job.said(n1, f"waiting for what a former agent of this node left: {left} (sleep)")
+    job.trains(1, after=1)
+    assert command(left) == "gone"
+    job.finish(n1)
+
+
+def test_r18_an_agent_waits_for_the_guardian_of_the_one_before_it(job: Job) -> None:
+    """That one waits for what is dying: a process that is has no environment any more."""
+    _, busy = killed_with_its_guardian_busy(job)
+    n1 = job.start("n1", nnodes="1:1")
+    job.said(n1, f"waiting for what a former agent of this node left: {busy} (")
+    send(signal.SIGCONT, [busy])
+    job.trains(1, after=1)
+    job.finish(n1)
+
+
+def test_r18_an_agent_gives_up_on_what_does_not_end(job: Job) -> None:
+    before, busy = killed_with_its_guardian_busy(job)
+    n1 = job.start("n1", nnodes="1:1", kill_timeout=1)
+    job.exits(n1, 1)
+    assert f"what a former agent of this node left is still there after 1 s: {busy} (" in n1.output
+    send(signal.SIGCONT, [busy])
+    job.wait("it ends", lambda: not before.others())
+    n1 = job.start("n1", nnodes="1:1")
+    job.trains(1, after=1)
     job.finish(n1)
 
 

@@ -10,7 +10,7 @@ from tests.support.invariants import each_sample_once
 from tests.support.job import ELASTIC, Agent, Job
 from tests.support.processes import send
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 def start(job: Job, node: str, *arguments: str, **flags: Any) -> Agent:
@@ -92,7 +92,8 @@ def test_a_mistake_of_the_user_s_is_the_cause(job: Job) -> None:
 
 def test_a_worker_that_is_stuck_is_killed_and_started_anew(job: Job) -> None:
     fault = ("--fault", "stuck", "--at", "5", "--on", "1")
-    nodes = {name: start(job, name, *fault, nnodes="1:3") for name in ("n1", "n2", "n3")}
+    flags = {"nnodes": "1:3", "park_timeout": 3}
+    nodes = {name: start(job, name, *fault, **flags) for name in ("n1", "n2", "n3")}
     stuck = job.wait("it is stuck", lambda: job.events("stuck"))[0]
     before = job.begun(g := stuck.generation)
     killed, survivor = (e for e in before.values() if e.pid != stuck.pid)
@@ -103,6 +104,36 @@ def test_a_worker_that_is_stuck_is_killed_and_started_anew(job: Job) -> None:
     assert after[stuck.node].pid != stuck.pid
     assert not Path(f"/proc/{stuck.pid}").exists()
     job.finish(*nodes.values())
+    each_sample_once(job.directory)
+
+
+def test_g3_a_survivor_has_time_to_come_out_of_its_step(job: Job) -> None:
+    """With what it has on its device; a worker without ee.run has 3 s."""
+    fault = ("--fault", "long", "--at", "5", "--on", "1")
+    n1, n2 = start(job, "n1", *fault), start(job, "n2", *fault)
+    long = job.wait("a long step", lambda: job.events("long"))[0]
+    before = job.begun(g := long.generation)
+    send(signal.SIGKILL, [e.pid for e in before.values() if e.pid != long.pid])
+    g = job.trains(2, after=g)
+    assert job.begun(g)[long.node].pid == long.pid
+    job.finish(n1, n2)
+    each_sample_once(job.directory)
+
+
+def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
+    """Without DDP, whose constructor ends the process then (torch 2.13)."""
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    n1, n2 = (start(job, name, "--by-hand", env=detail) for name in ("n1", "n2"))
+    g = job.trains(2)
+    before = job.begun(g)
+    send(signal.SIGKILL, [before["n2"].pid])
+    g = job.trains(2, after=g)
+    assert job.begun(g)["n1"].pid == before["n1"].pid
+    n2.terminate()
+    job.exits(n2, 143)
+    g = job.trains(1, after=g)
+    assert job.begun(g)["n1"].pid == before["n1"].pid
+    job.finish(n1)
     each_sample_once(job.directory)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.support.job import TICKER, Agent, Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 # Run apart: etcd3's messages only load on protobuf's Python implementation.
 READ_WITH_ETCD3 = """
@@ -31,20 +32,47 @@ print(json.dumps({kv.key.decode(): [value.decode(), kv.lease_id] for value, kv i
 """
 
 
+RERUN = {"PET_RERUN": "1"}
+
+
 def test_reuse_of_a_job_id(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
     failed = jobs()
     agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
     failed.exits(agent, 1)
     assert keys(etcd, failed.name)["outcome"]["state"] == "failed"
-    for _ in range(2):
+    for env in ({}, RERUN):
         again = jobs(failed.name)
-        agent = again.start("n1", "--steps", "5", nnodes="1")
-        again.exits(agent, 0)
+        agent = again.start("n1", "--steps", "5", nnodes="1", env=env)
+        again.exits(agent, 0, seconds=60)
         assert keys(etcd, failed.name)["outcome"]["state"] == "succeeded"
         assert "exited 7" not in agent.output
     runs = [entry["run"] for entry in history(etcd, failed.name).values()]
     assert len(runs) == len(set(runs)) == 3
     assert [e.restarts for e in again.events("start")] == [0]
+
+
+def test_r20_an_agent_that_is_started_again_after_success_runs_nothing(
+    jobs: Callable[..., Job], etcd: EtcdServer
+) -> None:
+    """As systemd and Kubernetes do it; a new run would write over what is done."""
+    job = jobs()
+    flags: dict[str, Any] = {"nnodes": "2", "script": (TICKER, "--dir", str(job.directory))}
+    n1, n2 = job.start("n1", **flags), job.start("n2", **flags)
+    job.trains(2, seconds=60)
+    job.finish(n1, n2)
+    before = keys(etcd, job.name)
+    again = jobs(job.name)
+    agent = again.start("n1", **flags)
+    again.exits(agent, 0, seconds=60)
+    assert "this job has already succeeded at 20" in agent.output
+    assert "--rerun runs it again" in agent.output
+    assert keys(etcd, job.name) == before
+    more = [again.start(node, env=RERUN, **flags) for node in ("n1", "n2")]
+    for agent in more:
+        again.exits(agent, 0, seconds=60)
+    after = keys(etcd, job.name)
+    assert after["outcome"]["state"] == "succeeded"
+    assert after["outcome"]["run"] != before["outcome"]["run"]
 
 
 def test_two_jobs_on_one_etcd(jobs: Callable[..., Job]) -> None:
@@ -141,13 +169,14 @@ def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
     read = json.loads(other.stdout)
     assert {k.removeprefix(root): json.loads(v) for k, (v, _) in read.items()} == seen
     kinds = {k.split("/")[0] for k in seen}
-    assert kinds >= {"spec", "members", "ledger", "round", "acks", "history"}
+    assert kinds >= {"spec", "members", "ledger", "round", "world", "acks", "history"}
     assert all(value["v"] == 1 for value in seen.values())
     assert all(v == json.dumps(json.loads(v), sort_keys=True) for v, _ in read.values())
     leased = {k.removeprefix(root).split("/")[0] for k, (_, lease) in read.items() if lease}
     assert leased == {"members", "acks"}, "a final round is bound to no lease"
     assert seen["round"]["generation"] == g
-    assert [p["node"] for p in seen["round"]["participants"]] == ["n1", "n2"]
+    world = sorted(seen["world/0"]["participants"], key=lambda p: p["group_rank"])
+    assert [p["node"] for p in world] == ["n1", "n2"]
     assert f"{seen['round']['master']['addr']}:{seen['round']['master']['port']}" == (
         job.worker(g, rank=0).master
     )

@@ -1,10 +1,12 @@
 """The programs that users run first: the demo, and its script under other launchers."""
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.support.job import ROOT
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 DIGITS = str(ROOT / "examples" / "digits_ddp.py")
 
@@ -145,6 +147,61 @@ def test_a_folder_of_our_name(tmp_path: Path) -> None:
     subprocess.run([sys.executable, *agent], cwd=tmp_path, check=True, timeout=60)
 
 
+class Terminal:
+    """A terminal, as a user has it, and what stands on it."""
+
+    def __init__(self) -> None:
+        self._own, self.theirs = os.openpty()
+        self._shown = ""
+
+    def shows(self, text: str, seconds: float = 60) -> None:
+        """Wait until it does, after what was waited for before."""
+        deadline = time.monotonic() + seconds
+        while text not in self._shown:
+            ready, _, _ = select.select([self._own], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} is not among {self._shown!r}"
+            self._shown += os.read(self._own, 65536).decode(errors="replace")
+        self._shown = self._shown.partition(text)[2]
+
+    def type(self, line: str) -> None:
+        os.write(self._own, f"{line}\n".encode())
+
+    def close(self) -> None:
+        os.close(self._own)
+        os.close(self.theirs)
+
+
+@pytest.mark.parametrize("method", ["prefork", "exec"])
+def test_r24_the_only_worker_of_a_job_is_debugged_at_the_terminal(
+    tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loss = 41\nprint('before', end='')\nbreakpoint()\nprint('loss is', loss)\n")
+    terminal = Terminal()
+    command = (sys.executable, "-m", "elastic_etcd.launch", "--start-method", method, str(script))
+    agent = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=terminal.theirs,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    try:
+        terminal.shows("before")  # though its line has no end yet
+        terminal.shows("(Pdb) ")
+        terminal.type("loss += 1")
+        terminal.shows("(Pdb) ")
+        terminal.type("continue")
+        terminal.shows("loss is 42")
+        terminal.shows("succeeded")
+        assert agent.wait(60) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+        terminal.close()
+
+
 def test_torchrun_s_prefix_of_lines() -> None:
     agent = ("-m", "elastic_etcd.launch", "--role", "trainer", "--no-python", "echo", "hello")
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${rank}> "}
@@ -172,3 +229,26 @@ def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> 
     failure = ProcessFailure(0, 1, 1, str(file))
     assert "ValueError: a mistake" in str(failure.message)
     assert failure.timestamp > 0
+
+
+def test_t19_what_a_script_sets_before_it_imports_torch_counts_as_under_torchrun(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\n"
+        "os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('level', dist.get_debug_level().name, 'of rank', os.environ['RANK'])\n"
+        "dist.destroy_process_group()\n"
+    )
+    told = run("-m", "elastic_etcd.launch", "--nproc-per-node", "2", str(script))
+    assert "level DETAIL of rank 0" in told
+    assert "level DETAIL of rank 1" in told
+    assert "changes TORCH_DISTRIBUTED_DEBUG before" in told
+
+
+def test_g4_workers_are_told_the_interface_of_the_advertised_address() -> None:
+    command = ("--no-python", "sh", "-c", "echo gloo uses $GLOO_SOCKET_IFNAME.")
+    assert "gloo uses lo." in run("-m", "elastic_etcd.launch", "--advertise", "127.0.0.1", *command)

@@ -13,9 +13,17 @@ from tests.support.job import TTL, Job
 from tests.support.processes import send
 from tests.support.residue import history
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 TIMES = 5
+# Leaves a process in its group that no signal ends, as long as the disk stands still.
+LEAVES = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen(["touch", sys.argv[1]])
+while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "D":
+    time.sleep(0.01)
+"""
 DROPPED = re.compile(r"\.\.\. (\d+) bytes dropped: the disk stood still")
 TOLD = re.compile(r"warning: (\d+) bytes of the workers' output dropped")
 
@@ -49,3 +57,15 @@ def test_r1_a_disk_that_stands_still_ends_no_world(
             files = [path.read_text() for path in (disk / agent.node).rglob("*.log")]
             lost = DROPPED.findall("\n".join([agent.output, *files]))
             assert sorted(lost) == sorted(TOLD.findall(agent.output)), "each is told in the log"
+
+
+def test_r19_a_job_succeeds_beside_a_process_that_no_signal_ends(job: Job, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "script.py").write_text(LEAVES)
+    script = (str(tmp_path / "script.py"), str(disk / "file"))
+    with disk_that_may_stand_still(disk, tmp_path / "image"), standing_still(disk):
+        n1, n2 = (job.start(node, script=script, kill_timeout=3) for node in ("n1", "n2"))
+        for agent in (n1, n2):
+            job.exits(agent, 0, seconds=90)
+            assert "this node ends without them" in agent.output

@@ -10,7 +10,7 @@ from tests.support.job import TTL, Job
 from tests.support.processes import send
 from tests.support.residue import history
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 # Python runs what stands here before the agent; a signal's handler runs on the loop's thread.
 STUCK = f"""

@@ -15,19 +15,19 @@ import pytest
 
 from elastic_etcd.core import rules, writes
 from elastic_etcd.core.lifecycle import Life, State, Write
-from elastic_etcd.core.rules import Elapsed, Limits, Local
-from elastic_etcd.core.schema import Keys, Member, Spec
+from elastic_etcd.core.rules import Elapsed, Local
+from elastic_etcd.core.schema import Keys, Limits, Member, Spec
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Narrow, covered, view_of
 from elastic_etcd.etcd.client import Client
 from tests.support.aio import asynchronous
 from tests.support.disks import small_disk
 from tests.support.etcd import EtcdServer
-from tests.support.job import TTL, Job
+from tests.support.job import Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def versions(etcd: EtcdServer, key: str) -> Iterator[dict[str, Any]]:
@@ -47,7 +47,7 @@ def test_master_address_race(job: Job, etcd: EtcdServer) -> None:
 
     Rank 0 is killed each time, so that each world has another store.
     """
-    n1, n2 = job.start("n1"), job.start("n2")
+    n1, n2 = (job.start(node, suspect_after=0) for node in ("n1", "n2"))
     g = job.trains(2, seconds=60)
     for _ in range(2):
         os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(
     stopped = job.worker(g, rank=1)
     victim, other = (n2, n1) if stopped.node == "n2" else (n1, n2)
     send(signal.SIGSTOP, [victim.pid])
-    alone = job.trains(1, after=g, seconds=TTL + 40)
+    alone = job.trains(1, after=g)
     assert history(etcd, job.name)[alone]["began"] == f"{victim.node} is lost"
     job.goes_on(alone)
     send(signal.SIGCONT, [victim.pid])
@@ -88,7 +88,7 @@ def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(
 async def joined(client: Client, keys: Keys, number: int) -> State:
     """A member of the job in `keys` that has seen no round yet."""
     lease = (await client.grant(60)).id
-    member, spec = Member(lease, f"n{number}", 1), Spec("run", 1, 64)
+    member, spec = Member(lease, f"n{number}", 1), Spec("run", Limits(1, 64))
     while True:
         seen = await client.range(*writes.look(keys))
         txn = writes.join(keys, seen, member, spec, again=False)

@@ -106,6 +106,26 @@ async def test_a_port_that_somebody_else_took(
         assert not choices
 
 
+def test_its_ports_are_none_that_an_outgoing_connection_takes() -> None:
+    """Else somebody may have them when an etcd that has ended is started again."""
+    ports = embedded.free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < embedded.first_ephemeral_port()
+
+
+def test_no_port_is_given_twice() -> None:
+    """A server may be there for which the first one was, but not have begun yet."""
+    ports = [embedded.free_ports(1)[0] for _ in range(1000)]
+    assert len(set(ports)) == 1000
+
+
+@pytest.mark.parametrize("first", [1024, 20_001])
+def test_the_kernel_may_give_all_ports_away(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    monkeypatch.setattr(embedded, "first_ephemeral_port", lambda: first)
+    monkeypatch.setattr(embedded, "_candidates", embedded._candidates.__wrapped__)
+    assert len(set(embedded.free_ports(9))) == 9
+
+
 @asynchronous
 async def test_it_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a directory")

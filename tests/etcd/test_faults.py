@@ -9,6 +9,7 @@ from elastic_etcd.etcd.faults import (
     LeaseNotFound,
     RpcFailed,
     TokenRefused,
+    TooLarge,
     Unanswered,
     Untrusted,
     brief,
@@ -16,6 +17,7 @@ from elastic_etcd.etcd.faults import (
 )
 
 Code = grpc.StatusCode
+OPERATIONS = "too many operations in txn request"
 
 
 def fault(code: grpc.StatusCode, details: str) -> Exception:
@@ -52,7 +54,6 @@ def test_another_attempt_at_the_same_place() -> None:
     ("code", "details"),
     [
         (Code.UNAUTHENTICATED, "etcdserver: invalid auth token"),
-        (Code.PERMISSION_DENIED, "etcdserver: permission denied"),
         (Code.INVALID_ARGUMENT, "etcdserver: user name is empty"),
         (Code.INVALID_ARGUMENT, "etcdserver: revision of auth store is old"),
     ],
@@ -65,9 +66,12 @@ def test_another_login(code: grpc.StatusCode, details: str) -> None:
     ("code", "details", "kind", "text"),
     [
         (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", EtcdRefused, "full"),
+        (Code.INVALID_ARGUMENT, "etcdserver: request is too large", TooLarge, "/key in one"),
+        (Code.INVALID_ARGUMENT, f"etcdserver: {OPERATIONS}", TooLarge, "--max-txn-ops"),
         (Code.UNIMPLEMENTED, "unknown service etcdserverpb.KV", EtcdRefused, "v3 API"),
         (Code.UNKNOWN, "something new", EtcdRefused, "/key: something new"),
         (Code.NOT_FOUND, "etcdserver: requested lease not found", LeaseNotFound, "lease"),
+        (Code.PERMISSION_DENIED, "etcdserver: permission denied", EtcdDenied, "denies user 'me'"),
         (
             Code.INVALID_ARGUMENT,
             "etcdserver: authentication failed, invalid user ID or password",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.__main__ import main
 from elastic_etcd.core.schema import hexed
 from tests.support.etcd import EtcdServer, tool
 
@@ -28,8 +29,14 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     signal.pause()
 """
+HANGS = """
+import time
+import elastic_etcd as ee
+ee.heartbeat()
+time.sleep(1000)
+"""
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass(frozen=True)
@@ -74,17 +81,17 @@ def commands() -> list[str]:
 
 
 def launch(
-    etcd: EtcdServer, prefix: str, directory: Path, node: str, *more: str
+    etcd: EtcdServer, prefix: str, directory: Path, node: str, *more: str, worker: str = WORKER
 ) -> "subprocess.Popen[str]":
-    script = directory / "worker.py"
-    script.write_text(WORKER)
+    script = directory / f"worker{hash(worker)}.py"
+    script.write_text(worker)
     flags = {
         "etcd": etcd.endpoint,
         "prefix": prefix,
         "job": "resnet-7",
         "node-name": node,
         "settle": "0",
-        "min-uptime": "0",
+        "min-uptime": "600",
         "topology-label": "rack1",
     }
     argv = [sys.executable, "-m", "elastic_etcd.launch", *(f"--{k}={v}" for k, v in flags.items())]
@@ -105,24 +112,38 @@ def said(agent: "subprocess.Popen[str]", text: str) -> None:
 
 
 def ends(agent: "subprocess.Popen[str]", code: int) -> None:
-    _, text = agent.communicate(timeout=30)
+    _, text = agent.communicate(timeout=120)
     assert agent.returncode == code, text
 
 
-def three_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
-    """One that succeeds after a restart, one that fails, one that is stopped."""
+def steer(etcd: EtcdServer, prefix: str, *argv: str) -> None:
+    assert main([*argv, f"--etcd={etcd.endpoint}", f"--prefix={prefix}", "--timeout=60"]) == 0
+
+
+def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
+    """One that succeeds after a restart, one that fails, one that hangs, one that is stopped.
+
+    From the last one a node is drained.
+    """
     pair = [launch(etcd, prefix, directory, n, "--nnodes=2") for n in ("node1", "node2")]
     for agent in pair:
         ends(agent, 0)
     pair = [
-        launch(etcd, prefix, directory, n, "--nnodes=2", "--max-restarts=0")
+        launch(etcd, prefix, directory, n, "--nnodes=2", "--max-restarts=0", "--rerun")
         for n in ("node1", "node2")
     ]
     for agent in pair:
         ends(agent, 1)
+    restart = ("--hang-action=restart", "--hang-timeout=1", "--max-restarts=0")
+    ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
     alone = launch(etcd, prefix, directory, "node1", "--nnodes=1")
     said(alone, "group rank 0 of 1")
-    alone.send_signal(signal.SIGTERM)
+    spare = launch(etcd, prefix, directory, "node2", "--nnodes=1")
+    said(spare, "spare: 1 nodes train")
+    steer(etcd, prefix, "drain", "resnet-7", "node2")
+    steer(etcd, prefix, "drain", "resnet-7", "node2", "--deadline=60")
+    ends(spare, 128 + signal.SIGTERM)
+    steer(etcd, prefix, "stop", "resnet-7")
     ends(alone, 128 + signal.SIGTERM)
 
 
@@ -152,7 +173,7 @@ def written(_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> list
     prefix = "/test/keys-document"
     _etcd.ctl("put", f"{prefix}/start", "")
     found = json.loads(_etcd.ctl("get", f"{prefix}/start", "-w=json"))["header"]["revision"]
-    three_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
+    four_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
     return list(events(_etcd, prefix, found))
 
 

@@ -60,8 +60,7 @@ def plain(snapshot: Snapshot) -> dict[str, KeyValue]:
 
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=st.lists(txns | revokes, max_size=8))
 def test_agreement(etcd: EtcdServer, prefix: str, steps: list[Txn | int]) -> None:
@@ -82,8 +81,10 @@ async def agree(etcd: EtcdServer, prefix: str, steps: list[Txn | int]) -> None:
             else:
                 txn = at(prefix, step, base, leases)
                 assert (await client.txn(txn, timeout=10)).succeeded == space.txn(txn)
-            real = await client.range(Get(prefix, prefix=True), timeout=10)
-            assert plain(real) == plain(space.read(Get(prefix, prefix=True)))
+            for limit in (0, 1):
+                get = Get(prefix, prefix=True, limit=limit)
+                real = await client.range(get, timeout=10)
+                assert plain(real) == plain(space.read(get))
             assert real.revision == space.revision
         for lease in leases:
             await client.revoke(lease, timeout=10)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tests.support.etcd import FAST, EtcdServer, tool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text()
-PASSWORDS = {name: f"hidden-word-of-{name}" for name in ("root", "trainer", "watcher", "stranger")}
+USERS = ("root", "trainer", "watcher", "operator", "stranger")
+PASSWORDS = {name: f"hidden-word-of-{name}" for name in USERS}
 # In generation 1 rank 1 fails; so reports, claims and history are written, too.
 WORKER = """
 env
@@ -23,7 +25,7 @@ if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then
 fi
 """
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 def commands(program: str) -> list[str]:
@@ -70,7 +72,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     ):
         server.ctl(*command.split())
     lines = commands("etcdctl")
-    assert sum("role grant-permission" in line for line in lines) == 2
+    assert sum("role grant-permission" in line for line in lines) == 4
     shell(folder, lines, {**os.environ, "ETCDCTL_ENDPOINTS": server.endpoint})
     yield server
     server.kill()
@@ -108,15 +110,20 @@ def launch(folder: Path, node: str, *flags: str, password: str = "") -> "subproc
 def trains(folder: Path, *flags: str, password: str = "") -> str:
     """A job of two nodes fails once and succeeds; what was printed."""
     agents = [launch(folder, node, *flags, password=password) for node in ("n1", "n2")]
-    told = [agent.communicate(timeout=60)[0] for agent in agents]
+    told = [agent.communicate(timeout=120)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], told
     return "".join(told)
 
 
 def status(server: EtcdServer, user: str, *flags: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "elastic_etcd", "status", *flags]
+    return shown_to(server, user, "status", *flags)
+
+
+def shown_to(server: EtcdServer, user: str, *argv: str) -> "subprocess.CompletedProcess[str]":
+    """What `elastic-etcd` tells that user."""
+    command = (sys.executable, "-m", "elastic_etcd", *argv)
     return subprocess.run(
-        [*argv, f"--etcd={server.endpoint}", f"--user={user}"],
+        [*command, f"--etcd={server.endpoint}", f"--user={user}"],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -146,7 +153,7 @@ def test_a_role_for_one_job(etcd: EtcdServer, tmp_path: Path) -> None:
     flags = f"--etcd={etcd.endpoint}", "--user=narrow"
     trains(tmp_path, *flags, "--job=resnet-7", password=PASSWORDS["trainer"])
     denied = launch(tmp_path, "n1", *flags, "--job=resnet-70", password=PASSWORDS["trainer"])
-    told, _ = denied.communicate(timeout=30)
+    told, _ = denied.communicate(timeout=120)
     assert denied.returncode == 5, told
     assert "denies user 'narrow' access to /elastic_etcd/resnet-70/" in told
     assert PASSWORDS["trainer"] not in told
@@ -162,9 +169,35 @@ def test_who_watches_sees_and_changes_nothing(etcd: EtcdServer, tmp_path: Path) 
     assert denied(etcd, as_user("watcher"), "del", key)
     flags = f"--etcd={etcd.endpoint}", "--job=c", "--user=watcher"
     agent = launch(tmp_path, "n1", *flags, password=PASSWORDS["watcher"])
-    told, _ = agent.communicate(timeout=30)
+    told, _ = agent.communicate(timeout=120)
     assert agent.returncode == 5, told
     assert "denies user 'watcher'" in told
+
+
+def test_who_steers_a_job_writes_one_key_of_it(etcd: EtcdServer, tmp_path: Path) -> None:
+    flags = f"--etcd={etcd.endpoint}", "--user=trainer", "--nnodes=1", "--rerun"
+    agent = launch(tmp_path, "n1", *flags, "--job=resnet-7", password=PASSWORDS["trainer"])
+    spare = launch(tmp_path, "n2", *flags, "--job=resnet-7", password=PASSWORDS["trainer"])
+    root = "/elastic_etcd/resnet-7"
+    deadline = time.monotonic() + 60
+    members = ("get", "--prefix", "--keys-only", f"{root}/members/")
+    while etcd.ctl(*members, env=as_user("watcher")).count("members/") < 2:
+        assert time.monotonic() < deadline
+    for command in (("drain", "resnet-7", "n1"), ("stop", "resnet-7")):
+        for user in ("watcher", "stranger"):
+            refused = shown_to(etcd, user, *command)
+            assert refused.returncode == 5, refused
+            assert f"denies user '{user}' access to {root}/" in refused.stderr
+    for steered in (("drain", "resnet-7", "n2", "--wait"), ("stop", "resnet-7", "--wait")):
+        done = shown_to(etcd, "operator", *steered, "--timeout=60")
+        assert done.returncode == 0, done
+    for one in (agent, spare):
+        told, _ = one.communicate(timeout=120)
+        assert one.returncode == 143, told
+    assert shown_to(etcd, "operator", "undrain", "resnet-7", "n2").returncode == 0
+    for key in ("round", "members/1", "wanted2", "outcome"):
+        assert denied(etcd, as_user("operator"), "put", f"{root}/{key}", "x"), key
+    assert denied(etcd, as_user("operator"), "put", "/elastic_etcd/resnet-70/wanted", "x")
 
 
 def test_a_stranger_reads_writes_and_revokes_nothing(etcd: EtcdServer) -> None:
@@ -211,7 +244,7 @@ def test_certificates_instead_of_passwords(tmp_path: Path) -> None:
         stranger = launch(
             tmp_path, "n1", f"--etcd=https://{server.endpoint}", "--job=a", *certificates[:1]
         )
-        told, _ = stranger.communicate(timeout=30)
+        told, _ = stranger.communicate(timeout=120)
         assert stranger.returncode == 5, told
         assert "check --cert and --key" in told
         assert denied(server, env, "get", "/other")

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_jobs_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     file = tmp_path / "load.json"
     options = ("--jobs=3", "--minutes=0.1", "--period=0.5", "--ttl=2", f"--json={file}")

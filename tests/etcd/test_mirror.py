@@ -365,7 +365,7 @@ async def test_a_fault_of_the_owner_is_not_swallowed(etcd: EtcdServer, prefix: s
 
     async with Client(etcd.config) as client, Mirror(client, (Get(prefix),), changed) as mirror:
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(asyncio.shield(mirror.failed), 5)
+            await asyncio.wait_for(asyncio.shield(mirror.failed), 60)
 
 
 @asynchronous

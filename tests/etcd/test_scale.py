@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHANGES = ("formation", "node lost", "node joins", "coordinator lost", "worker fails")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

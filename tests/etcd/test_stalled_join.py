@@ -1,17 +1,26 @@
 """A lease that ends while its holder is still joining: a machine that stood still for the TTL."""
 
 import asyncio
+import gc
+import warnings
+from typing import Any
+
+import pytest
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.inbox import FatalError, Inbox, Tasks
-from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.inbox import FatalError
 from elastic_etcd.core import lifecycle
-from elastic_etcd.core.lifecycle import Joined, LeaseLost, Life, Rejoin, State
-from elastic_etcd.core.rules import Limits, Local
+from elastic_etcd.core.lifecycle import Answered, Joined, LeaseLost, Life, Rejoin, Silent, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Limits
+from elastic_etcd.core.txn import Txn
 from elastic_etcd.errors import EtcdUnreachable
-from elastic_etcd.etcd.client import Client, Lease
-from tests.support.aio import asynchronous
+from elastic_etcd.etcd.client import Client, Lease, TxnResult
+from elastic_etcd.etcd.faults import Unanswered
+from elastic_etcd.etcd.retry import boottime
+from tests.support.aio import asynchronous, elapse
 from tests.support.etcd import EtcdServer
+from tests.support.membership import joining
 
 
 class Stalled(Client):
@@ -31,17 +40,27 @@ class Stalled(Client):
 async def test_lease_ends_before_the_member_key_is_written(etcd: EtcdServer, prefix: str) -> None:
     one = Limits(1, 1)
     config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, one, prefix=prefix, lease_ttl=2)
-    inbox = Inbox()
-    async with (
-        Stalled(etcd.config) as client,
-        Tasks() as tasks,
-        Membership(client, config, inbox, tasks) as membership,
-    ):
+    async with joining(Stalled(etcd.config), config) as (inbox, membership):
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), LeaseLost)
         membership.join("", 0)
-        assert isinstance(await asyncio.wait_for(inbox.get(), 20), LeaseLost)
-        membership.join("", 0)
-        while not isinstance(event := await asyncio.wait_for(inbox.get(), 20), Joined):
+        while not isinstance(event := await asyncio.wait_for(inbox.get(), 60), Joined):
             assert isinstance(event, LeaseLost)
+
+
+@asynchronous
+async def test_what_is_given_up_before_it_began_is_no_warning(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    """Of Python, about a coroutine that was never awaited, in the user's output."""
+    one = Limits(1, 1)
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, one, prefix=prefix, lease_ttl=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        async with joining(Client(etcd.config), config) as (inbox, membership):
+            membership.join("", 0)
+            assert isinstance(await asyncio.wait_for(inbox.get(), 60), Joined)
+        gc.collect()
+    assert not [each for each in told if "never awaited" in str(each.message)]
 
 
 @asynchronous
@@ -52,14 +71,8 @@ async def test_r16_an_etcd_that_is_away_while_a_node_joins_again_is_given_up(
     one = Limits(1, 1)
     etcd, argv = own_etcd.config, ("true",)
     config = AgentConfig(etcd, "j", argv, "n1", 1, one, prefix=prefix, lease_ttl=2, etcd_timeout=3)
-    inbox = Inbox()
-    async with (
-        Client(etcd) as client,
-        Tasks() as tasks,
-        Membership(client, config, inbox, tasks) as membership,
-    ):
-        membership.join("", 0)
-        joined = await asyncio.wait_for(inbox.get(), 20)
+    async with joining(Client(etcd), config) as (inbox, membership):
+        joined = await asyncio.wait_for(inbox.get(), 60)
         assert isinstance(joined, Joined)
         own_etcd.kill()
         membership.join(joined.run, 0)  # as one that has slept longer than its lease
@@ -69,9 +82,63 @@ async def test_r16_an_etcd_that_is_away_while_a_node_joins_again_is_given_up(
         assert "--etcd-timeout" in str(failed.error)
 
 
+def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """As if this process had been stopped, for so long in all."""
+    for module in ("agent.membership", "etcd.session"):
+        clock = f"elastic_etcd.{module}.boottime"
+        monkeypatch.setattr(clock, lambda: boottime() + seconds)
+
+
+@asynchronous
+async def test_r7_an_agent_that_stood_still_knows_it_before_all_else(
+    etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guardian has killed its workers; it must not take that for a failure of theirs."""
+    limits = Limits(1, 1, cut_off=30.0)
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, limits, prefix=prefix, lease_ttl=30)
+    async with joining(Client(etcd.config), config) as (inbox, membership):
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), Joined)
+        assert membership.stood_still() is None
+        jump(monkeypatch, 20)
+        silent = membership.stood_still()
+        assert silent is not None
+        assert silent.seconds >= 20
+        assert membership.stood_still() is None, "it is told once"
+        assert await asyncio.wait_for(inbox.get(), 60) == Answered(), "of the next renewal"
+        jump(monkeypatch, 40)  # and where nothing happens before that
+        told = await asyncio.wait_for(inbox.get(), 60)
+        assert isinstance(told, Silent)
+        assert told.seconds >= 20
+        assert await asyncio.wait_for(inbox.get(), 60) == Answered()
+
+
+class Unrenewed(Client):
+    """Nothing of it comes through but requests, and those slowly."""
+
+    def stream(self, *_: Any, **__: Any) -> Any:
+        raise Unanswered("no stream")
+
+    async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
+        await elapse(1)
+        return await super().txn(txn, timeout)
+
+
+@asynchronous
+async def test_r7_a_silence_that_begins_before_the_node_has_joined_goes_on(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    """A member begins with an etcd that answers; else its workers would outlive its lease."""
+    strict = Limits(1, 1, cut_off=20)
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, strict, prefix=prefix, lease_ttl=20)
+    async with joining(Unrenewed(etcd.config), config) as (inbox, _):
+        heard = [await asyncio.wait_for(inbox.get(), 60) for _ in range(3)]
+        assert [type(event) for event in heard] == [Silent, Joined, Silent]
+        assert isinstance(heard[2], Silent)
+        assert heard[2].seconds > 0.5
+
+
 def test_lease_lost_twice_before_the_node_has_joined_again() -> None:
-    limits = Limits(1, 2)
     state = State(Local("r", 0xA, 1, 1), 1, Life.MEMBER)
     for _ in range(3):
-        state, actions = lifecycle.step(state, LeaseLost("gone"), 0.0, limits)
+        state, actions = lifecycle.step(state, LeaseLost("gone"), 0.0)
         assert actions == [Rejoin()]

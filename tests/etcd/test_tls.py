@@ -1,7 +1,12 @@
 """TLS in both directions, and what a user is told when trust is missing."""
 
+import asyncio
+import os
+import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +93,28 @@ async def test_tls_at_several_endpoints(world: World, prefix: str) -> None:
 async def test_mutual_tls(world: World, prefix: str) -> None:
     files = world.authority.cacert, world.client.cert, world.client.key
     async with Client(EtcdConfig((world.mutual.endpoint,), True, *files)) as client:
+        await put(client, prefix)
+
+
+@asynchronous
+async def test_r19_certificates_on_a_disk_that_stands_still_stop_nobody(
+    world: World, prefix: str, tmp_path: Path
+) -> None:
+    """Whoever opens a FIFO waits in the kernel for its writer, as for a file server."""
+    cert = tmp_path / "client.crt"
+    shutil.copy(world.client.cert, cert)
+    files = world.authority.cacert, str(cert), world.client.key
+    async with Client(EtcdConfig((world.mutual.endpoint,), True, *files)) as client:
+        await put(client, prefix)
+        cert.unlink()
+        os.mkfifo(cert)
+        for _ in range(2):  # one thread waits for it, and no request
+            client.give_up(await client.connected())
+            await put(client, prefix)
+        assert [thread.name for thread in threading.enumerate()].count("offloaded") == 1
+        await asyncio.to_thread(cert.write_bytes, Path(world.client.cert).read_bytes())
+        await client.connected()
+        client.give_up(await client.connected())
         await put(client, prefix)
 
 

@@ -1,6 +1,7 @@
 """Txn and Range against a real etcd: what is sent is what is meant."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from elastic_etcd.errors import EtcdRefused
 from elastic_etcd.etcd import _grpc, wire
 from elastic_etcd.etcd import client as client_module
 from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.faults import TooLarge
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from tests.support.aio import asynchronous, put
 from tests.support.etcd import EtcdServer
@@ -114,7 +116,7 @@ async def test_no_key_twice(etcd: EtcdServer, operations: tuple[Put | Delete, ..
 @asynchronous
 async def test_refusals_name_the_key(etcd: EtcdServer, prefix: str) -> None:
     async with Client(etcd.config) as client:
-        with pytest.raises(EtcdRefused, match=f"refused {prefix}: .*request is too large"):
+        with pytest.raises(EtcdRefused, match=f"take {prefix} in.*request is too large"):
             await put(client, prefix, "x" * 2_000_000)
         with pytest.raises(
             EtcdRefused, match=f"{etcd.endpoint} refused {prefix}: .*lease not found"
@@ -189,3 +191,19 @@ async def test_leases(etcd: EtcdServer, prefix: str) -> None:
         await client.revoke(lease.id)
         assert (await client.range(Get(prefix))).kvs == {}
         await client.revoke(lease.id)  # gone is gone
+
+
+@asynchronous
+async def test_a_txn_that_is_too_large_is_not_tried_again(etcd: EtcdServer, prefix: str) -> None:
+    """Also by one who waits out what etcd refuses: it would wait for ever."""
+    large = Txn((), (Put(prefix, "x" * (2 << 20)),))
+    longer = Txn((), (Put(prefix, "x" * (4 << 20)),))  # which gRPC does not let through
+    async with Client(etcd.config) as client:
+        client.refusals.succeeded()
+        for txn in (large, longer):
+            async with asyncio.timeout(20):
+                with pytest.raises(TooLarge) as error:
+                    await client.refusals.wait_out(partial(client.txn, txn))
+            assert f"etcd at {etcd.endpoint} can't take {txn.then[0].key}" in str(error.value)
+            assert "--max-request-bytes" in str(error.value)
+        await put(client, prefix)

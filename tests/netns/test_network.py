@@ -4,13 +4,15 @@ import pytest
 
 from tests.support.invariants import each_sample_once
 from tests.support.job import ELASTIC
+from tests.support.lines import missed
 
 from .conftest import TTL, NetJob
 from .wire import Wire
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ALL = ("n1", "n2", "n3")
+LONG = 600  # a lease that does not end in a test
 
 
 def full(job: NetJob) -> int:
@@ -112,3 +114,31 @@ def test_a_node_sees_nobody(job: NetJob, wire: Wire) -> None:
         assert job.begun(g)[node].pid == before[node].pid, "a survivor was started anew"
     job.finish(*job.agents)
     each_sample_once(job.directory)
+
+
+def test_all_processes_of_a_node_are_killed_and_its_network_goes(job: NetJob, wire: Wire) -> None:
+    """As a container is: it can still say that its connections end, and then refuses nothing."""
+    n1 = job.node("n1", lease_ttl=LONG, log_level="debug")
+    job.said(n1, "nodes are ready", 90)  # it coordinates
+    n2, n3 = (job.node(name, lease_ttl=LONG) for name in ("n2", "n3"))
+    g = job.trains(3, seconds=90)
+    missed(job, n1, n2, n3)
+    wire.cut(["etcd", "n1", "n3"], ["n2"])
+    n2.node_kill()
+    g = job.trains(2, after=g, seconds=90)
+    assert nodes(job, g) == {"n1", "n3"}
+    job.finish(n1, n3)
+
+
+def test_a_node_that_is_cut_off_is_not_taken_for_dead(job: NetJob, wire: Wire) -> None:
+    """Silence is no proof: that is left to its lease, which lasts here."""
+    n1 = job.node("n1", lease_ttl=LONG, log_level="debug")
+    job.said(n1, "nodes are ready", 90)
+    n2, n3 = (job.node(name, lease_ttl=LONG) for name in ("n2", "n3"))
+    g = job.trains(3, seconds=90)
+    missed(job, n1, n2, n3)
+    wire.cut_both_ways(["n2"], ["n1", "n3", "etcd"])
+    job.stands_still(g, 2 * TTL)
+    wire.heal()
+    job.goes_on(g, steps=20, seconds=90)
+    job.finish(*job.agents)

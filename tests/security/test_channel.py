@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.job import Job
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 HELLO = b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":1}'
 # Each a few packets.

@@ -23,7 +23,7 @@ def test_a_moment_of_fuzzing(name: str) -> None:
     for seed in seeds:
         run(seed)
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60, database=None)
     @given(spoilt(seeds) | st.binary(max_size=200))
     def fuzz(data: bytes) -> None:
         run(data)

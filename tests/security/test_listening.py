@@ -1,11 +1,14 @@
 """Who can reach what this program opens."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from tests.support.etcd import EtcdServer
 from tests.support.job import Job
+from tests.support.lines import contact, members
 
 LISTEN = "0A"
 LOOPBACK = "0100007F"  # 127.0.0.1, as /proc has it
@@ -24,13 +27,18 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+def of_proc(address: str) -> str:
+    """An IPv4 address as /proc has it."""
+    return socket.inet_aton(address)[::-1].hex().upper()
+
+
 async def test_the_embedded_etcd_is_for_this_machine_only() -> None:
     async with EmbeddedEtcd() as etcd:
         assert etcd._process
         assert listening(etcd._process.pid) == {LOOPBACK}
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_node_listens_at_its_own_address_only(job: Job) -> None:
     """The store, at the address on the way to etcd; workers are torch's, and not looked at."""
     n1 = job.start("n1", nnodes="1", nproc=2)
@@ -39,3 +47,19 @@ def test_a_node_listens_at_its_own_address_only(job: Job) -> None:
     found = {pid: listening(pid) for pid in (n1.pid, *n1.others()) if pid not in workers}
     assert set().union(*found.values()) == {LOOPBACK}
     job.finish(n1)
+
+
+@pytest.mark.timeout(300)
+def test_nodes_of_a_job_listen_at_their_own_addresses_only(job: Job, etcd: EtcdServer) -> None:
+    """Each agent for lines, at the address that its member key says, and the store beside one."""
+    agents = [job.start(node) for node in ("n1", "n2")]
+    generation = job.trains(2)
+    workers = {job.worker(generation, rank).pid for rank in (0, 1)}
+    for agent in agents:
+        member = members(etcd, job.name)[agent.node]
+        own = {of_proc(contact(member).addr)}
+        assert contact(member).addr == member.address
+        assert listening(agent.pid) == own
+        others = (pid for pid in agent.others() if pid not in workers)
+        assert set().union(*map(listening, others)) <= own
+    job.finish(*agents)

@@ -20,7 +20,7 @@ from tests.support.tls import Authority, Files
 
 SECRET, WRONG, ROOT = "Zq7-secret-of-the-trainer", "Zq7-a-wrong-one", "Zq7-secret-of-root"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("form", ["http://u:{}@h:1", "https://{}@h", "u:{}@h:1", "a:1,x://u:{}@h"])

@@ -10,11 +10,12 @@ from msgspec import structs
 
 from elastic_etcd.core import lifecycle, writes
 from elastic_etcd.core.lifecycle import Life, ReportEnd, State, ViewChanged, Write
-from elastic_etcd.core.rules import Claim, Limits, Local
+from elastic_etcd.core.rules import Claim, Local
 from elastic_etcd.core.schema import (
     LONGEST,
     History,
     Ledger,
+    Limits,
     Member,
     Outcome,
     Phase,
@@ -23,7 +24,6 @@ from elastic_etcd.core.schema import (
     Spec,
     decode,
     encode,
-    hexed,
 )
 from elastic_etcd.core.txn import Compare, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, Narrow, view_of
@@ -59,7 +59,10 @@ odd: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-LEDGER, HISTORY = (job(Phase.SETUP)[key] for key in (KEYS.ledger, KEYS.history(3)))
+LEDGER, HISTORY, PAGE = (
+    job(Phase.SETUP)[key] for key in (KEYS.ledger, KEYS.history(3), KEYS.page(0))
+)
+PARTS = json.loads(PAGE)["participants"]
 SETUP, FROZEN = (job(phase)[KEYS.round] for phase in (Phase.SETUP, Phase.FROZEN))
 
 
@@ -92,12 +95,13 @@ locals_ = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(spoilt(), locals_)
-@example(job(Phase.JOINABLE) | {KEYS.ledger: spoil(LEDGER, nodes=["n1"])}, LOCAL)
-@example(job(Phase.JOINABLE, failed=True) | {KEYS.ledger: spoil(LEDGER, nodes=[])}, LOCAL)
-@example(job(Phase.JOINABLE) | {KEYS.ledger: spoil(LEDGER, group_ranks=[hexed(A)] * 2)}, LOCAL)
-@example(job(Phase.FROZEN) | {KEYS.round: spoil(FROZEN, participants=[])}, LOCAL)
+@example(job(Phase.JOINABLE) | {KEYS.ledger: spoil(LEDGER, nodes=1 << 62)}, LOCAL)
+@example(job(Phase.JOINABLE, failed=True) | {KEYS.page(0): spoil(PAGE, participants=[])}, LOCAL)
+@example(job(Phase.FINAL) | {KEYS.page(0): spoil(PAGE, participants=PARTS * 2)}, LOCAL)
+@example(job(Phase.FINAL) | {KEYS.page(0): "x"}, LOCAL)
+@example(job(Phase.FROZEN) | {KEYS.round: spoil(FROZEN, phase="final")}, LOCAL)
 @example(job(Phase.SETUP) | {KEYS.round: spoil(SETUP, reason="")}, LOCAL)
 @example(job(Phase.FINAL) | {KEYS.ack(10**17, A) + "0" * 5000: "", KEYS.round: "x"}, LOCAL)
 @example(job(Phase.FINAL) | {KEYS.acks() + "1" * 5000 + "/a": ""}, LOCAL)
@@ -111,7 +115,7 @@ def test_what_anybody_may_write_makes_no_agent_fall(found: dict[str, str], local
 
 
 def test_many_rapid_failures_still_back_off() -> None:
-    ledger = Ledger(4, 3, (A, B), ("n1", "n2"), rapid_failures=5000)
+    ledger = Ledger(4, 3, rapid_failures=5000)
     failure = structs.replace(FAILURE, uptime=0.1)
     found = job(Phase.JOINABLE) | {
         KEYS.ledger: encode(ledger),
@@ -126,7 +130,8 @@ def test_a_round_and_a_ledger_that_are_spoilt_together_begin_no_generation_again
     kvs = {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()}
     view = view_of(Snapshot(99, kvs), KEYS, Narrow())
     local = structs.replace(LOCAL, ran=4)
-    _, actions = lifecycle.step(State(local, 1, Life.MEMBER), ViewChanged(view), 0.0, Limits(1, 2))
+    state = State(local, 1, Life.MEMBER, limits=Limits(1, 2))
+    _, actions = lifecycle.step(state, ViewChanged(view), 0.0)
     (claim,) = [a for a in actions if isinstance(a, Write)]
     assert isinstance(claim.what, Claim)
     assert claim.what.round.generation == 5
@@ -146,7 +151,7 @@ def test_a_spec_that_cannot_be_read_ends_no_run(again: bool) -> None:
     """Neither a node that joins at that moment begins another nor one that joins again."""
     found = job(Phase.FINAL) | {KEYS.spec: "x"}
     seen = Snapshot(99, {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()})
-    spec = Spec("r" if again else "another", 1, 2)
+    spec = Spec("r" if again else "another", Limits(1, 2))
     txn = writes.join(KEYS, seen, Member(0xC, "nc", 1), spec, again=again)
     assert isinstance(txn, Txn)
     mine, repaired = txn.then
@@ -203,12 +208,11 @@ def test_what_a_worker_said_is_written_whatever_it_is() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"phase": "frozen", "participants": []},
+        {"nodes": 0},
+        {"nodes": 3},
+        {"world_size": 1},
         {"master": None},
         {"master": {"addr": "a", "port": True}},
-        {"participants": ["n1"]},
-        {"participants": [{"lease": hexed(A), "node": "n", "nproc": 1}] * 2},
-        {"participants": [{"lease": "a", "node": "n", "nproc": 1}]},
         {"coordinator": "-1"},
         {"coordinator": "f" * 1000},
         {"coordinator": 10},
@@ -219,6 +223,7 @@ def test_what_a_worker_said_is_written_whatever_it_is() -> None:
         {"generation": True},
         {"generation": 1 << 63},
         {"planned": "false"},
+        {"joins": 1},
         {"reason": "x" * (LONGEST + 1)},
         {"restarts": -3},
         {"reason": ""},
@@ -230,6 +235,44 @@ def test_what_is_no_round(damage: dict[str, Any]) -> None:
     (name, *_) = damage
     with pytest.raises(ValueError, match=name):
         decode(Round, json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"min_nodes": 0},
+        {"min_nodes": 3},
+        {"max_nodes": 1 << 63},
+        {"max_nodes": 2.5},
+        {"multiple_of": 0},
+        {"multiple_of": 4},
+        {"sizes": [1]},
+        {"sizes": [2, 1]},
+        {"sizes": [1, 1, 2]},
+        {"sizes": [0, 1, 2]},
+        {"sizes": "12"},
+        {"sizes": list(range(1, 2000)), "max_nodes": 1999},
+        {"max_restarts": -1},
+        {"max_restarts": 10**30},
+        {"settle": -0.5},
+        {"settle": 1e12},
+        {"join_timeout": "600"},
+        {"join_timeout": None},
+        {"patience": True},
+    ],
+    ids=lambda damage: str(damage)[:60],
+)
+def test_what_are_no_limits(damage: dict[str, Any]) -> None:
+    fields = json.loads(job(Phase.FINAL)[KEYS.spec])
+    with pytest.raises(ValueError, match=r"limits|nodes|sizes|multiple"):
+        decode(Spec, json.dumps(fields | {"limits": fields["limits"] | damage}))
+
+
+@pytest.mark.parametrize("odd", ["Infinity", "NaN", "-Infinity", "1e400"])
+def test_seconds_without_an_end_are_no_limits(odd: str) -> None:
+    value = job(Phase.FINAL)[KEYS.spec].replace('"settle": 3.0', f'"settle": {odd}')
+    with pytest.raises(ValueError, match=r"malformed|limits|range|invalid"):
+        decode(Spec, value)
 
 
 def test_the_outcome_of_a_long_story_is_short() -> None:

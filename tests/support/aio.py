@@ -57,7 +57,7 @@ class Copy:
         return {} if snapshot is None else {kv.key: kv.value for kv in snapshot.kvs.values()}
 
     async def until(
-        self, condition: Callable[[dict[str, str]], bool], timeout: float = 10
+        self, condition: Callable[[dict[str, str]], bool], timeout: float = 60
     ) -> Snapshot:
         """The first snapshot whose values satisfy the condition."""
         try:

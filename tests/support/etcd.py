@@ -18,12 +18,13 @@ from pathlib import Path
 from elastic_etcd import trampoline
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import find_program, free_ports
+from tests.support.debian import unpacked
 
-START_TIMEOUT = 20.0
-KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-DOWNLOAD_TIMEOUT = 60.0
+START_TIMEOUT = 60.0
 # Twice as fast as the defaults, so that elections take a second; the smallest TTL is then 1 s.
 FAST = ("--heartbeat-interval=50", "--election-timeout=500")
+# Of etcdctl, whose own 2 s and 5 s a loaded machine or a disk's flush can take.
+PATIENT = ("--dial-timeout=30s", "--command-timeout=60s")
 
 
 def tool(name: str) -> str:
@@ -141,6 +142,10 @@ class EtcdServer:
         ):
             self.ctl(*command.split())
 
+    def password(self, user: str, new: str) -> None:
+        """Give a user another password."""
+        self.ctl("user", "passwd", user, "--interactive=false", said=f"{new}\n")
+
     def freeze(self) -> None:
         """With all of its threads: it answers nothing from here on."""
         self.signal(signal.SIGSTOP)
@@ -166,14 +171,25 @@ class EtcdServer:
             self.start()
         self.thaw()
 
-    def ctl(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        """Run etcdctl against this server."""
+    def ctl(self, *arguments: str, env: Mapping[str, str] | None = None, said: str = "") -> str:
+        """Run etcdctl against this server, with what is `said` to it."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
         clean |= {"ETCDCTL_USER": self.user} if self.user else {}
-        command = [tool("etcdctl"), f"--endpoints={self.scheme}://{self.endpoint}", *arguments]
-        return subprocess.run(
-            command, env={**clean, **(env or {})}, check=True, capture_output=True, text=True
-        ).stdout
+        here = f"--endpoints={self.scheme}://{self.endpoint}"
+        command = [tool("etcdctl"), here, *PATIENT, *arguments]
+        try:
+            done = subprocess.run(
+                command,
+                input=said,
+                env={**clean, **(env or {})},
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr)
+            raise
+        return done.stdout
 
     def metrics(self) -> dict[str, float]:
         """All that it counts, by name and labels."""
@@ -270,65 +286,6 @@ class EtcdCluster:
             member.kill()
 
 
-class NotToBeHad(Exception):
-    """Why there is no etcd of this kind on this machine."""
-
-
-@functools.cache
 def debian_etcd(suite: str) -> str:
-    """The etcd of a Debian suite, from the mirror that this machine uses. Raises NotToBeHad."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(home, "elastic_etcd-tests", f"etcd-{suite}")
-    program = folder / "usr/bin/etcd"
-    if not program.exists():
-        try:
-            _fetch(suite, folder)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip()
-            reason = f"no etcd of Debian {suite}: {said.splitlines()[-1]}"
-            raise NotToBeHad(reason) from None
-    return str(program)
-
-
-def _fetch(suite: str, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
-        _unpack(suite, Path(aside))
-        Path(aside, "etcd").rename(folder)
-
-
-def _unpack(suite: str, aside: Path) -> None:
-    """Into the folder `etcd`, with lists of packages that are used for nothing else."""
-    for name in ("lists/partial", "archives/partial"):
-        (aside / name).mkdir(parents=True)
-    (aside / "sources.list").write_text(f"deb [signed-by={KEYRING}] {_mirror()} {suite} main\n")
-    apt = [
-        "apt-get",
-        f"-oDir::Etc::sourcelist={aside}/sources.list",
-        "-oDir::Etc::sourceparts=-",
-        f"-oDir::State::lists={aside}/lists",
-        f"-oDir::Cache={aside}",
-        "-oAcquire::Languages=none",
-        "-oAPT::Update::Error-Mode=any",
-        "-oAcquire::Retries=1",
-        "-oAcquire::http::Timeout=10",
-    ]
-    _run([*apt, "-qq", "update"], aside)
-    _run([*apt, "-qq", "download", "etcd-server"], aside)
-    (package,) = aside.glob("etcd-server_*.deb")
-    _run(["dpkg", "-x", str(package), "etcd"], aside)
-
-
-def _mirror() -> str:
-    """Where this machine has Debian's packages from."""
-    given = _run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], Path("/")).split()
-    found = next((uri for uri in given if uri.rstrip("/").endswith("/debian")), None)
-    if found is None:
-        raise FileNotFoundError("this machine has no mirror of Debian's packages")
-    return found
-
-
-def _run(command: list[str], folder: Path) -> str:
-    return subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT
-    ).stdout
+    """The etcd of a Debian suite. Raises NotToBeHad."""
+    return str(unpacked("etcd-server", suite, f"etcd-{suite}") / "usr/bin/etcd")

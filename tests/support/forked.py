@@ -5,6 +5,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from elastic_etcd.train.process_group import teardown_alone
 
 _last: list[Any] = []  # the latest group
 _forkserver = multiprocessing.get_context("forkserver")
@@ -27,7 +30,7 @@ class Child:
         self.process.start()
         results.close()
 
-    def result(self, timeout: float = 40) -> Any:
+    def result(self, timeout: float = 120) -> Any:
         """What it returned; None if it was killed."""
         if not self._results.poll(timeout):
             self.end()
@@ -63,21 +66,52 @@ def ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> 
     return [child.result() for child in children]
 
 
+def ranks_that_end(
+    size: int, folder: Path, function: Callable[[int], Any], patience: float
+) -> list[Any]:
+    """The same for processes that end by themselves, which has to go well in so many seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=_to_the_end, args=(rank, size, folder, function))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(patience)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in processes] == [0] * size
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def _to_the_end(rank: int, size: int, folder: Path, function: Callable[[int], Any]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
+    torch.save(function(rank), folder / f"{rank}.pt")
+    dist.barrier()
+    teardown_alone()
+
+
 def _ranked(rank: int, size: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
     with group(rank, size, folder):
         return function(rank, *args)
 
 
 @contextmanager
-def group(rank: int, size: int, folder: Path) -> Any:
-    """A gloo group of `size` ranks that meet in `folder`, which is this group's own.
+def group(rank: int, size: int, folder: Path, backend: str = "gloo") -> Any:
+    """A group of `size` ranks that meet in `folder`, which is this group's own.
 
     It is held until the next one, since the end of a DDP module that outlives it may hang in its.
     """
     gc.collect()
     _last.clear()
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield
         dist.barrier()

@@ -16,12 +16,13 @@ from tests.support.processes import MARK, Changes, command, marked, send
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = Path(__file__).with_name("trainers")
-DDP, ELASTIC, DIGITS, TICKER = (
-    str(TRAINERS / name) for name in ("ddp.py", "elastic.py", "digits.py", "ticker.py")
+DDP, ELASTIC, DIGITS, TICKER, DEVICE = (
+    str(TRAINERS / f"{name}.py") for name in ("ddp", "elastic", "digits", "ticker", "device")
 )
 # Programs that run on a node, by the ends of their paths.
 GUARDIAN, FORKSERVER = "children/guard.py", "children/forkserver.py"
 TTL = 2
+PATIENCE = 90.0  # seconds, on a machine that does much else
 
 T = TypeVar("T")
 
@@ -65,9 +66,13 @@ class Agent:
 
     def node_kill(self) -> None:
         """The whole node dies, and nothing on it can react to the death of another part."""
+        self.begin_node_kill()
+        self.process.wait(PATIENCE)
+
+    def begin_node_kill(self) -> None:
+        """The same; a process that waits for a disk ends only when that answers."""
         self.freeze()
         send(signal.SIGKILL, [self.pid, *self.others()])
-        self.process.wait(5)
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
         send(number, [self.pid])
@@ -100,10 +105,11 @@ class Job:
         node: str,
         *worker: str,
         nnodes: str = "1:2",
-        nproc: int = 1,
+        nproc: int | str = 1,
         script: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         output: Path | None = None,
+        python: Path = Path(sys.executable),
         **flags: object,
     ) -> Agent:
         """Start an agent; `worker` are the arguments of trainers/ddp.py, `flags` more of launch's.
@@ -115,7 +121,7 @@ class Job:
         """
         mark = f"{self.mark}.{len(self.agents)}.{node}"
         flags = {"lease_ttl": TTL, "settle": 20, "max_restarts": 3} | flags
-        argv = [sys.executable, "-m", "elastic_etcd.launch", "--job", self.name]
+        argv = [str(python), "-m", "elastic_etcd.launch", "--job", self.name]
         argv += ["--etcd", self.endpoint] if self.endpoint else []
         argv += ["--node-name", node, "--nnodes", nnodes, "--nproc-per-node", str(nproc)]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
@@ -138,20 +144,20 @@ class Job:
         self._changes.follow(process.pid)
         return agent
 
-    def wait(self, what: str, until: Callable[[], T | None], seconds: float = 30) -> T:
+    def wait(self, what: str, until: Callable[[], T | None], seconds: float = PATIENCE) -> T:
         """The first true value of `until`; fails with all that is known when it comes too late."""
         value = self._changes.wait(until, seconds)
         assert value, f"after {seconds} s not yet: {what}\n{self.account()}"
         return value
 
-    def exits(self, agent: Agent, code: int, seconds: float = 30) -> None:
+    def exits(self, agent: Agent, code: int, seconds: float = PATIENCE) -> None:
         """Wait for an agent's end, which must have this exit status."""
         self.wait(f"{agent.node} ends", lambda: not agent.running(), seconds)
         assert agent.process.returncode == code, (
             f"{agent.node}: exit {agent.process.returncode} instead of {code}\n{self.account()}"
         )
 
-    def said(self, agent: Agent, text: str, seconds: float = 30) -> None:
+    def said(self, agent: Agent, text: str, seconds: float = PATIENCE) -> None:
         self.wait(f"{agent.node} says {text!r}", lambda: text in agent.output, seconds)
 
     # --- workers
@@ -167,7 +173,9 @@ class Job:
             self._events += [Event(**json.loads(line)) for line in whole.splitlines()]
         return [e for e in self._events if event in ("", e.event)]
 
-    def trains(self, world: int, *, after: int = 0, steps: int = 3, seconds: float = 30) -> int:
+    def trains(
+        self, world: int, *, after: int = 0, steps: int = 3, seconds: float = PATIENCE
+    ) -> int:
         """Wait until every rank of a world of this size, in a generation later than `after`,
         has done some steps; which generation that is.
         """
@@ -193,7 +201,7 @@ class Job:
         """The starts of a generation's workers, by node; for nodes of one worker."""
         return {e.node: e for e in self.events("start") if e.generation == generation}
 
-    def goes_on(self, generation: int, steps: int = 3, seconds: float = 30) -> None:
+    def goes_on(self, generation: int, steps: int = 3, seconds: float = PATIENCE) -> None:
         """Wait until a generation has trained some more steps than it has now."""
 
         def count() -> int:
@@ -208,7 +216,7 @@ class Job:
         """Ask the workers to finish at their next step, with exit code 0."""
         (self.directory / "stop").touch()
 
-    def finish(self, *agents: Agent, seconds: float = 30) -> None:
+    def finish(self, *agents: Agent, seconds: float = PATIENCE) -> None:
         """End the training: every agent given exits 0."""
         self.stop()
         for agent in agents:
@@ -232,7 +240,7 @@ class Job:
         send(signal.SIGKILL, marked(self.mark))
         for agent in self.agents:
             agent.process.kill()
-            agent.process.wait(10)
+            agent.process.wait(PATIENCE)
         self._changes.close()
 
     def check(self) -> None:

@@ -4,7 +4,9 @@ It stands in for etcd where only the rules are played; tests/etcd/test_keyspace_
 holds it against a real server.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 
@@ -40,7 +42,11 @@ class KeySpace:
 
     def read(self, *gets: Get) -> Snapshot:
         """What `gets` cover, as it stands now."""
-        kvs = {k: kv for k, kv in sorted(self.kvs.items()) if any(_covers(g, k) for g in gets)}
+        kvs: dict[str, KeyValue] = {}
+        for get in gets:
+            keys = sorted(k for k in self.kvs if _covers(get, k)) if get.prefix else [get.key]
+            found = [(k, self.kvs[k]) for k in keys if k in self.kvs]
+            kvs |= found[: get.limit or len(found)]
         return Snapshot(self.revision, kvs)
 
     def _holds(self, compare: Compare) -> bool:
@@ -57,7 +63,7 @@ class KeySpace:
     def _put(self, put: Put, revision: int) -> None:
         old = self.kvs.get(put.key)
         new = KeyValue(put.key, put.value, revision, revision, put.lease)
-        self.kvs[put.key] = replace(new, create=old.create) if old else new
+        self.kvs[put.key] = structs.replace(new, create=old.create) if old else new
         self.versions[put.key] = self.versions.get(put.key, 0) + 1
 
     def _remove(self, keys: list[str]) -> None:

@@ -17,13 +17,12 @@ def replay(path: Path) -> str:
     Raises ValueError for a file that no flight recorder has written.
     """
     head, *lines = path.read_bytes().splitlines()
-    begun = from_json(Head, head)
-    state = begun.state
+    state = from_json(Head, head).state
     for number, line in enumerate(lines, 2):
         entry = from_json(Step, line)
         assert state is not None
         try:
-            state, actions = step(state, entry.event, entry.at, begun.limits)
+            state, actions = step(state, entry.event, entry.at)
         except Exception as error:
             if entry.actions is None:
                 return f"line {number}: {entry.event}\n  as recorded, it raises {error!r}"

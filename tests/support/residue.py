@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.support.etcd import EtcdServer
-from tests.support.job import TTL, Job
+from tests.support.job import PATIENCE, TTL, Job
 
 PREFIX = "/elastic_etcd"
 
@@ -57,20 +57,20 @@ class Residue:
         self._leases = leases(etcd)
 
     def assert_clean(self, jobs: Iterable[Job]) -> None:
-        """No process, no key but history and outcome, no lease.
+        """No process, no key but history, outcome and what people wanted, no lease.
 
         What a node that died held goes when its lease ends. A job whose last agent ended at once
         has no outcome: what is bound to no lease stays for the run to go on.
         """
         for job in jobs:
-            _gone("processes", job.processes, seconds=15)
-            _gone("keys", lambda job=job: self._keys(job), seconds=TTL + 5)  # type: ignore[misc]
-        _gone("leases", lambda: sorted(leases(self._etcd) - self._leases), seconds=TTL + 5)
+            _gone("processes", job.processes, seconds=PATIENCE)
+            _gone("keys", lambda job=job: self._keys(job), seconds=TTL + 30)  # type: ignore[misc]
+        _gone("leases", lambda: sorted(leases(self._etcd) - self._leases), seconds=TTL + 30)
 
     def _keys(self, job: Job) -> list[str]:
-        stay = {"outcome", "spec", "ledger", "round"} if job.abandoned else {"outcome"}
-        found = keys(self._etcd, job.name)
-        return [k for k in found if not k.startswith("history/") and k not in stay]
+        goes_on = ("spec", "ledger", "round", "world/", "hang") if job.abandoned else ()
+        stay = ("history/", "outcome", "wanted", *goes_on)
+        return [k for k in keys(self._etcd, job.name) if not k.startswith(stay)]
 
 
 def _gone(what: str, find: Callable[[], list[str]], seconds: float) -> None:

@@ -2,20 +2,29 @@
 
 from elastic_etcd.core import lifecycle, writes
 from elastic_etcd.core.lifecycle import Finished, Life, State, ViewChanged, Write
-from elastic_etcd.core.rules import Limits, Local
+from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Ack,
+    Doing,
+    Drain,
     Failure,
+    Halt,
+    Hang,
     History,
     Keys,
     Ledger,
+    Limits,
     Master,
     Member,
+    Page,
     Participant,
     Phase,
+    RankStep,
     Report,
     Round,
     Spec,
+    Steps,
+    Wanted,
     decode,
     encode,
 )
@@ -25,32 +34,36 @@ from elastic_etcd.etcd import wire
 
 KEYS = Keys("/elastic_etcd/j")
 A, B = 0xA, 0xB
-WORLD = (Participant(A, "n1", 1), Participant(B, "n2", 1))
+WORLD = (Participant(A, "n1", 1, 0, 0), Participant(B, "n2", 1, 1, 1))
 MASTER = Master("10.0.0.1", 4242)
 FAILURE = Failure("n2", 1, 0, 42, 1, 12.5, "Traceback", "now")
 ENTRY = History(3, "r", "why", nodes=("n1",), world_size=1)
 MEMBERS = {lease: Member(lease, f"n{lease:x}", 1, "10.0.0.1", run="r") for lease in (A, B)}
 
-ROUND = Round(4, Phase.FINAL, A, "why", "r", WORLD, MASTER)
-LEDGER = Ledger(4, 4, (A, B), ("n1", "n2"))
+ROUND = Round(4, Phase.FINAL, A, "why", "r", "n1", 2, 2, MASTER)
+LEDGER = Ledger(4, 4)
+PAGE = Page(4, WORLD)
 
 
 def job(phase: Phase, failed: bool = False) -> dict[str, str]:
     """The keys of a job of two in generation 4, after a world in generation 3."""
-    world = phase in (Phase.FROZEN, Phase.FINAL)
     final = phase is Phase.FINAL
-    now = Round(4, phase, A, "why", "r", WORLD if world else (), MASTER if final else None)
+    now = ROUND if final else Round(4, phase, A, "why", "r", "n1")
     last = 4 if final else 3
     report = Report(B, 0, FAILURE if failed else None)
     return {
-        KEYS.spec: encode(Spec("r", 1, 2)),
+        KEYS.spec: encode(Spec("r", Limits(1, 2))),
         KEYS.member(A): encode(MEMBERS[A]),
         KEYS.member(B): encode(MEMBERS[B]),
-        KEYS.ledger: encode(Ledger(4, last, (A, B), ("n1", "n2"))),
+        KEYS.ledger: encode(Ledger(4, last)),
+        KEYS.page(0): encode(Page(last, WORLD)),
         KEYS.round: encode(now),
         KEYS.ack(4, A): encode(Ack(A, MASTER)),
         KEYS.ack(4, B): encode(Ack(B, MASTER)),
         KEYS.report(last, B): encode(report),
+        KEYS.hang: encode(Hang(last, 2, 60.0)),
+        KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"))),
+        KEYS.step(4, B): encode(Steps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
         KEYS.history(last): encode(ENTRY),
     }
 
@@ -70,7 +83,7 @@ def acts(found: dict[str, str], local: Local) -> None:
     view = view_of(snapshot(found), KEYS, Everything())
     assert all(len(line) < 1000 for line in view.malformed)
     state, actions = lifecycle.step(
-        State(local, 1, Life.MEMBER), ViewChanged(view), 1000.0, Limits(1, 2, settle=0)
+        State(local, 1, Life.MEMBER, limits=Limits(1, 2, settle=0)), ViewChanged(view), 1000.0
     )
     for action in actions:
         if isinstance(action, Write):
@@ -86,6 +99,8 @@ def acts(found: dict[str, str], local: Local) -> None:
 def step(found: dict[str, str], local: Local, *, finished: bool = False) -> list[Write]:
     """What the agent writes that sees these keys."""
     view = view_of(snapshot(found), KEYS, Everything())
-    state = State(local, 1, Life.MEMBER, result=Finished() if finished else None)
-    _, actions = lifecycle.step(state, ViewChanged(view), 0.0, Limits(1, 2))
+    state = State(
+        local, 1, Life.MEMBER, limits=Limits(1, 2), result=Finished() if finished else None
+    )
+    _, actions = lifecycle.step(state, ViewChanged(view), 0.0)
     return [action for action in actions if isinstance(action, Write)]

@@ -20,7 +20,7 @@ from typing import Any
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.etcd.config import EtcdConfig
 
-DEADLINE = 15.0
+DEADLINE = 60.0
 # A child and a grandchild in its group; none of the three listens to SIGTERM.
 WORKER = """
 import os, signal
@@ -142,6 +142,8 @@ async def main() -> None:
         logging.getLogger("elastic_etcd").addHandler(_Log())
         guardian = Guardian(EtcdConfig(**config))
         guardian.start()
+        while guardian.pid is None:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
         guardian.guard(lease=told["lease"], groups=tuple(pids[0] for pids in workers))
         _print(guardian=guardian.pid, workers=workers)
         await asyncio.get_running_loop().create_future()
@@ -157,4 +159,5 @@ def _print(**what: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     asyncio.run(main())

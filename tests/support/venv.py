@@ -4,7 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+
+# Of what `FRAMEWORKS` names one environment is made, which is large.
+FRAMEWORKS = (
+    *("torch==2.13.0", "accelerate==1.15.*", "lightning==2.6.*", "transformers==5.23.*"),
+    *("grpcio", "protobuf", "tenacity", "msgspec", "rich", "tensorboard"),
+)
 
 
 def venv(name: str, *requirements: str) -> Path:
@@ -22,3 +30,11 @@ def venv(name: str, *requirements: str) -> Path:
         subprocess.run([*pip, *requirements], check=True)
         done.write_text(wanted)
     return python
+
+
+def venv_or_skip(name: str, *requirements: str) -> Path:
+    """The same; skips the test where pip can't get them, since these are large."""
+    try:
+        return venv(name, *requirements)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"pip can't install {', '.join(requirements)}: exit {error.returncode}")

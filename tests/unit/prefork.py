@@ -1,4 +1,4 @@
-"""Runs a command both ways: as a process of its own and as a fork of the fork server."""
+"""Runs a command in all ways: as a program, as an agent runs one, as a fork of the fork server."""
 
 import asyncio
 import os
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.agent.worker import through_run_script
 from elastic_etcd.process import Process, exited, spawn
 
 DEADLINE = 120.0
@@ -69,12 +70,16 @@ class BothWays:
     def exec(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
         return self._run(execute, argv, env)
 
+    def scripted(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
+        return self._run(run_script, argv, env)
+
     def same(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        """What both ways give alike."""
+        """What all ways give alike."""
         assert self.prefork.ready
-        forked = self.fork(argv, env)
-        assert forked == self.exec(argv, env)
-        return forked
+        plain = self.exec(argv, env)
+        assert self.fork(argv, env) == plain
+        assert self.scripted(argv, env) == plain
+        return plain
 
     def script(self, text: str, name: str = "script.py") -> list[str]:
         (self.folder / name).write_text(text)
@@ -94,5 +99,10 @@ class BothWays:
 
 
 async def execute(argv: Sequence[str], env: Mapping[str, str], out: int, err: int) -> Process:
-    """As an agent does it with --start-method exec."""
+    """As torchrun does it."""
     return spawn(argv, env, stdout=out, stderr=err, session=True)
+
+
+async def run_script(argv: Sequence[str], env: Mapping[str, str], out: int, err: int) -> Process:
+    """As an agent does it with --start-method exec."""
+    return spawn(through_run_script(argv), env, stdout=out, stderr=err, session=True)

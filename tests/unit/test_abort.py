@@ -7,21 +7,24 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore
 
-from elastic_etcd.train.abort import abort_gloo
+from elastic_etcd.train import abort
+from elastic_etcd.train.abort import abort_gloo, abort_nccl, addresses_of, nccl_error, strangers
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 # Rank 1 is frozen by rank 0, which then waits for it in the way that `wait` names.
 RANK = """
     import asyncio, os, signal, socket, sys, threading
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from elastic_etcd.train.abort import abort_gloo
+    from elastic_etcd.train.abort import abort_gloo, addresses_of
 
     rank, port, wait = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -58,7 +61,7 @@ RANK = """
         }
         def abort_until_over():
             while not over.wait(0.05):
-                abort_gloo(port)
+                abort_gloo(addresses_of("127.0.0.1", port))
         over = threading.Event()
         aborter = threading.Thread(target=abort_until_over)
         aborter.start()
@@ -86,13 +89,17 @@ def test_what_is_not_gloo_s_is_left_alone_and_nothing_is_left_open() -> None:
             before = len(list(Path("/proc/self/fd").iterdir()))
             for watched in (client, ours, server):
                 epoll.register(watched, select.EPOLLIN)
-            abort_gloo(0)
+            abort_gloo(())
             client.sendall(b"a")
             epoll.register(pipe[0], select.EPOLLIN)
-            abort_gloo(0)
+            epoll.unregister(ours)
+            strange = strangers()
+            abort_gloo((), strange)
+            client.sendall(b"still")
+            assert accepted.recv(10) == b"astill"
+            abort_gloo(())
             with pytest.raises(BrokenPipeError):
                 client.sendall(b"b")
-            assert accepted.recv(10) == b"a"
             ours.sendall(b"not TCP")
             socket.create_connection(server.getsockname()).close()
             accepted.close()
@@ -129,3 +136,99 @@ def test_a_wait_is_over(wait: str) -> None:
     assert error in {"RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError"}
     assert rest == ["still here", f"{wait} is over"]
     assert frozen.returncode == -signal.SIGKILL
+
+
+def test_t14_a_store_s_server_in_the_process_is_left_alone() -> None:
+    """It watches a pipe, its listening socket and its connections, too."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    abort_gloo(addresses_of("127.0.0.1", server.port + 1))
+    client.set("still", "here")
+    assert server.get("still") == b"here"
+    abort_gloo(addresses_of("localhost", server.port))
+    with pytest.raises(RuntimeError):
+        client.set("still", "here")
+
+
+def test_t14_a_connection_to_the_same_port_elsewhere_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        host, port = server.getsockname()
+        with socket.create_connection((host, port)) as client, server.accept()[0] as accepted:
+            abort_gloo(addresses_of("127.0.0.1", port))
+            client.sendall(b"here")
+            assert accepted.recv(10) == b"here"
+
+
+class Backend:
+    """Stands in for NCCL's, of which there is none without a GPU."""
+
+    def __init__(self, *fails: bool) -> None:
+        self.fails, self.did = list(fails), list[str]()
+
+    def abort(self) -> None:
+        self.did.append("abort")
+        if self.fails and self.fails.pop():
+            raise RuntimeError("unhandled cuda error")
+
+
+class Telling(Backend):
+    """One of a torch that tells what its watchdog has met."""
+
+    error = ErrorType.SUCCESS
+
+    def get_error(self) -> ErrorType:
+        return self.error
+
+
+def test_g7_an_abort_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = Backend(True)
+    monkeypatch.setattr(abort, "_nccl_backends", lambda: [backend])
+    aborted: list[Backend] = []
+    with pytest.raises(RuntimeError):
+        abort_nccl(aborted)
+    assert (backend.did, aborted) == (["abort"], [])
+    abort_nccl(aborted)
+    abort_nccl(aborted)
+    assert (backend.did, aborted) == (["abort"] * 2, [backend])
+
+
+def test_g7_communicators_are_aborted_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one waits for the kernels of all: one by one they would wait for ever."""
+
+    class Together(Backend):
+        both = threading.Barrier(2, timeout=20)
+
+        def abort(self) -> None:
+            self.both.wait()
+            super().abort()
+
+    one, two = Together(), Together(True)
+    monkeypatch.setattr(abort, "_nccl_backends", lambda: [one, two])
+    aborted: list[Backend] = []
+    with pytest.raises(RuntimeError, match="unhandled cuda error"):
+        abort_nccl(aborted)
+    assert aborted == [one]
+
+
+def test_g2_what_the_watchdog_has_met_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    older, one, two = Backend(), Telling(), Telling()
+    monkeypatch.setattr(abort, "_nccl_backends", lambda: [older, one, two])
+    assert nccl_error() == ""
+    two.error = ErrorType.TIMEOUT
+    assert nccl_error() == "TIMEOUT"
+
+
+def test_g7_a_backend_is_found_where_torch_debugs_collectives() -> None:
+    code = """
+        import torch, torch.distributed as dist
+        from elastic_etcd.train.abort import unwrapped
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert not isinstance(backend, dist.ProcessGroupGloo)
+        assert isinstance(unwrapped(backend), dist.ProcessGroupGloo)
+        assert unwrapped(unwrapped(backend)) is unwrapped(backend)
+    """
+    env = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, check=True)

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias, TypeVar, get_args
 import pytest
 from msgspec import Struct
 
+import elastic_etcd as ee
 from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration
+from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import (
     AskCurrent,
     Bye,
@@ -130,6 +131,56 @@ async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
     assert not Path(agent.path).parent.exists()
 
 
+async def test_r5_a_worker_can_ask_whether_its_node_is_leaving(
+    agent: Agent, worker: Channel
+) -> None:
+    """Also in the handler of a signal that came in the middle of another question."""
+    ask = """
+        import multiprocessing, signal
+        import elastic_etcd as ee
+        from elastic_etcd.train.channel import agent
+
+        def on_alarm(*_):
+            print(ee.leaving())
+
+        signal.signal(signal.SIGALRM, on_alarm)
+        agent().recall("nothing")
+        with agent()._requests:
+            signal.raise_signal(signal.SIGALRM)
+        child = multiprocessing.get_context("fork").Process(target=on_alarm)
+        child.start()
+        child.join()
+    """
+    assert not await asyncio.to_thread(worker.leaving)
+    assert await process(ask) == "False\nFalse\n"
+    agent.server.leaving = True
+    assert await asyncio.to_thread(worker.leaving)
+    assert await process(ask) == "True\nTrue\n"
+
+
+async def test_r5_who_listens_is_told_that_its_node_is_leaving(
+    agent: Agent, worker: Channel
+) -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def hear(said: object) -> None:
+        loop.call_soon_threadsafe(heard.put_nowait, said)
+
+    with worker.listening(hear):
+        worker.elastic()
+        channel, _ = await agent.hears(Elastic)
+        for leaving in (False, True):
+            channel.send(Change(7, "", leaving=leaving))
+            await heard.get()
+            assert worker.leaving() is leaving
+
+
+def test_r5_nobody_leaves_without_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTIC_ETCD_SOCKET", raising=False)
+    assert not worker_end.leaving()
+
+
 async def test_workers_of_other_local_ranks_have_their_own(
     agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +204,12 @@ async def test_a_generation_is_current_or_not_or_nobody_knows(
     agent.answer = None
     with pytest.raises(EtcdUnreachable, match=r"within 0\.01 s"):
         await asyncio.to_thread(worker.current, 0.01)
+
+
+def test_r7_who_is_no_worker_can_t_ask_for_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTIC_ETCD_SOCKET", raising=False)
+    with pytest.raises(UsageError, match="this process is no worker of"):
+        ee.current()
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -318,8 +375,11 @@ async def test_the_document_shows_what_is_sent(
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
     await asyncio.to_thread(again.current)
+    await asyncio.to_thread(again.leaving)
     again.elastic()
     again.parked("")
+    again.finished()
+    again.drop("state0.0")
     channel, _ = await agent.hears(Elastic)
     for told in (Change(7, "", leaving=False), Interrupt(7, ""), World(8, "", {}), Bye("")):
         assert channel.send(told)

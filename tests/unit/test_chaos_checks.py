@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +175,21 @@ def put(revision: int, key: str, lease: int = 0, version: int = 1, **value: Any)
 
 
 def round_(revision: int, version: int, generation: int, phase: str, **more: Any) -> Recorded:
-    who = [{"lease": f"{n:016x}", "node": f"n{n}", "nproc": 1} for n in (1, 2)]
-    world = {"participants": who if phase in ("frozen", "final") else []}
+    nodes = {"nodes": 2 if phase == "final" else 0}
     master = {"master": {"addr": "h", "port": 1} if phase == "final" else None}
-    value = {"generation": generation, "phase": phase, "coordinator": f"{1:016x}"}
-    fields: dict[str, Any] = world | master | value | more
+    value = {"generation": generation, "phase": phase, "coordinator": f"{1:016x}", "node": "n1"}
+    fields: dict[str, Any] = nodes | master | value | more
     return put(revision, "round", 1, version, **fields)
+
+
+def page(revision: int, generation: int, *nodes: int, version: int = 1) -> Recorded:
+    """The world of nodes with these leases."""
+    who = [
+        {"lease": f"{n:016x}", "node": f"n{n}", "nproc": 1, "group_rank": i, "first_rank": i}
+        for i, n in enumerate(nodes)
+    ]
+    fields: dict[str, Any] = {"generation": generation, "participants": who}
+    return put(revision, "world/0", 0, version, **fields)
 
 
 def recorded() -> list[Recorded]:
@@ -195,6 +203,7 @@ def recorded() -> list[Recorded]:
         *(put(n + 5, f"acks/1/{n:016x}", n, master=address) for n in (1, 2)),
         round_(8, 3, 1, "frozen"),
         round_(9, 4, 1, "final"),
+        page(9, 1, 1, 2),
         put(9, "ledger", 0, 2, generation=1),
         round_(10, 5, 2, "setup"),
         put(10, "ledger", 0, 3, generation=2),
@@ -205,6 +214,36 @@ def test_a_good_history_is_not_blamed() -> None:
     replayed = replay(recorded(), 2, 4)
     assert replayed.wrong == []
     assert replayed.worlds() == {1: World(1, (("n1", 1), ("n2", 1)), "h:1", 10.0)}
+
+
+def test_a_node_that_leaves_may_save_until_the_next_world_is_frozen() -> None:
+    leaves = put(10, f"members/{2:016x}", 2, 2, node="n2", leaving=True)
+    events = [*recorded()[:-2], leaves, *recorded()[-2:]]
+    frozen = [round_(11, 6, 2, "joinable"), round_(12, 7, 2, "frozen")]
+    replayed = replay([*events, *frozen], 2, 4)
+    assert replayed.wrong == []
+    world = replayed.worlds()[1]
+    assert (world.may_write(0), world.may_write(1)) == (10.0, 12.0)
+
+
+def taken_over(**more: Any) -> list[Recorded]:
+    """n1 goes, and n2 leads its round on, until it claims."""
+    two = {"coordinator": f"{2:016x}", "node": "n2"}
+    events = recorded()
+    events[-2:] = [round_(12, 6, 2, "setup", **two), put(12, "ledger", 0, 3, generation=2)]
+    last = [deleted(10, f"members/{1:016x}"), round_(11, 5, 1, "final", **two | more)]
+    return [*events[:-2], *last, *events[-2:]]
+
+
+def test_a_round_that_is_taken_over_is_not_blamed() -> None:
+    assert replay(taken_over(), 2, 4).wrong == []
+
+
+def test_a_round_that_is_taken_over_must_stay_the_same() -> None:
+    live = [e for e in taken_over() if not e.deleted]
+    assert "its coordinator was still there" in "\n".join(replay(live, 2, 4).wrong)
+    other = taken_over(master={"addr": "h", "port": 2})
+    assert "a second world" in "\n".join(replay(other, 2, 4).wrong)
 
 
 def deleted(revision: int, key: str) -> Recorded:
@@ -221,9 +260,15 @@ def not_acked(events: list[Recorded]) -> None:
 
 
 def one_again(events: list[Recorded]) -> None:
-    value = json.loads(events[8].value)
-    value["participants"][1]["lease"] = value["participants"][0]["lease"]
-    events[8] = replace(events[8], value=json.dumps(value))
+    events[9] = page(9, 1, 1, 1)
+
+
+def one_less(events: list[Recorded]) -> None:
+    events[9] = page(9, 1, 1)
+
+
+def an_old_page(events: list[Recorded]) -> None:
+    events[9] = page(9, 3, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +283,8 @@ def one_again(events: list[Recorded]) -> None:
         (gone, "I5: its coordinator's lease was gone"),
         (not_acked, "I2"),
         (one_again, "I4"),
+        (one_less, "I8: ranks"),
+        (an_old_page, "I8: pages"),
     ],
 )
 def test_a_tampered_history_is_found_out(

@@ -1,19 +1,22 @@
-"""Plain values become bytes and come back; any other bytes are refused, never obeyed."""
+"""Plain values become JSON and come back; anything else is refused, never obeyed."""
 
 import math
 import os
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.codecs import MAX_DEPTH, decode, encode
+from elastic_etcd.train.encoding import MAX_DEPTH, decode, dumps, encode, loads
 
 SCALARS = (
     st.none()
@@ -55,48 +58,157 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def written(value: Any) -> bytes:
+    return dumps(encode(value, {}))
+
+
+def read(data: bytes) -> Any:
+    return decode(loads(data), {"x": torch.zeros(1)})
+
+
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    assert same(decode(encode(value, []), ()), value)
+    assert same(read(written(value)), value)
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *("$tuple", "$size", "$set", "$frozenset", "$dict", "$ordered", "$counter"),
+                    *("$int", "$float", "$bytes", "$str", "$dtype", "$device", "$numpy", "$array"),
+                    *("$tensor", "$pickle", "$metadata"),
+                ]
+            ),
+            inner,
+            max_size=2,
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@given(TREES)
+def test_any_tree_is_a_value_or_malformed(tree: Any) -> None:
+    try:
+        value = decode(tree, {"x": torch.zeros(1)})
+    except MalformedState:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    again = encode(value, tensors)
+    assert dumps(encode(decode(again, tensors), {})) == dumps(again)
 
 
 @given(st.binary())
 def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
-    try:
-        value = decode(data, (torch.zeros(1),))
-    except MalformedState:
-        return
-    assert isinstance(value, torch.Tensor) or encode(value, []) is not None
+    with suppress(MalformedState):
+        read(data)
 
 
 @given(PLAIN, st.data())
 def test_bytes_that_were_changed_are_a_value_or_malformed(value: Any, data: st.DataObject) -> None:
-    changed = bytearray(encode([value, "end"], []))
+    changed = bytearray(written([value, "end"]))
     for _ in range(data.draw(st.integers(1, 3))):
         where = data.draw(st.integers(0, len(changed) - 1))
         changed[where] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(changed)))
     for tried in (bytes(changed), bytes(changed[:cut])):
         with suppress(MalformedState):
-            decode(tried, ())
+            read(tried)
 
 
 def test_tensors_are_named_by_their_place_and_shared_ones_once() -> None:
     one, other = torch.arange(6.0), torch.ones(0)
-    tensors: list[torch.Tensor] = []
-    data = encode({"a": one, "b": [one.detach(), one[1:]], "c": (other, other)}, tensors)
-    assert [t.numel() for t in tensors] == [6, 5, 0, 0]
-    copies = [t.clone() for t in tensors]
-    back = decode(data, copies)
-    assert back["a"] is back["b"][0] is copies[0]
-    assert back["b"][1] is copies[1]
+    tensors: dict[str, torch.Tensor] = {}
+    tree = encode({"a": one, "b": [one.detach(), one[1:]], "c": (other, other)}, tensors, name="s")
+    assert {name: t.numel() for name, t in tensors.items()} == {
+        "s.a": 6,
+        "s.b.1": 5,
+        "s.c.0": 0,
+        "s.c.1": 0,
+    }
+    copies = {name: t.clone() for name, t in tensors.items()}
+    back = decode(tree, copies)
+    assert back["a"] is back["b"][0] is copies["s.a"]
+    assert back["b"][1] is copies["s.b.1"]
+
+
+def test_no_two_tensors_have_one_name() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    encode({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, tensors)
+    assert [t.item() for t in tensors.values()] == [0, 1]
+
+
+def test_t17_what_schedules_and_configurations_have_in_them() -> None:
+    values = {
+        "rate": np.float64(0.5),
+        "step": np.int32(7),
+        "flag": np.bool_(True),
+        "moments": np.arange(6, dtype=">i2").reshape(2, 3),
+        "none": np.zeros((0, 3)),
+        "scalar": np.array(2.5),
+        "fixed": np.broadcast_to(np.float32(3), (2, 2)),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "shape": torch.Size([2, 3]),
+        "seen": {3, "b", (1, None)},
+        "kinds": frozenset((b"x", 2.5)),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    back = decode(loads(dumps(encode(values, tensors))), tensors)
+    for name, value in values.items():
+        assert type(back[name]) is type(value)
+        if isinstance(value, np.ndarray):
+            assert back[name].dtype == value.dtype
+            assert np.array_equal(back[name], value)
+            assert not np.shares_memory(back[name], value)
+        else:
+            assert back[name] == value
+            assert getattr(back[name], "dtype", None) == getattr(value, "dtype", None)
+
+
+def test_t17_a_set_is_written_alike_in_every_process() -> None:
+    code = (
+        "from elastic_etcd.train.encoding import dumps, encode; "
+        "print(dumps(encode({'a', 'b', 'c', 3, None}, {})))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+
+
+def test_t17_numpy_is_not_needed() -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "from elastic_etcd.errors import MalformedState\n"
+        "from elastic_etcd.train.encoding import decode, encode\n"
+        "assert decode(encode({'a': {1}, 'b': 2.5}, {}), {}) == {'a': {1}, 'b': 2.5}\n"
+        "try: decode({'$numpy': ['<f8', 'AAAAAAAAAAA=']}, {})\n"
+        "except MalformedState as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, check=True
+    )
+    assert b"numpy's, which is not installed" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("value", "where"),
     [
         ({"a": [object()]}, "state['a'][0] is a builtins.object"),
-        ({1, 2}, "state is a builtins.set"),
+        (np.array(["a"], dtype=object), "state is a numpy.ndarray"),
+        ({1: {2, object}}, "state[1]: the key <class"),
         (Path("x"), f"state is a {type(Path()).__module__}.PosixPath"),  # 3.13 moved it
         ([{object(): 1}], r"state[0]: the key <object"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "state['w'] is no plain dense tensor"),
@@ -105,7 +217,7 @@ def test_tensors_are_named_by_their_place_and_shared_ones_once() -> None:
 )
 def test_what_is_not_plain_is_refused_by_its_place(value: Any, where: str) -> None:
     with pytest.raises(UsageError) as error:
-        encode(value, [], name="state")
+        encode(value, {}, name="state")
     assert where in str(error.value)
 
 
@@ -113,38 +225,41 @@ def test_depth_is_bounded_on_both_sides() -> None:
     value: Any = 0
     for _ in range(MAX_DEPTH - 1):
         value = [value]
-    assert decode(encode(value, []), ()) == value
+    assert read(written(value)) == value
     with pytest.raises(UsageError, match="nested deeper"):
-        encode([value], [])
+        encode([value], {})
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UsageError, match="nested deeper"):
-        encode(loop, [])
-    deeper = b"l" + (1).to_bytes(8, "little") + encode(value, [])
+        encode(loop, {})
     with pytest.raises(MalformedState, match="nested deeper"):
-        decode(deeper, ())
-
-
-def test_lengths_that_lie_make_nothing() -> None:
-    huge = (1 << 60).to_bytes(8, "little")
-    for tag in (b"l", b"t", b"m", b"o", b"c", b"s", b"b", b"i", b"x", b"?"):
-        with pytest.raises(MalformedState):
-            decode(tag + huge, ())
+        decode([encode(value, {})], {})
+    with pytest.raises(MalformedState, match="not JSON"):
+        loads(b"[" * 100_000)
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("tree", "why"),
     [
-        (encode(1, []) + b"N", "follow the value"),
-        (b"m" + (2).to_bytes(8, "little") + encode("k", []) * 4, "there twice"),
-        (b"m" + (1).to_bytes(8, "little") + encode([[], 1], [])[9:], "can't be a key"),
-        (b"s" + (1).to_bytes(8, "little") + b"\xff", "not UTF-8"),
-        (b"", "early"),
+        ({"$dict": [["k", 1], ["k", 2]]}, "there twice"),
+        ({"$dict": [[[], 1]]}, "can't be a key"),
+        ({"$set": [1, 1]}, "member twice"),
+        ({"$set": [{"$tuple": [[]]}]}, "not what a value"),
+        ({"$frozenset": [{"$frozenset": []}]}, "one that is none"),
+        ({"$bytes": "?"}, "not what a value"),
+        ({"$dtype": "load"}, "not what a value"),
+        ({"$numpy": ["|O8", "AAAA"]}, "no number of numpy's"),
+        ({"$array": ["<f8", [1 << 62], "x"]}, "no array"),
+        ({"$array": ["<f8", [-1], "x"]}, "no length"),
+        ({"$tensor": "y"}, "no tensor 'y'"),
+        ({"$tuple": "abc"}, "not followed by a list"),
+        ({"$tuple": [], "a": 1}, "1 more"),
+        ({"$shell": "ls"}, "no value is written as"),
     ],
 )
-def test_malformed_bytes_are_explained(data: bytes, why: str) -> None:
+def test_malformed_trees_are_explained(tree: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
-        decode(data, ())
+        decode(tree, {"x": torch.zeros(1)})
     assert type(error.value) is MalformedState
 
 
@@ -161,10 +276,10 @@ class Evil:
 def test_pickle_is_written_and_read_only_by_those_who_opted_in(tmp_path: Path) -> None:
     evil = Evil(tmp_path / "evil")
     with pytest.raises(UsageError, match="allow_pickle=True"):
-        encode(evil, [])
-    data = encode([evil], [], allow_pickle=True)
+        encode(evil, {})
+    tree = encode([evil], {}, allow_pickle=True)
     with pytest.raises(MalformedState, match="allow_pickle"):
-        decode(data, ())
+        decode(tree, {})
     assert not evil.folder.exists()
-    decode(data, (), allow_pickle=True)
+    decode(tree, {}, allow_pickle=True)
     assert evil.folder.exists()

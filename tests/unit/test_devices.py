@@ -104,7 +104,7 @@ def test_torch_that_cannot_be_asked(machine: Machine) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_real_torch_answers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_DEVICE_NODES", ("null",))
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="")

@@ -99,8 +99,14 @@ def test_each_module_has_its_line() -> None:
     assert found == {f for f in modules if f.parent == PACKAGE or f.name != "__init__.py"}
 
 
+def explained(glossary: str) -> list[str]:
+    """Its words; one line may explain several."""
+    heads = re.findall(r"^- (\*\*.+?\*\*): ", glossary, re.MULTILINE)
+    return [word for head in heads for word in re.findall(r"\*\*([^*]+)\*\*", head)]
+
+
 def test_the_glossary_has_each_word_once() -> None:
-    words = re.findall(r"^- \*\*([^*]+)\*\*: ", GLOSSARY, re.MULTILINE)
+    words = explained(GLOSSARY)
     assert len(words) <= MOST_WORDS
     assert sorted(set(words)) == sorted(words)
 
@@ -108,5 +114,5 @@ def test_the_glossary_has_each_word_once() -> None:
 def test_each_group_of_the_glossary_is_sorted() -> None:
     groups = re.split(r"^\*\*[^*]+\*\*$", GLOSSARY, flags=re.MULTILINE)
     for group in groups:
-        words = re.findall(r"^- \*\*([^*]+)\*\*: ", group, re.MULTILINE)
+        words = explained(group)
         assert words == sorted(words)

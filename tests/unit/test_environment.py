@@ -7,18 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from elastic_etcd.agent import environment
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.environment import GroupRanks, without_secrets, worker_env
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import Master, Participant, Phase, Round
+from elastic_etcd.agent.environment import without_secrets, worker_env
+from elastic_etcd.core.schema import Limits, Master, Participant, Phase, Round
 from elastic_etcd.errors import UsageError
 
-NODES = tuple(Participant(0xA + n, f"host-{n}", size) for n, size in enumerate((4, 2, 3)))
-NOW = Round(7, Phase.FINAL, 0xA, "why", "run", NODES, Master("10.0.0.1", 1234), restarts=2)
+PART = Participant(0xB, "host-1", 2, 1, 4)  # beside two nodes with 4 and 3 workers
+NOW = Round(7, Phase.FINAL, 0xA, "why", "run", "host-0", 3, 9, Master("10.0.0.1", 1234), restarts=2)
 CONFIG = AgentConfig(None, "j", ("train",), "host-a", 2, Limits(1, 3), role="trainer")
 
 
@@ -29,18 +27,15 @@ def env(
         base or {},
         replace(CONFIG, virtual_local_rank=virtual),
         NOW,
-        GroupRanks.of(NOW, 0xB),
+        PART,
+        CONFIG.limits,
         local_rank,
         error_file="/tmp/error.json",
         socket="/run/agent",
+        progress="/proc/1/fd/9",
+        mark="1:2:host-a@j",
+        memory="/dev/shm/memory",
     )
-
-
-def test_nodes_of_different_sizes_have_ranks_one_after_the_other() -> None:
-    assert GroupRanks.of(NOW, 0xB) == GroupRanks(
-        group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9
-    )
-    assert [GroupRanks.of(NOW, node.lease).first_rank for node in NODES] == [0, 4, 6]
 
 
 def test_every_variable() -> None:
@@ -71,6 +66,10 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_NODE": "host-a",
         "ELASTIC_ETCD_LOCAL_RANK": "1",
         "ELASTIC_ETCD_SOCKET": "/run/agent",
+        "ELASTIC_ETCD_PROGRESS": "/proc/1/fd/9",
+        "ELASTIC_ETCD_LEAVE_DEADLINE": "30",
+        "ELASTIC_ETCD_MEMORY": "/dev/shm/memory",
+        "ELASTIC_ETCD_AGENT": "1:2:host-a@j",
     }
 
 
@@ -112,8 +111,9 @@ def test_what_the_user_set_stays() -> None:
 
 
 def test_one_worker_may_use_every_core(caplog: pytest.LogCaptureFixture) -> None:
-    alone = msgspec.structs.replace(NOW, participants=(Participant(1, "n", 1),))
-    found = worker_env({}, CONFIG, alone, GroupRanks.of(alone, 1), 0, error_file="")
+    found = worker_env(
+        {}, CONFIG, NOW, Participant(1, "n", 1, 0, 0), CONFIG.limits, 0, error_file=""
+    )
     assert "OMP_NUM_THREADS" not in found
     assert caplog.records == []
 
@@ -152,3 +152,17 @@ def test_a_virtual_local_rank_sees_one_device(visible: str | None, device: str) 
 def test_more_workers_than_visible_devices_is_told() -> None:
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4 "):
         env({"CUDA_VISIBLE_DEVICES": "4"}, virtual=True)
+
+
+def test_g4_gloo_uses_the_interface_that_has_this_node_s_address() -> None:
+    """Else that of the host's name, which is 127.0.1.1 on a Debian: no other node reaches it."""
+
+    def given(base: dict[str, str], interface: str) -> str | None:
+        found = worker_env(
+            base, CONFIG, NOW, PART, CONFIG.limits, 0, error_file="", interface=interface
+        )
+        return found.get("GLOO_SOCKET_IFNAME")
+
+    assert given({}, "eth7") == "eth7"
+    assert given({"GLOO_SOCKET_IFNAME": "ib0"}, "eth7") == "ib0"
+    assert given({}, "") is None

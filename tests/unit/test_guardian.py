@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,11 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.children import guard
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.retry import boottime
+from elastic_etcd.process import discard
 from elastic_etcd.times import GUARD_LIFE
+from tests.support.aio import elapse
+from tests.support.disks import interpreter_not_found_yet
 from tests.support.stand_in import DEADLINE, agent, ended, running, worker
 
 NOWHERE = EtcdConfig(("127.0.0.1:1",), user="me", password="hidden-word")
@@ -33,17 +38,18 @@ class Observed(Guardian):
         self._caplog = caplog
         self.started, self.ended, self.drained = (asyncio.Event() for _ in range(3))
         self.full = False
-        self.pids: list[int | None] = []
+        self.pids: list[int] = []
 
     @property
     def said(self) -> list[str]:
         """What it has written into the log."""
         return [r.getMessage() for r in self._caplog.records if r.name.endswith("agent.guardian")]
 
-    def start(self) -> None:
-        super().start()
-        self.pids.append(self.pid)
-        self.started.set()
+    def _on_start(self, starting: Any) -> None:
+        super()._on_start(starting)
+        if self.pid is not None:
+            self.pids.append(self.pid)
+            self.started.set()
 
     def _start_again(self, what: str) -> None:
         super()._start_again(what)
@@ -51,7 +57,8 @@ class Observed(Guardian):
 
     def _send(self) -> None:
         super()._send()
-        assert self._socket is not None
+        if self._socket is None:
+            return
         loop = asyncio.get_running_loop()
         if loop.remove_writer(self._socket):
             loop.add_writer(self._socket, self._send)
@@ -71,7 +78,6 @@ class Observed(Guardian):
         """Kill its process, and wait for the next one."""
         self.killed()
         await happens(self.started)
-        assert None not in self.pids
         assert len({*self.pids}) == len(self.pids), "another process each time"
 
     async def says(self, count: int) -> None:
@@ -94,6 +100,7 @@ async def happens(event: asyncio.Event) -> None:
 async def guardian(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Observed]:
     it = Observed(caplog)
     it.start()
+    await happens(it.started)
     yield it
     it.dismiss()
 
@@ -110,7 +117,7 @@ def waiting_guard() -> Iterator["tuple[subprocess.Popen[bytes], socket.socket]"]
             theirs.close()
             ours.send(b'{"path": []}')
             for _ in range(1000):  # each waits for room, which only the reader makes
-                ours.send(b"0")
+                ours.send(b"0 0 0")
             yield process, ours
             process.kill()
 
@@ -173,13 +180,49 @@ async def test_the_one_that_replaces_another_guards_the_same(guardian: Observed)
         assert await asyncio.to_thread(ended, *pids)
 
 
+async def test_r19_the_loop_turns_while_its_program_is_not_found(
+    guardian: Observed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel waits for the disk of what is to be executed."""
+    with worker() as pids:
+        with interpreter_not_found_yet(tmp_path, monkeypatch):
+            guardian.killed()
+            await happens(guardian.ended)
+            await elapse(0.3)
+            assert guardian.pid is None
+            guardian.guard(groups=(pids[0],))
+        await happens(guardian.started)
+        guardian.end_of_file()
+        assert await asyncio.to_thread(ended, *pids)
+
+
+async def test_r19_dismissed_before_it_is_there(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned = asyncio.Event()
+    discarding: list[subprocess.Popen[bytes]] = []
+
+    def discarded(process: "subprocess.Popen[bytes]") -> None:
+        discarding.append(process)
+        discard(process)
+        spawned.set()
+
+    monkeypatch.setattr("elastic_etcd.agent.guardian.discard", discarded)
+    guardian = Observed(caplog)
+    guardian.start()
+    guardian.dismiss()
+    await happens(spawned)
+    assert guardian.pid is None
+    assert await asyncio.to_thread(ended, discarding[0].pid)
+
+
 async def test_one_that_cannot_be_started_is_tried_again(
     guardian: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/nowhere/python")
         guardian.killed()
-        await happens(guardian.started)
+        await guardian.says(2)
         assert guardian.pid is None
         guardian.guard(lease=0, groups=())
     what = "the guardian can't be started (No such file or directory)"
@@ -201,6 +244,33 @@ async def test_one_that_ends_at_once_is_tried_again(
     guardian.started.clear()
     await happens(guardian.started)
     assert guardian.pid is not None
+
+
+async def test_r7_what_trains_ends_at_its_time_and_what_is_parked_does_not(
+    guardian: Observed,
+) -> None:
+    with worker() as trains, worker() as waits, worker() as later:
+        guardian.guard(groups=(trains[0],), parked=(waits[0],), until=boottime() + 0.2)
+        assert await asyncio.to_thread(ended, *trains)
+        guardian.guard(groups=(later[0],))
+        assert await asyncio.to_thread(ended, *later), "the agent did not know that it was too late"
+        assert all(map(running, waits))
+        assert guardian.pid in guardian.pids, "it goes on"
+
+
+async def test_r7_what_may_train_for_longer_in_time_lives_on(guardian: Observed) -> None:
+    """Also where the guardian itself was stopped when it was told so."""
+    assert guardian.pid is not None
+    with worker() as spared, worker() as trains:
+        guardian.guard(groups=(spared[0],), until=boottime() + 0.2)
+        os.kill(guardian.pid, signal.SIGSTOP)
+        await elapse(0.4)
+        guardian.guard(until=boottime() + 60)
+        os.kill(guardian.pid, signal.SIGCONT)
+        guardian.guard(groups=(), parked=(spared[0],))
+        guardian.guard(groups=(trains[0],), until=boottime() - 1)
+        assert await asyncio.to_thread(ended, *trains)
+        assert all(map(running, spared))
 
 
 async def test_dismissed_it_ends_nothing(guardian: Observed) -> None:
@@ -254,7 +324,7 @@ def test_signals_do_not_end_the_process() -> None:
     with worker() as pids, waiting_guard() as (process, agent_end):
         for number in guard.IGNORED:
             process.send_signal(number)
-        agent_end.send(f"0 {pids[0]}".encode())
+        agent_end.send(f"0 0 1 {pids[0]}".encode())
         agent_end.close()
         assert ended(*pids)
 

@@ -14,7 +14,10 @@ import elastic_etcd
 ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
-GROUND = {"errors", "init", "process", "protocol", "times", "trampoline", "version"}
+GROUND = {
+    *("errors", "init", "process", "progress", "protocol"),
+    *("threads", "times", "trampoline", "version"),
+}
 BELOW_AGENT = {"etcd", "core", *GROUND}
 COMMANDS = {"cli", "launch"}
 # Each part with the parts that it may import: those below it.
@@ -24,25 +27,31 @@ MAY_IMPORT = {
     "etcd": BELOW_AGENT,
     "agent": {"agent", "children", *BELOW_AGENT},
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
-    "train": {"train", "core", "protocol", "times", "errors", "version"},
+    "train": {"train", "core", "progress", "protocol", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
+    "torchrun": {"protocol"},  # loaded into torchrun's process
+    "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
 }
 # The programs that are run by their path, which no import shows, and who runs them.
-RUN_BY_PATH = {
+RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "trampoline.py": "process.py",
-    "children/entry.py": "children/forkserver.py",
+    "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
+    "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
+    "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
 }
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
-    "children/entry.py": set[str](),
-    "children/forkserver.py": {"elastic_etcd.children.entry"},  # for the type checker
+    "children/entry.py": {"elastic_etcd.progress"},  # for the type checker, as the next two
+    "children/forkserver.py": {"elastic_etcd.children.entry", "elastic_etcd.children.variables"},
+    "children/run_script.py": {"elastic_etcd.children.entry"},
+    "children/variables.py": set[str](),
     "children/guard.py": {
         "elastic_etcd.errors",
         "elastic_etcd.etcd.client",
@@ -141,7 +150,7 @@ def test_the_ground_floor_needs_no_library_but_msgspec(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "only"),
-    [("grpc", {"etcd"}), ("torch", {"train", "children"})],
+    [("grpc", {"etcd"}), ("torch", {"train", "children", "torchrun"})],
 )
 def test_a_library_is_imported_by_some_parts_only(library: str, only: set[str]) -> None:
     assert {part(file) for file in users(library)} == only
@@ -152,7 +161,12 @@ def users(library: str) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    ("library", "only"), [("grpc", "etcd/_grpc.py"), ("tenacity", "etcd/retry.py")]
+    ("library", "only"),
+    [
+        ("grpc", "etcd/_grpc.py"),
+        ("tenacity", "etcd/retry.py"),
+        ("prometheus_client", "agent/metrics.py"),
+    ],
 )
 def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
     assert {named(file) for file in users(library)} == {only}
@@ -161,8 +175,9 @@ def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
 def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
     children = {named(f) for f in FILES if part(f) == "children" and f.stem != "__init__"}
     assert RUN_BY_PATH.keys() == CHILDREN.keys() == children | {"trampoline.py"}
-    for program, runner in RUN_BY_PATH.items():
-        assert {named(file) for file in FILES if _names(file, ROOT / program)} == {runner}
+    for program, runners in RUN_BY_PATH.items():
+        found = {named(file) for file in FILES if _names(file, ROOT / program)}
+        assert found == ({runners} if isinstance(runners, str) else set(runners))
 
 
 def _names(file: Path, program: Path) -> bool:
@@ -200,7 +215,10 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.protocol", {"torch", "grpc", "asyncio", "socket", "logging"}),
         ("elastic_etcd.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
-        ("elastic_etcd.agent.agent", {"torch", "numpy", "rich"}),
+        (
+            "elastic_etcd.agent.agent",
+            {"torch", "numpy", "rich", "prometheus_client", "http.client"},
+        ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
         ("elastic_etcd.train.channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
     ],

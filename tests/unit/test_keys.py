@@ -11,8 +11,9 @@ from elastic_etcd.core.schema import (
     Ack,
     History,
     Keys,
+    Limits,
     Master,
-    Spec,
+    Participant,
     decimal,
     decode,
     encode,
@@ -60,13 +61,15 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.acks(), KEYS.acks(generation)),
         (KEYS.reports(generation), KEYS.report(generation, lease)),
         (KEYS.reports(), KEYS.reports(generation)),
+        (KEYS.steps(generation), KEYS.step(generation, lease)),
+        (KEYS.steps(), KEYS.steps(generation)),
         (KEYS.history(), KEYS.history(generation)),
     ]
     for folder, key in below:
         assert folder.endswith("/")
         assert key.startswith(folder)
         assert len(key) > len(folder)
-    single = [KEYS.spec, KEYS.ledger, KEYS.round, KEYS.outcome]
+    single = [KEYS.spec, KEYS.ledger, KEYS.round, KEYS.outcome, KEYS.hang, KEYS.wanted]
     assert all(k.startswith(KEYS.root + "/") for k in (*single, *(k for k, _ in below)))
 
 
@@ -74,14 +77,23 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
 def test_the_folder_of_one_generation_covers_no_other(one: int, other: int) -> None:
     assert KEYS.ack(other, 1).startswith(KEYS.acks(one)) == (one == other)
     assert KEYS.report(other, 1).startswith(KEYS.reports(one)) == (one == other)
+    assert KEYS.step(other, 1).startswith(KEYS.steps(one)) == (one == other)
 
 
 def test_values_read_well() -> None:
     assert encode(Ack(1, Master("n1", 80))) == '{"master": {"addr": "n1", "port": 80}, "v": 1}'
-    spec = Spec("größer", 1, 2, "n1")
-    assert (
-        encode(spec)
-        == '{"created_by": "n1", "max_nodes": 2, "min_nodes": 1, "run": "größer", "v": 1}'
+    assert encode(Participant(10, "größer", 2, 0, 0)) == (
+        '{"first_rank": 0, "group_rank": 0, "lease": "000000000000000a", "node": "größer", '
+        '"nproc": 2, "v": 1}'
+    )
+
+
+def test_limits_that_differ_are_told_by_their_flags() -> None:
+    job, own = Limits(1, 2, max_restarts=1 << 40, settle=0.5), Limits(1, 2, patience=400.0)
+    assert job.differing(job) == ""
+    assert job.differing(own) == (
+        "--max-restarts 1099511627776 (here 3), --settle 0.5 (here 3), "
+        "the wait for a node that stops (--shutdown-timeout, --kill-timeout) 70 (here 400)"
     )
 
 

@@ -14,8 +14,9 @@ import pytest
 from elastic_etcd import launch
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
 from elastic_etcd.cli import options
-from elastic_etcd.core.rules import Limits
+from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import UsageError
+from elastic_etcd.times import STOP_PATIENCE
 
 # A value for each of torchrun's flags, where "1" is none.
 VALUES = {
@@ -67,7 +68,7 @@ def given(name: str, action: Action) -> list[str]:
     return [name] if action.nargs == 0 else [name, VALUES.get(action.dest, "1")]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_every_flag_of_torchrun_is_accepted(torchrun: ArgumentParser, parse: Parse) -> None:
     options = torchrun_options(torchrun)
     assert len(options) > 50
@@ -162,6 +163,19 @@ def test_every_pet_variable_of_torchrun_is_read(torchrun: ArgumentParser, parse:
         assert vars(args) != vars(plain) or value == same.get(action.dest), action.dest
 
 
+def test_r7_whoever_is_cut_off_has_the_lease_s_time_to_stop(parse: Parse) -> None:
+    assert parse().limits.cut_off is None
+    assert parse("--when-cut-off=train-on").limits.cut_off is None
+    assert parse("--when-cut-off=stop", "--lease-ttl=9").limits.cut_off == 9
+    assert parse(PET_WHEN_CUT_OFF="stop").limits.cut_off == parse().lease_ttl
+
+
+def test_r20_a_job_is_run_again_when_that_is_said(parse: Parse) -> None:
+    assert not parse().rerun
+    assert parse("--rerun").rerun
+    assert parse(PET_RERUN="1").rerun
+
+
 def test_pet_variables(parse: Parse) -> None:
     env = {
         "PET_NNODES": "2:3",
@@ -201,16 +215,40 @@ def test_our_flags(parse: Parse) -> None:
     argv = "--etcd e:1,f:2 --job j --lease-ttl 7 --settle 1.5 --join_timeout 20 --restart-window 60"
     argv += " --min-uptime 2 --prefix /a/b --topology-label rack1 --etcd-timeout 30 --node-name n1"
     argv += " --advertise 10.0.0.1 --log-level debug --local-ranks-filter 0,2"
+    argv += " --suspect-after 3 --join-settle 0.5"
+    argv += " --proof-of-death off"
     config = parse(*argv.split())
     assert config.etcd is not None
+    assert not config.proof_of_death
     assert config.etcd.endpoints == ("e:1", "f:2")
     limits = config.limits
     assert (config.job, config.lease_ttl, config.prefix) == ("j", 7, "/a/b")
     assert (limits.settle, limits.join_timeout) == (1.5, 20)
     assert (limits.restart_window, limits.min_uptime) == (60, 2)
+    assert (limits.suspect_after, limits.join_settle) == (3, 0.5)
     assert (config.topology_label, config.etcd_timeout, config.node) == ("rack1", 30, "n1")
     assert (config.advertise, config.log_level) == ("10.0.0.1", "DEBUG")
     assert config.log.local_ranks_filter == frozenset({0, 2})
+
+
+@pytest.mark.parametrize(
+    ("argv", "worlds"),
+    [
+        ("--nnodes 4", [4]),
+        ("--nnodes 1:4", [1, 2, 3, 4]),
+        ("--nnodes 2,4,8", [2, 4, 8]),
+        ("--nnodes=1,9", [1, 9]),
+        ("--nnodes 2:13 --nodes-multiple-of 4", [4, 8, 12]),
+        ("--nnodes 4:4 --nodes_multiple_of=2", [4]),
+        ("--nnodes 3:10000 --nodes-multiple-of 5000", [5000, 10000]),
+    ],
+)
+def test_the_sizes_that_a_world_may_have(parse: Parse, argv: str, worlds: list[int]) -> None:
+    limits = parse(*argv.split()).limits
+    assert (limits.min_nodes, limits.max_nodes) == (worlds[0], worlds[-1])
+    for nodes in range(12_000):
+        assert limits.largest(nodes) == max((w for w in worlds if w <= nodes), default=0)
+        assert limits.larger(nodes) == min((w for w in worlds if w > nodes), default=0)
 
 
 def test_defaults(parse: Parse) -> None:
@@ -265,6 +303,37 @@ def test_rdzv_conf(parse: Parse) -> None:
     assert parse("--rdzv-conf", "timeout=30", "--join-timeout=8").limits.join_timeout == 8
 
 
+@pytest.mark.parametrize(
+    ("argv", "deadline"),
+    [
+        ([], 30),
+        (["--shutdown-timeout=9"], 9),
+        (["--shutdown-timeout=9", "--leave-deadline=120"], 120),
+        (["--leave-deadline=0"], 0),
+    ],
+)
+def test_r5_the_leave_deadline_is_the_shutdown_timeout_unless_it_is_given(
+    parse: Parse, argv: list[str], deadline: float
+) -> None:
+    config = parse(*argv)
+    assert config.limits.leave_deadline == deadline
+    assert parse(*argv, PET_LEAVE_DEADLINE="45").limits.leave_deadline == (
+        deadline if "--leave-deadline" in " ".join(argv) else 45
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "park", "longest"),
+    [([], 20, 30), (["--park-timeout=45"], 45, 45), (["--shutdown-timeout=9"], 20, 30)],
+)
+def test_g3_the_others_wait_for_who_has_to_park(
+    parse: Parse, argv: list[str], park: float, longest: float
+) -> None:
+    config = parse(*argv)
+    assert config.park_timeout == park
+    assert config.limits.patience == longest + config.kill_timeout + STOP_PATIENCE
+
+
 def test_shutdown_timeout_from_torchs_variable(parse: Parse) -> None:
     assert parse(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 12
     assert parse("--shutdown-timeout=3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 3
@@ -315,7 +384,7 @@ def test_the_readme_has_the_defaults() -> None:
     for name, default in told.items():
         value = plain[name[2:].replace("-", "_")]
         expected = f"{value:g}" if isinstance(value, float) else str(value)
-        assert default == expected or (value is None and default in ("never", "info")), name
+        assert default == expected or (value is None and default in ("never", "info", "auto")), name
     assert len(told) > 10
 
 

@@ -37,7 +37,10 @@ from elastic_etcd.core.lifecycle import (
     Tick,
     ViewChanged,
     WorkerEnded,
+    WorkersElastic,
+    WorkersFinished,
     WorkersGone,
+    WorkersHang,
     Writable,
     Write,
     WriteDone,
@@ -45,20 +48,22 @@ from elastic_etcd.core.lifecycle import (
     step,
     to_json,
 )
-from elastic_etcd.core.rules import Decision, Limits, Local, Verdict
-from elastic_etcd.core.schema import Phase
+from elastic_etcd.core.rules import Decision, Local, Verdict
+from elastic_etcd.core.schema import Limits, Phase
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
-from tests.support.spoilt import FAILURE, JOBS, KEYS, LEDGER, MASTER, ROUND, A, snapshot
+from tests.support.spoilt import FAILURE, JOBS, KEYS, LEDGER, MASTER, ROUND, WORLD, A, snapshot
 
 VIEWS = [view_of(snapshot(job), KEYS, Everything()) for job in JOBS]
 DECISIONS: list[Decision] = [
     rules.Claim("why", ROUND, LEDGER),
+    rules.TakeOver("why", ROUND),
     rules.Open("why", ROUND),
     rules.Freeze("why", ROUND),
     rules.Ack("why", 4),
-    rules.Finalise("why", ROUND, LEDGER),
-    rules.Run("why", ROUND),
+    rules.Finalise("why", ROUND, LEDGER, WORLD),
+    rules.Run("why", ROUND, WORLD[0]),
     rules.Stop("why", planned=True),
+    rules.Stop("why", planned=True, patient=True),
     rules.Wait("why"),
     rules.Wait("why", 2.5),
     rules.Close("why", ROUND, Verdict.FAILED.outcome("r", 4, "why", FAILURE)),
@@ -67,12 +72,15 @@ DECISIONS: list[Decision] = [
 EVENTS: list[Event] = [
     *(ViewChanged(view) for view in VIEWS),
     ViewChanged(View(9, Narrow(A))),
-    Joined("r", 2, A, 3),
+    Joined("r", 2, A, 3, Limits(1, 2, settle=0.0)),
     LeaseLost("expired"),
     WriteDone(ok=True),
     WorkerEnded(4, None),
     WorkerEnded(4, FAILURE, by_peer=True),
     WorkersGone(4),
+    WorkersHang(4, FAILURE),
+    WorkersElastic(4, elastic=True),
+    WorkersFinished(4, finished=True),
     Signalled(),
     Silent(1.5),
     Answered(),
@@ -88,8 +96,9 @@ WRITES: list[Writable] = [
 ]
 ACTIONS: list[Action] = [
     *(Write(what, A, 4) for what in WRITES),
-    StartWorkers(ROUND),
+    StartWorkers(ROUND, WORLD[0]),
     *(StopWorkers(grace) for grace in Grace),
+    StopWorkers(Grace.LEAVE, seconds=120.0),
     Rejoin(),
     *(Exit(why) for why in (Left(), Over("done"), Error("denied"), Outdated(2))),
     SetTimer(12.5),
@@ -100,10 +109,7 @@ STATES = [
     State(Local(""), 1),
     *(State(Local("r", A), 2, life, view=VIEWS[0]) for life in Life),
     State(Local("r", A), 2, Life.LEAVING, Over("done")),
-    *(
-        State(Local("r"), 1, result=end)
-        for end in (Held(FAILURE, 3.5), Failed(FAILURE, victim=True))
-    ),
+    *(State(Local("r"), 1, result=end) for end in (Held(FAILURE, 3.5), Failed(FAILURE))),
     State(Local("r"), 1, result=Finished(), lasted=Lasted(4, 12.5), timer=9.0, logged="why"),
     *(State(Local("r"), 1, pending=Write(what, A), tried=("Claim", 3, 4, 0)) for what in WRITES),
 ]
@@ -146,21 +152,21 @@ def test_what_a_worker_said_is_recorded_whatever_it_is() -> None:
 
 def test_a_record_replays() -> None:
     """The same events lead through the same actions to the same state."""
-    first = State(Local("r", A, 2, 2), 1, Life.MEMBER)
-    limits, events = Limits(1, 2, settle=0), EVENTS[:12]
+    first = State(Local("r", A, 2, 2), 1, Life.MEMBER, limits=Limits(1, 2, settle=0.0))
+    events = EVENTS[:12]
     lines, state = [], first
     for at, event in enumerate(events):
-        state, actions = step(state, event, at, limits)
+        state, actions = step(state, event, at)
         lines.append((to_json(event), [to_json(action) for action in actions], to_json(state)))
     again = from_json(State, to_json(first))
     for at, (happened, acted, became) in enumerate(lines):
-        again, actions = step(again, from_json(Event, happened), at, limits)
+        again, actions = step(again, from_json(Event, happened), at)
         assert [to_json(action) for action in actions] == acted
         assert to_json(again) == became
     assert again == state
 
 
 def test_phases_and_masters_are_in_the_record() -> None:
-    round_ = from_json(Action, to_json(StartWorkers(ROUND))).round
+    round_ = from_json(Action, to_json(StartWorkers(ROUND, WORLD[0]))).round
     assert (round_.phase, round_.master) == (Phase.FINAL, MASTER)
     assert lifecycle.coverage(State(Local("r", A), 1, view=VIEWS[0])) == Everything()

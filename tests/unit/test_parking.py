@@ -34,15 +34,26 @@ WORKER = """
 
     rank = int(os.environ["LOCAL_RANK"])
     say("hello", v=1, pid=os.getpid(), local_rank=rank, generation=generation)
+    if "plain" in how:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        said.write(json.dumps({"type": "ready"}) + "\\n")
+        signal.pause()
     say("elastic")
     if "alone" in how:
         say("parked", generation=generation, error="RuntimeError: Connection reset by peer")
+    if "finishes" in how:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        say("finished")
+    if "slow" in how:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     if "asks" in how:
         say("current", id=3)
     while packet := agent.recv(1 << 16):
         message = json.loads(packet)
         said.write(json.dumps(message) + "\\n")
         if message["type"] in ("change", "interrupt") and "deaf" not in how:
+            if "slow" in how:
+                signal.sigwait([signal.SIGUSR1])
             say("parked", generation=generation, error="")
             if "leaves" in how:
                 agent.close()
@@ -96,11 +107,16 @@ def can_park(watched: Watched) -> bool:
     return all(worker.channel for worker in watched.workers._running.values())
 
 
+def channels(watched: Watched) -> list[Any]:
+    """Of those that can park."""
+    return [w for w in watched.workers._running.values() if w.channel]
+
+
 async def elastic(watched: Watched) -> list[int]:
     """Wait until all can park; their pids."""
     pids = await watched.started()
     await watched.turns(lambda: can_park(watched))
-    assert watched.guarded.groups == tuple(pids)
+    assert sorted(watched.guarded.groups) == sorted(pids)
     return pids
 
 
@@ -129,6 +145,30 @@ async def test_a_parked_worker_is_sent_on_with_what_is_new_to_it(
     assert is_gone(pid)
     assert script.heard[-1] == {"type": "bye", "reason": "all is done"}
     assert not watched.guarded.groups
+
+
+async def test_it_is_told_whether_all_workers_can_park(watched: Watched, tmp_path: Path) -> None:
+    """Then --join-settle is 0, since a change costs them nothing."""
+    one, two = Script(tmp_path, "one"), Script(tmp_path, "two")
+    plain = (sys.executable, "-I", "-S", "-c", "import signal; signal.pause()")
+    watched.launch(one.command, two.command)
+    await elastic(watched)
+    await watched.until(lambda: watched.elastic == [True])
+
+    watched.workers.stop(1000, Change(1, "n2 joins", leaving=False))
+    await watched.emptied()
+    watched.launch(one.command, two.command, generation=2)
+    await watched.until(lambda: watched.elastic == [True, True])
+    watched.workers.kill()
+    await watched.emptied()
+
+    watched.elastic.clear()
+    watched.launch(one.command, plain, generation=3)
+    await watched.started()
+    await watched.turns(lambda: any(w.channel for w in watched.workers._running.values()))
+    watched.workers.kill()
+    await watched.emptied()
+    assert True not in watched.elastic
 
 
 async def test_one_that_has_hung_up_is_replaced(watched: Watched, tmp_path: Path) -> None:
@@ -160,6 +200,81 @@ async def test_one_that_does_not_park_in_its_grace_is_killed(
     assert deaf.hears("interrupt")
     assert [(f.rank, f.code) for f in watched.failures] == [(1, -signal.SIGKILL)]
     assert watched.workers.groups == (pids[0],)
+
+
+async def test_g3_one_that_can_park_has_a_grace_of_its_own(
+    watched: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What others do for a failure's 3 s is of no use; it may have communicators to abort."""
+    plain = Script(tmp_path, "zero", "plain")
+    slow, deaf = Script(tmp_path, "one", "slow"), Script(tmp_path, "two", "deaf")
+    watched.launch(plain.command, slow.command, deaf.command)
+    pids = await watched.started()
+    await watched.turns(lambda: len(channels(watched)) == 2 and plain.hears("ready"))
+    watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
+    assert [f.rank for f in [await watched.failure()]] == [0]
+    await watched.turns(lambda: slow.hears("interrupt") and deaf.hears("interrupt"))
+    assert watched.workers.pids == {1: pids[1], 2: pids[2]}
+    os.kill(pids[1], signal.SIGUSR1)
+    await watched.turns(lambda: pids[1] not in watched.workers.pids.values())
+    watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 0.2)
+    await watched.emptied()
+    assert "rank 2: not stopped within 0.2 s: SIGKILL" in caplog.text
+    assert [(f.rank, f.code) for f in watched.failures] == [(0, -9), (2, -9)]
+    assert watched.workers.groups == (pids[1],)
+
+
+async def test_g3_a_worker_that_is_late_to_park_is_told_of(
+    watched: Watched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    watched.launch(Script(tmp_path, "one", "deaf").command)
+    await elastic(watched)
+    watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
+    late = "n2 is lost: rank 0: not out of its step for 0.1 s; they will be killed"
+    await watched.turns(lambda: late in caplog.text)
+    watched.workers.kill()
+    await watched.emptied()
+
+
+async def test_t3_for_newcomers_nobody_is_killed_but_told_of(
+    watched: Watched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    parks, slow = Script(tmp_path, "one"), Script(tmp_path, "two", "deaf")
+    watched.launch(parks.command, slow.command)
+    pids = await elastic(watched)
+    watched.workers.stop(None, Change(1, "n3 joins", leaving=False))
+    await watched.turns(lambda: "n3 joins: rank 1: no state.check() for 0.1 s" in caplog.text)
+    assert "they are waited for" in caplog.text
+    assert watched.ends == []
+    assert set(watched.workers.groups) == set(pids)
+    watched.workers.stop(0.2, Interrupt(1, "n2 is lost"))  # which has changed everything
+    await watched.emptied()
+    assert slow.hears("interrupt")
+    assert "rank 1: not stopped within 0.2 s: SIGKILL" in caplog.text
+    assert [(f.rank, f.code) for f in watched.failures] == [(1, -signal.SIGKILL)]
+
+
+async def test_t4_one_that_has_finished_is_told_by_sigterm(
+    watched: Watched, tmp_path: Path
+) -> None:
+    script = Script(tmp_path, "one", "finishes")
+    watched.launch(script.command)
+    await watched.until(lambda: watched.finished == [True])
+    assert watched.workers.finished
+    watched.workers.stop(None, Change(1, "n2 joins", leaving=False))
+    watched.workers.stop(1000, Interrupt(1, "n2 is lost"))
+    await watched.emptied()
+    assert [f.code for f in watched.failures] == [7]
+    assert not script.hears("change")
+    assert not script.hears("interrupt")
 
 
 async def test_one_that_parks_by_itself_is_a_failure_only_if_nobody_else_is(

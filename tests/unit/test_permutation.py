@@ -40,7 +40,7 @@ def test_each_index_comes_once_in_small_orders() -> None:
         assert sorted(indices.tolist()) == list(range(length))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 1 << 62), st.integers(0, 1 << 64), st.integers(0, 1 << 32), st.data())
 def test_far_positions_go_to_different_indices(
     length: int, seed: int, epoch: int, data: st.DataObject

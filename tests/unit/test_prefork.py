@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ from elastic_etcd.agent import prefork
 from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.errors import UsageError
 from elastic_etcd.process import Process
+from tests.support.aio import elapse
+from tests.support.disks import interpreter_not_found_yet
 from tests.unit.prefork import DEADLINE, exit_of, python
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 class News:
@@ -82,7 +85,7 @@ async def fork(
     argv = python(folder / "script.py")
     try:
         async with asyncio.timeout(DEADLINE):
-            return await server.fork(argv, os.environ, write, 2, given), read
+            return await server.fork(argv, os.environ, write, 2, given=given), read
     except BaseException:
         os.close(read)
         raise
@@ -105,6 +108,19 @@ async def test_workers_are_its_children_and_their_ends_are_exact(tmp_path: Path)
             process, read = await fork(server, tmp_path, script)
             os.close(read)
             assert await exit_of(process) == process.poll() == -signal.SIGKILL
+
+
+async def test_r19_the_loop_turns_while_its_program_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel waits for the disk of what is to be executed."""
+    with interpreter_not_found_yet(tmp_path, monkeypatch):
+        async with forking(tmp_path) as server:
+            await elapse(0.3)
+            assert server.pid is None, "and nobody waits for it at the end"
+    async with asyncio.timeout(DEADLINE):
+        while any(thread.name == "starter" for thread in threading.enumerate()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -> None:
@@ -313,7 +329,9 @@ async def test_who_gives_up_waiting_for_a_worker_leaves_none(tmp_path: Path, new
         assert _Preforked._on_their_way
         ordering.cancel()
         await news.until(lambda: not _Preforked._on_their_way)
-        assert own_children() == {*children, str(server.pid)}
+        async with asyncio.timeout(DEADLINE):
+            while own_children() != {*children, str(server.pid)}:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await ordering
 
@@ -327,8 +345,10 @@ async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             while any(each.pid is None for each in server._waiting):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert own_children() == children
+    async with asyncio.timeout(DEADLINE):
+        while len(list(Path("/proc/self/fd").iterdir())) != before:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
 
 
 def own_children() -> set[str]:
@@ -338,3 +358,13 @@ def own_children() -> set[str]:
         for file in Path("/proc/self/task").glob("*/children")
         for pid in file.read_text().split()
     }
+
+
+async def test_an_error_of_the_start_is_not_waited_out(tmp_path: Path) -> None:
+    """An environment that no process can have, as an example of what nobody has thought of."""
+    spoilt = Prefork(python(tmp_path / "script.py"), {"NAME": "a\0b"}, (), 1)
+    spoilt.start()
+    with pytest.raises(ValueError, match="null byte"):
+        async with asyncio.timeout(DEADLINE):
+            await spoilt.warm()
+    spoilt.close()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.prefork import BothWays
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

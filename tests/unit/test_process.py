@@ -10,26 +10,36 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic_etcd import process as process_module
 from elastic_etcd.process import (
     ExitWatch,
     LastWords,
     ProcessGroups,
     channel_pair,
+    discard,
     end,
     exited,
     is_gone,
     kill_members,
     signal_group,
     spawn,
+    start,
+    stat,
 )
 from tests.support.aio import elapse
+from tests.support.disks import (
+    disk_that_may_stand_still,
+    interpreter_not_found_yet,
+    standing_still,
+)
 
-DEADLINE = 15.0
+DEADLINE = 60.0
 # A child leaves the group, but for a zombie of its own, which it never reaps.
 ZOMBIE = """
     import os, signal, sys
@@ -98,6 +108,49 @@ async def gone(pidfd: int) -> None:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_r19_the_loop_turns_while_a_program_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel waits for the disk of what is to be executed."""
+    with interpreter_not_found_yet(tmp_path, monkeypatch):
+        starting = asyncio.create_task(start(("true",), os.environ, stdout=2, stderr=2))
+        await elapse(0.3)
+        assert not starting.done()
+    async with asyncio.timeout(DEADLINE):
+        assert await exited(await starting) == 0
+
+
+async def test_r19_a_child_is_tied_to_its_parent_and_to_no_thread_of_it() -> None:
+    process = await start(("sleep", "1000"), os.environ, stdout=2, stderr=2)
+    await elapse(0.3)
+    assert process.poll() is None
+    assert end(process) == -signal.SIGKILL
+
+
+def names() -> set[str]:
+    """Of this process's threads."""
+    return {thread.name for thread in threading.enumerate()}
+
+
+async def test_r19_who_gives_up_waiting_for_a_start_leaves_no_child() -> None:
+    read, write = os.pipe()
+    starting = asyncio.create_task(start(("sleep", "1000"), os.environ, stdout=write, stderr=2))
+    await asyncio.sleep(0)
+    starting.cancel()
+    async with asyncio.timeout(DEADLINE):
+        while "starter" in names():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
+    os.close(write)
+    assert os.read(read, 1) == b"", "nobody has it open"
+    os.close(read)
+
+
+async def test_r19_what_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError):
+        await start(("true",), os.environ, stdout=2, stderr=2)
 
 
 @pytest.mark.parametrize("session", [False, True])
@@ -228,6 +281,29 @@ def test_the_end_is_the_end() -> None:
     with child("true") as (process, _):
         assert process.wait(DEADLINE) == 0
         assert end(process) == 0
+
+
+async def test_r19_the_loop_waits_for_no_child_that_the_kernel_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "CHILD_GONE", 0.05)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    hear, told = os.pipe()
+    with disk_that_may_stand_still(disk, tmp_path / "image"):
+        with standing_still(disk):
+            write = ("sh", "-c", f"echo 1; : >{disk / 'file'}")
+            process = spawn(write, os.environ, stdout=told, stderr=2)
+            assert os.read(hear, 1) == b"1", "what it waits for from here on is that disk"
+            async with asyncio.timeout(DEADLINE):
+                while (seen := stat(process.pid)) is None or seen.state != "D":  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            discard(process)
+            assert end(process) is None, "and an agent that ends goes without it"
+        async with asyncio.timeout(DEADLINE):
+            assert await exited(process) == -signal.SIGKILL
+    os.close(hear)
+    os.close(told)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from elastic_etcd.core.ranks import assign, choose, natural, order
+from elastic_etcd.core.ranks import assign, choose, natural, order, ranked
 from elastic_etcd.core.schema import Labels, Member
 
 
@@ -52,6 +52,12 @@ def test_topology_comes_before_the_name() -> None:
 
 def test_of_the_same_name_the_older_lease_comes_first() -> None:
     assert leases(order([member(9, "n"), member(4, "n")])) == [4, 9]
+
+
+def test_of_survivors_without_a_place_none_is_the_coordinator() -> None:
+    a, b, c, new = member(1), member(2), member(3), member(4)
+    assert leases(choose([new, c, b, a], [1, 2, 3], coordinator=3, most=2)) == [3, 1]
+    assert leases(choose([new, c, b, a], [1, 2, 3], coordinator=4, most=2)) == [1, 2]
 
 
 def test_survivors_keep_their_group_rank() -> None:
@@ -121,3 +127,9 @@ def test_a_world_is_a_permutation_in_which_survivors_stay_in_order(
         assert coordinator in leases(world)
     # Who comes later in `ready` changes nothing: all agents would choose the same.
     assert assign(choose(list(reversed(ready)), ranks, coordinator, most), ranks) == world
+
+
+def test_nodes_of_different_sizes_have_ranks_one_after_the_other() -> None:
+    world = [Member(lease, f"n{lease}", nproc) for lease, nproc in ((3, 4), (1, 2), (2, 3))]
+    placed = [(p.lease, p.nproc, p.group_rank, p.first_rank) for p in ranked(world)]
+    assert placed == [(3, 4, 0, 0), (1, 2, 1, 4), (2, 3, 2, 6)]

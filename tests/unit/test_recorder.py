@@ -21,30 +21,30 @@ from elastic_etcd.core.lifecycle import (
     ViewChanged,
     step,
 )
-from elastic_etcd.core.rules import Limits, Local
-from elastic_etcd.core.schema import Member
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Limits, Member
 from elastic_etcd.core.view import Narrow, View
 from tests.support.replay import replay
 
 LIMITS = Limits(1, 2)
 MEMBER = Member(0xA, "n1", 1, run="r")
 EVENTS: list[Event] = [
-    Joined("r", 3, 0xA, 4),
+    Joined("r", 3, 0xA, 4, LIMITS),
     ViewChanged(View(5, Narrow(), members=(MEMBER,))),
     Tick(),
     LeaseLost("it expired"),
-    Joined("r", 3, 0xB, 9),
+    Joined("r", 3, 0xB, 9, LIMITS),
     Signalled(),
     Fatal(Over("the job ended")),
 ]
 
 
 def recorded(events: list[Event]) -> FlightRecorder:
-    flight = FlightRecorder(LIMITS)
+    flight = FlightRecorder()
     state = State(Local(""), 1)
     for at, event in enumerate(events):
         entry = flight.record(state, float(at), event)
-        state, entry.actions = step(state, event, float(at), LIMITS)
+        state, entry.actions = step(state, event, float(at))
     return flight
 
 
@@ -69,10 +69,10 @@ def test_the_first_difference_is_shown(tmp_path: Path) -> None:
 def test_a_step_that_raised_is_the_last_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fails(state: State, event: Event, now: float, limits: Limits) -> tuple[State, list[Action]]:
+    def fails(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
         if isinstance(event, LeaseLost):
             raise ZeroDivisionError
-        return step(state, event, now, limits)
+        return step(state, event, now)
 
     flight = recorded(EVENTS[:3])
     flight.record(State(Local(""), 1), 3.0, LeaseLost("it expired"))
@@ -93,7 +93,7 @@ def test_it_keeps_the_last_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_views_of_a_large_job_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MEMBERS", 25)
     members = tuple(Member(lease, "n1", 1) for lease in range(1, 11))
-    flight = FlightRecorder(LIMITS)
+    flight = FlightRecorder()
     for revision in range(9):
         view = View(revision, Narrow(), members=members)
         flight.record(State(Local(""), 1), 0.0, ViewChanged(view))
@@ -101,4 +101,4 @@ def test_views_of_a_large_job_take_bounded_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_recorded_is_a_file_too(tmp_path: Path) -> None:
-    assert replay(FlightRecorder(LIMITS).write(str(tmp_path))) == ""
+    assert replay(FlightRecorder().write(str(tmp_path))) == ""

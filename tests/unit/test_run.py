@@ -3,9 +3,12 @@
 import asyncio
 import gc
 import os
+import re
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,25 +20,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elastic_etcd as ee
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.errors import AgentGone, UsageError
+from elastic_etcd.errors import AgentGone, MalformedState, UsageError
 from elastic_etcd.protocol import (
     Bye,
     Change,
     Disconnected,
     Elastic,
+    Finished,
     FromAgent,
     FromWorker,
     Interrupt,
     Parked,
-    World,
 )
-from elastic_etcd.train import channel, sync_point
+from elastic_etcd.protocol import World as Onward
+from elastic_etcd.train import channel, process_group, state, sync_point
+from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
 from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.sync_point import WorldChanged
 
-Heard = TypeVar("Heard", Elastic, Parked, Disconnected)
+Heard = TypeVar("Heard", Elastic, Parked, Finished, Disconnected)
 
 RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
@@ -47,6 +52,7 @@ class State:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.comes_from = ""
+        self.worlds: list[tuple[int | None, int]] = []
 
     def sync(self) -> bool:
         here = os.environ.get("ELASTIC_ETCD_GENERATION", "")
@@ -57,8 +63,18 @@ class State:
     def _rewind(self) -> None:
         self.asked.append("rewind")
 
-    def _reset(self) -> None:
+    def _reset(self, old: World | None, new: World) -> None:
         self.asked.append("reset")
+        self.worlds.append((old and old.generation, new.generation))
+
+    def _leave(self) -> None:
+        self.asked.append("leave")
+
+    def _uncommitted(self) -> int:
+        return 7
+
+    def _position(self) -> str:
+        return "commit 120"
 
 
 class Agent:
@@ -89,10 +105,10 @@ class Agent:
         assert isinstance(message, kind), message
         return message
 
-    def goes_on(self, generation: int) -> None:
+    def goes_on(self, generation: int, reason: str = "a test") -> None:
         self.trains.clear()
         env = {"ELASTIC_ETCD_GENERATION": str(generation)}
-        self.says(World(generation, "a test", env))
+        self.says(Onward(generation, reason, env))
 
 
 @pytest.fixture
@@ -103,6 +119,9 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     for name, value in (variables | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(channel, "_channel", None)
+    gc.collect()
+    monkeypatch.setattr(state, "_kept", set())
+    monkeypatch.setattr(state, "_closed", [])
     yield agent
     if channel._channel:
         channel._channel._socket.close()
@@ -110,12 +129,12 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     gc.collect()  # a group that were freed in a process forked from this one would end it
 
 
-def begin(state: State, body: Callable[[State], Any]) -> "asyncio.Task[Any]":
+def begin(state: Any, body: Callable[[Any], Any], **options: Any) -> "asyncio.Task[Any]":
     """The worker, in a thread; what ends it comes as a pair (type of exception, its text)."""
 
     def live() -> Any:
         try:
-            return ee.run(body)(state)
+            return ee.run(**options)(body)(state)
         except BaseException as error:
             if isinstance(error, Exception):
                 raise
@@ -148,17 +167,155 @@ async def test_a_planned_change_and_an_interrupt(agent: Agent) -> None:
     agent.says(Interrupt(1, "a test"))  # too late
     agent.goes_on(2)
     await agent.trains.wait()
-    assert state.asked == ["sync", "sync", "reset"]
+    assert state.asked == ["sync", "leave", "sync", "reset"]
     agent.says(Interrupt(2, "a test"))
     parked = await agent.hears(Parked)
     assert (parked.generation, parked.error) == (2, "")
     agent.goes_on(3)
     await agent.trains.wait()
-    assert state.asked[3:] == ["rewind", "sync", "reset"]
+    assert state.asked[4:] == ["rewind", "sync", "reset"]
+    assert state.worlds == [(1, 2), (2, 3)]
     agent.says(Change(3, "a test", leaving=True))
-    await agent.hears(Parked)
     assert await worker == (SystemExit, "0")
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
+
+
+async def test_a_change_is_one_line_of_rank_0(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = begin(State(), steps(agent))
+    await agent.hears(Elastic)
+    await agent.trains.wait()
+    agent.says(Change(1, "n2 joins", leaving=False))
+    await agent.hears(Parked)
+    agent.goes_on(2, "n2 joins")
+    await agent.trains.wait()
+    agent.says(Interrupt(2, "n2 is lost"))
+    await agent.hears(Parked)
+    agent.goes_on(3, "n2 is lost")
+    await agent.trains.wait()
+    agent.says(Change(3, "a test", leaving=True))
+    await worker
+    told = [r.getMessage() for r in caplog.records if "goes on from" in r.getMessage()]
+    joined, lost = (re.sub(r"\d+\.\d\d s", "T", line) for line in told)
+    where = "rank 0 of 1 goes on from commit 120 after T; trained again:"
+    assert joined == f"generation 2 (n2 joins): {where} nothing"
+    assert lost == f"generation 3 (n2 is lost): {where} 7 steps and the one under way"
+
+
+async def test_g8_what_fails_before_the_state_is_there_is_a_broken_world_s(agent: Agent) -> None:
+    """What an abort leaves in a transfer is no snapshot, and no mistake of the user's."""
+
+    class Garbage(State):
+        def sync(self) -> bool:
+            if len(self.asked) == 1:
+                agent.worker_trains()
+                while not any(t.name == "elastic_etcd abort" for t in threading.enumerate()):
+                    time.sleep(0.01)
+                broken.set()
+                raise MalformedState("rank 1 sent no header of a snapshot")
+            return super().sync()
+
+    broken = threading.Event()
+    state = Garbage()
+    state.asked.append("begun")
+    worker = begin(state, steps(agent))
+    await agent.hears(Elastic)
+    await agent.trains.wait()
+    agent.says(Interrupt(1, "n2 is lost"))
+    await asyncio.to_thread(broken.wait, 20)
+    assert (await agent.hears(Parked)).generation == 1
+    agent.says(Bye("a test"))
+    assert await worker == (SystemExit, "0")
+
+
+async def test_g8_what_fails_so_in_a_world_that_is_whole_is_told(agent: Agent) -> None:
+    class Garbage(State):
+        def sync(self) -> bool:
+            raise MalformedState("rank 1 sent no header of a snapshot")
+
+    with pytest.raises(MalformedState, match="no header"):
+        await begin(Garbage(), steps(agent))
+
+
+async def test_t8_what_finally_blocks_do_is_in_the_commit_of_a_planned_change(
+    agent: Agent,
+) -> None:
+    state = ee.ElasticState(epoch=0, step=0)
+    seen: list[tuple[int, int]] = []
+
+    def train(state: Any) -> None:
+        state.restore()  # what a newcomer gets
+        seen.append((state.step, state.epoch))
+        try:
+            while True:
+                agent.worker_trains()
+                dist.all_reduce(torch.ones(1))
+                state.step += 1
+                state.check()
+        finally:
+            state.epoch += 1
+
+    worker = begin(state, train)
+    await agent.hears(Elastic)
+    await agent.trains.wait()
+    agent.says(Change(1, "a test", leaving=False))
+    await agent.hears(Parked)
+    agent.goes_on(2)
+    await agent.trains.wait()
+    agent.says(Change(2, "a test", leaving=True))
+    assert await worker == (SystemExit, "0")
+    (_, first), (step, second) = seen
+    assert step > 0
+    assert (first, second) == (0, 1)
+
+
+async def test_t11_states_that_are_gone_are_dropped_by_the_agent(agent: Agent) -> None:
+    def one_after_the_other() -> set[str]:
+        for number in range(12):
+            state = ee.ElasticState(number=number)
+            state.commit()
+            state.restore()
+            del state
+        return {name for _, name in agent.channels.kept}
+
+    assert len(await asyncio.to_thread(one_after_the_other)) == 2
+
+
+async def test_t11_more_states_than_the_agent_keeps_are_an_error_of_the_script(
+    agent: Agent,
+) -> None:
+    def all_at_once() -> None:
+        states = [ee.ElasticState(number=number) for number in range(9)]
+        for each in states:
+            each.commit()
+
+    with pytest.raises(UsageError, match="8 ElasticStates"):
+        await asyncio.to_thread(all_at_once)
+    assert channel._channel
+    await asyncio.to_thread(ee.leaving)
+
+
+async def test_t15_a_module_is_there_before_one_rank_alone_uses_it(agent: Agent) -> None:
+    """Else an evaluation on rank 0 would wait for the others in DDP's constructor."""
+    module = ee.ddp(torch.nn.Linear(2, 1))
+    made = []
+
+    def train(state: State) -> None:
+        made.append(module._made is not None)
+        steps(agent)(state)
+
+    worker = begin(State(), train)
+    await agent.hears(Elastic)
+    await agent.trains.wait()
+    agent.says(Change(1, "a test", leaving=False))
+    await agent.hears(Parked)
+    assert module._made is None
+    agent.goes_on(2)
+    await agent.trains.wait()
+    agent.says(Change(2, "a test", leaving=True))
+    assert await worker == (SystemExit, "0")
+    assert made == [True, True]
 
 
 def devices() -> int:
@@ -190,7 +347,7 @@ async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
         ddp(torch.ones(1, 2)).sum().backward()
         steps(agent)(state)
 
-    before = devices()
+    before = devices_without_garbage()
     worker = begin(Counting(), train)
     await agent.hears(Elastic)
     for generation in (1, 2, 3):
@@ -202,6 +359,56 @@ async def test_a_world_leaves_nothing_open(agent: Agent) -> None:
     agent.says(Change(4, "a test", leaving=True))
     assert await worker == (SystemExit, "0")
     assert counts == [before + 1] * 4
+
+
+def gloo_threads() -> list[str]:
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):
+            names.append((thread / "comm").read_text().strip())
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_g1_the_agent_hears_of_it_when_the_group_s_threads_are_gone(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """What a group leaves, a DDP module in its cycles holds."""
+    before, at_parked = len(gloo_threads()), list[int]()
+    parked = channel.Channel.parked
+
+    def park(self: channel.Channel, error: str = "") -> None:
+        at_parked.append(len(gloo_threads()))
+        parked(self, error)
+
+    def train(state: State) -> None:
+        module = DistributedDataParallel(torch.nn.Linear(2, 1))
+        module(torch.ones(1, 2)).sum().backward()
+        assert len(gloo_threads()) > before
+        steps(agent)(state)
+
+    monkeypatch.setattr(channel.Channel, "parked", park)
+    worker = begin(State(), train)
+    await agent.hears(Elastic)
+    await agent.trains.wait()
+    agent.says(Interrupt(1, "a test") if broken else Change(1, "a test", leaving=False))
+    await agent.hears(Parked)
+    assert at_parked == [before]
+    agent.says(Bye("a test"))
+    assert await worker == (SystemExit, "0")
+
+
+async def test_g2_the_agent_is_told_what_nccl_has_met(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the cause, since nobody else has failed."""
+    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
+    monkeypatch.setattr(process_group, "nccl_error", lambda: "TIMEOUT")
+    worker = begin(State(), steps(agent), backend="gloo")
+    await agent.hears(Elastic)
+    assert (await agent.hears(Parked)).error == "NCCL has met an error: TIMEOUT"
+    agent.says(Bye("a test"))
+    assert await worker == (SystemExit, "0")
 
 
 async def test_a_group_is_freed_after_its_modules(agent: Agent) -> None:
@@ -294,7 +501,9 @@ async def test_a_peer_that_is_gone(agent: Agent) -> None:
     state = State()
     worker = begin(state, train)
     await agent.hears(Elastic)
-    assert (await agent.hears(Parked)).error == f"RuntimeError: {GLOO}"
+    error = (await agent.hears(Parked)).error
+    assert error.startswith(f"RuntimeError: {GLOO}\nTraceback")
+    assert "in train" in error
     agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
     assert state.asked == ["sync", "rewind"]
@@ -313,6 +522,7 @@ async def test_the_user_s_own_errors(agent: Agent, error: BaseException) -> None
         assert await worker == (KeyboardInterrupt, "")
     assert not dist.is_initialized()
     await agent.hears(Elastic)
+    await agent.hears(Finished)
     assert agent.heard.empty()
 
 
@@ -397,6 +607,15 @@ def raised_from(cause: BaseException) -> BaseException:
         (RuntimeError("NCCL communicator was aborted on rank 0"), False, True),
         (raised_from(RuntimeError(GLOO)), False, True),
         (RuntimeError("shape '[3]' is invalid for input of size 4"), False, False),
+        (RuntimeError(RESET), False, False),
+        (
+            RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\n{GLOO}"),
+            False,
+            False,
+        ),
+        (dist.DistBackendError("NCCL error\nncclInvalidUsage: This reflects"), False, False),
+        (dist.DistBackendError("NCCL error\nCuda failure 2 'out of memory'"), False, False),
+        (dist.DistBackendError("NCCL error\nncclInvalidUsage: This reflects"), True, True),
         (RuntimeError("anything"), True, True),
         (raised_from(RuntimeError("anything")), True, True),
         (ValueError(GLOO), False, False),
@@ -406,7 +625,7 @@ def raised_from(cause: BaseException) -> BaseException:
     ],
     ids=repr,
 )
-def test_which_errors_are_the_world_s(error: BaseException, broken: bool, lost: bool) -> None:
+def test_t13_which_errors_are_the_world_s(error: BaseException, broken: bool, lost: bool) -> None:
     assert is_communication_failure(error, broken=broken) == lost
 
 

@@ -53,7 +53,7 @@ def test_uneven_gives_each_index_to_one_rank() -> None:
     assert sorted(chain.from_iterable(shares)) == list(range(10))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     length=st.integers(0, 80),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
@@ -199,7 +199,9 @@ def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_an_epoch_without_record_is_said() -> None:
     mine = sampler(10)
     _ = list(mine)
-    with pytest.warns(RuntimeWarning, match=r"of 10 indices .* 0 were recorded: call sampler.rec"):
+    with pytest.warns(
+        RuntimeWarning, match=r"of 10 indices .* 0 were recorded: loop over state.steps"
+    ):
         mine.set_epoch(1)
     _ = list(mine)
     mine.set_epoch(2)  # once is enough
@@ -238,3 +240,18 @@ def test_breaking_off_an_epoch_is_not_forgetting() -> None:
     next(iter(mine))
     mine.set_epoch(1)
     assert mine.epoch == 1
+
+
+X, Y = torch.zeros(8, 3), torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [[X, Y], (X, Y), {"x": X, "y": Y}, ["a", "b"], "text", torch.tensor(8), 8.0, None, [[1], [2]]],
+)
+def test_t1_a_batch_that_does_not_tell_its_samples_is_refused(batch: Any) -> None:
+    mine = sampler()
+    _ = list(mine)
+    with pytest.raises(TypeError, match=r"state\.steps.*the number"):
+        mine.record(batch)
+    assert mine.consumed == 0

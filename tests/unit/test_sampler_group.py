@@ -1,52 +1,30 @@
 """Samplers of several processes that talk over gloo: uneven inputs, and what ranks agree on."""
 
-import multiprocessing
-from datetime import timedelta
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticSampler
-from elastic_etcd.train.process_group import teardown_alone
+from tests.support.forked import ranks_that_end
 
 Told = list[list[dict[str, Any]]]  # of each rank, for each story
 
 WORLD = 2
 
 
-def _start(rank: int, path: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(path / "store"), WORLD)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
-    )
-    torch.save([uneven(), own_pace(rank), own_size(rank)], path / f"{rank}.pt")
-    dist.barrier()
-    teardown_alone()
+def stories(rank: int) -> list[dict[str, Any]]:
+    return [uneven(), own_pace(rank), own_size(rank), own_order(rank)]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank tells of each story."""
-    path = tmp_path_factory.mktemp("group")
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=_start, args=(rank, path)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(50)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    assert [process.exitcode for process in processes] == [0] * WORLD
-    return [torch.load(path / f"{rank}.pt") for rank in range(WORLD)]
+    return ranks_that_end(WORLD, tmp_path_factory.mktemp("group"), stories, 50)
 
 
 def uneven() -> dict[str, Any]:
@@ -113,3 +91,23 @@ def own_size(rank: int) -> dict[str, Any]:
 
 def test_batch_sizes_are_gathered(told: Told) -> None:
     assert [rank[2]["length"] for rank in told] == [360, 240]
+
+
+def own_order(rank: int) -> dict[str, Any]:
+    """Every rank draws its own order in epoch 1, which nobody notices by lengths."""
+
+    def order(epoch: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + epoch * rank)
+        return torch.randperm(60, generator=generator)
+
+    sampler = ElasticSampler(60, shuffle=order)
+    sampler.set_epoch(0)
+    with pytest.raises(
+        ValueError, match=r"shuffle\(1, 0\) gives ranks \[1\] another order"
+    ) as raised:
+        sampler.set_epoch(1)
+    return {"said": str(raised.value)}
+
+
+def test_orders_that_differ_are_refused_on_every_rank(told: Told) -> None:
+    assert told[0][3] == told[1][3]

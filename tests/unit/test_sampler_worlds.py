@@ -96,7 +96,7 @@ def check(job: Job, tail: Tail, width: int, padded: int) -> None:
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), length=st.integers(0, 300), kind=st.sampled_from(["same", "shares", "any"]))
 def test_each_index_once_whatever_happens(
     tail: Tail, data: st.DataObject, length: int, kind: str

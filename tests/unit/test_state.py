@@ -1,27 +1,33 @@
 """What a script sees of a state in one process: values, codecs, commits, files."""
 
-import asyncio
+import json
+import os
 import resource
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import numpy as np
 import pytest
+import safetensors
+import safetensors.torch as reader
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import elastic_etcd.train.channel
-from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
-from elastic_etcd.protocol import AskCurrent, Current, Disconnected, FromWorker
 from elastic_etcd.train import sync_point
+from elastic_etcd.train.collectives import World
 from elastic_etcd.train.snapshot import Version
 from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.unchanged import AGAIN
+from tests.support.channels import Job
 from tests.support.forked import Child, group
 
 
@@ -139,6 +145,306 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     assert newest is not None
     trained(model, newcomer, 2)
     assert newest.is_intact()
+
+
+class Versioned(nn.Module):  # type: ignore[misc]
+    """As torch's own modules that have changed what they save: an old state dict is translated."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:  # it was a logarithm
+            state_dict[prefix + "scale"] = state_dict[prefix + "scale"].exp()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+class Average:
+    """An average of weights as many scripts have it, with a state dict that is a module's."""
+
+    def __init__(self) -> None:
+        self.model = Versioned()
+
+    def state_dict(self) -> Any:
+        return self.model.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        self.model.load_state_dict(saved)
+
+
+def test_t5_modules_are_loaded_as_the_version_that_they_were_saved_as(tmp_path: Path) -> None:
+    model = nn.Sequential(Versioned(), nn.BatchNorm1d(2))
+    state = ElasticState(model=model, average=Average(), best=model.state_dict())
+    model[1].num_batches_tracked.fill_(7)
+    state.commit()
+    state.save(tmp_path / "file")
+    for load in (state.restore, lambda: state.load(tmp_path / "file")):
+        nn.init.zeros_(model[0].scale)
+        model[1].num_batches_tracked.zero_()
+        load()
+        assert model[0].scale.tolist() == state.average.model.scale.tolist() == [3, 3]
+        assert int(model[1].num_batches_tracked) == 7  # without a version it would be 0
+        assert type(state.best) is type(model.state_dict())
+        assert state.best._metadata == model.state_dict()._metadata
+
+
+class Observer(nn.Module):  # type: ignore[misc]
+    """Keeps what it is given: as extra state, and in place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lowest", torch.zeros(3))
+        self.seen: Any = {"histogram": torch.zeros(4)}
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.lowest = state_dict[prefix + "lowest"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Ordered(torch.optim.SGD):  # type: ignore[misc]
+    """Has its numbers in an OrderedDict and a Counter, beside the parameters'."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        means = OrderedDict(a=torch.zeros(3))
+        self.state["means"] = {"by name": means, "last": Counter(a=torch.zeros(3))}
+
+
+def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Observer())
+    optimizer = Ordered(model[0].parameters())
+    state = ElasticState(model=model, optimizer=optimizer, other=OrderedDict(a=torch.zeros(3)))
+    state.commit()
+    for optimizer in (state.optimizer, Ordered(model[0].parameters())):
+        del optimizer.state["means"]  # as one that has made no step yet
+        state.optimizer = optimizer
+        for _ in range(2):
+            state.restore()
+            assert model[1].seen["histogram"].tolist() == [0, 0, 0, 0]
+            model[1].seen["histogram"] += 1
+            model[1].lowest += 1
+            optimizer.state["means"]["by name"]["a"] += 1
+            optimizer.state["means"]["last"]["a"] += 1
+            state.other["a"] += 1
+            for parameter in model.parameters():
+                parameter.data += 1
+            newest = state._open_memfds().newest()
+            assert newest is not None
+            assert newest.is_intact()
+
+
+def test_t17_a_rate_of_numpy_s() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    scheduler = schedules.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 10)))
+    state = ElasticState(optimizer=optimizer, scheduler=scheduler, shape=torch.Size([3]))
+    optimizer.step()
+    scheduler.step()
+    rate = scheduler.get_last_lr()[0]
+    assert isinstance(rate, np.float64)
+    state.commit()
+    scheduler.step()
+    state.restore()
+    assert scheduler.get_last_lr()[0] == rate == optimizer.param_groups[0]["lr"]
+
+
+def test_t21_float32_moments_of_bfloat16_weights_keep_all_their_bits() -> None:
+    class Precise(torch.optim.Optimizer):  # type: ignore[misc]
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, _: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                kept = self.state[parameter]
+                kept.setdefault("master", torch.full((4,), 1 + 2**-20))
+                kept.setdefault("nested", {"list": [torch.full((4,), 1 + 2**-20)]})
+
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = Precise([weight])
+    optimizer.step()
+    state = ElasticState(optimizer=optimizer)
+    state.commit()
+    newcomer = Precise([weight])
+    for optimizer in (state.optimizer, newcomer):
+        state.optimizer = optimizer
+        state.restore()
+        kept = optimizer.state[weight]
+        for tensor in (kept["master"], kept["nested"]["list"][0]):
+            assert tensor.dtype == torch.float32
+            assert tensor.tolist() == [1 + 2**-20] * 4
+
+
+def sharded(kind: str) -> Any:
+    """What a script would give: it needs a process group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    mesh = init_device_mesh("cpu", (1,))
+    if kind == "DeviceMesh":
+        return mesh
+    model = nn.Linear(4, 4)
+    if kind == "ZeroRedundancyOptimizer":
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    if kind == "FullyShardedDataParallel":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    fully_shard(model, mesh=mesh)
+    return torch.optim.SGD(model.parameters(), 0.1) if kind == "DTensor" else model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "DeviceMesh"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_t21_what_is_sharded_is_refused_with_its_name_and_what_to_do(
+    kind: str, tmp_path: Path
+) -> None:
+    with group(0, 1, tmp_path):
+        value = sharded(kind)
+        with pytest.raises(UsageError, match=f"thing has a {kind}: .*(use|make) "):
+            ElasticState(epoch=0, thing=value)
+        state = ElasticState(epoch=0, thing=None)
+        with pytest.raises(UsageError, match=f"thing has a {kind}"):
+            state.thing = value
+        state._values["thing"] = value  # as if it had been sharded in place since
+        with pytest.raises(UsageError, match=f"thing has a {kind}"):
+            state.commit()
+        state._values["thing"] = [value]
+        with pytest.raises(UsageError, match=r"thing\[0\] is a "):
+            state.commit()
+
+
+class Copied:
+    """How many bytes each commit of a state copies."""
+
+    def __init__(self, state: ElasticState) -> None:
+        self.state = state
+        self.bytes = 0
+        self._staging = state._staging.through
+        state._staging.through = self._through  # type: ignore[method-assign]
+
+    def _through(self, pieces: Any) -> Any:
+        for batch in self._staging(pieces):
+            self.bytes += sum(piece.nbytes for _, piece in batch)
+            yield batch
+
+    def commit(self) -> int:
+        self.bytes = 0
+        self.state.commit()
+        return self.bytes
+
+
+def with_frozen() -> tuple[ElasticState, nn.Parameter, nn.Parameter]:
+    """A head that trains on a body that doesn't; 4 MB and 1 MB."""
+    model = nn.ParameterDict({"body": nn.Parameter(torch.zeros(1_000_000), requires_grad=False)})
+    model["head"] = nn.Parameter(torch.zeros(250_000))
+    return ElasticState(model=model, step=0), model["body"], model["head"]
+
+
+def kept_whole(state: ElasticState) -> bool:
+    newest = state._open_memfds().newest_intact()
+    assert newest is not None
+    _, tensors = newest.load()
+    saved = {name.removeprefix("model."): tensor for name, (tensor, _) in tensors.items()}
+    return same(saved, dict(state.model.state_dict()))
+
+
+def test_g9_frozen_weights_are_not_copied_again() -> None:
+    state, body, head = with_frozen()
+    copied = Copied(state)
+    found = []
+    for state.step in range(80):
+        with torch.no_grad():
+            head.add_(1)
+        found.append(copied.commit())
+        assert kept_whole(state)
+    assert min(found[:2]) > 5_000_000
+    assert max(found[2:]) < 1_100_000
+    with torch.no_grad():
+        body[3] = 1  # in a single place: the counter says so
+    for step in range(4):
+        assert (copied.commit() > 5_000_000) == (step < 2)
+        assert kept_whole(state)
+    head.requires_grad_(False)
+    body.requires_grad_(True)
+    copied.commit()
+    assert copied.commit() > 4_000_000
+    state.restore()
+    assert kept_whole(state)
+
+
+def written_through(how: str, weight: nn.Parameter) -> None:
+    """In one place, as nothing counts it."""
+    if how == "data":
+        weight.data[777] += 1
+    elif how == "numpy":
+        weight.detach().numpy()[777] += 1
+    elif how == "other data":
+        weight.data = weight.data.clone()
+        weight.data[777] += 1
+    else:
+        torch.from_dlpack(weight.detach())[777] += 1
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "dlpack", "other data"])
+def test_g9_an_average_that_is_written_past_the_counter_is_always_copied(how: str) -> None:
+    state, average, _ = with_frozen()
+    copied = Copied(state)
+    before = average._version
+    for state.step in range(80):
+        written_through(how, average)
+        assert copied.commit() > 4_000_000
+        assert kept_whole(state)
+    assert how == "other data" or average._version == before  # what this test is about
+
+
+def test_g9_a_step_past_the_counter_later_is_seen() -> None:
+    """By an average whose model has stood still for long; every number is another then."""
+    state, average, _ = with_frozen()
+    copied = Copied(state)
+    for _ in range(20):
+        copied.commit()
+    assert copied.commit() < 1_100_000
+    for _ in range(20):
+        average.data.mul_(0.5).add_(1)
+        assert copied.commit() > 4_000_000
+        assert kept_whole(state)
+
+
+def test_g9_a_single_number_past_the_counter_is_seen_in_time() -> None:
+    state, weight, _ = with_frozen()
+    for _ in range(20):
+        state.commit()
+    weight.data[777] += 1
+    commits = 0
+    while not kept_whole(state):
+        state.commit()
+        commits += 1
+    assert 0 < commits <= 2 * AGAIN
+
+
+def test_g9_another_model_in_its_place_is_copied() -> None:
+    state, _, _ = with_frozen()
+    for number in range(10):
+        for _ in range(8):
+            state.commit()
+        other, body, _ = with_frozen()
+        nn.init.constant_(body, number)
+        state.model = other.model
+        del other, body
+        state.commit()
+        assert kept_whole(state)
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -322,6 +628,8 @@ def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sync_point, "check", lambda: True)
     with pytest.raises(sync_point.WorldChanged):
         state.check()
+    state.step = 4  # in a `finally` block
+    state._leave()
     loads: list[Any] = []
     monkeypatch.setattr(state, "_load_snapshot", loads.append)
     state.sync()  # what was committed needs no loading
@@ -356,8 +664,14 @@ def test_callbacks_are_called_in_order() -> None:
         called.append("first")
 
     state.on_reset(lambda: called.append("second"))
-    state._reset()
-    assert called == ["first", "second"]
+
+    @state.on_reset
+    def third(old: World | None, new: World) -> None:
+        called.append(f"from {old and old.world_size} to {new.world_size}")
+
+    state._reset(World(1, 0, 2), World(2, 1, 3))
+    state._reset(None, World(2, 1, 3))
+    assert called == ["first", "second", "from 2 to 3", "first", "second", "from None to 3"]
 
 
 def test_a_file_has_the_last_commit_and_is_loaded_by_another_state(tmp_path: Path) -> None:
@@ -401,7 +715,7 @@ def test_any_commit_of_this_job_is_newer_than_a_file(
     assert version.age() == Version(1, 1, 0).age()
 
 
-@pytest.mark.parametrize("where", [0, 3000, 4096, 4200, -1])
+@pytest.mark.parametrize("where", [0, 7, 8, 100, 400, -4000, -1])
 def test_a_damaged_file_changes_nothing(where: int, tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = ElasticState(epoch=4, data=torch.zeros(1000))
@@ -413,8 +727,6 @@ def test_a_damaged_file_changes_nothing(where: int, tmp_path: Path) -> None:
     fresh = ElasticState(epoch=0, data=torch.ones(1))
     for content in (bytes(damaged), whole[:-1], whole + b"\0", whole[:100], b""):
         path.write_bytes(content)
-        if content == damaged and where == 3000:
-            continue  # between the header and the body there is nothing
         with pytest.raises(MalformedState, match=str(path)):
             fresh.load(path)
         assert fresh.epoch == 0
@@ -424,6 +736,147 @@ def test_a_damaged_file_changes_nothing(where: int, tmp_path: Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(UsageError, match="epoch, data; this state is of other"):
         ElasticState(other=0).load(path)
+
+
+def test_t9_a_file_of_another_training_is_kept_beside_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state"
+    for epoch in (7, 0):  # the second one did not find the file, or has not looked
+        state = ElasticState(epoch=epoch)
+        state.commit()
+        state.save(path)
+        state.save(path)
+    (kept,) = set(tmp_path.iterdir()) - {path}
+    assert f"{path} was of another training, at its commit 1: it is kept as {kept}" in caplog.text
+    for file, epoch in ((path, 0), (kept, 7)):
+        state.load(file)
+        assert state.epoch == epoch
+
+
+def test_t18_a_file_that_lacks_a_value_or_has_one_more_can_be_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state"
+    state = ElasticState(epoch=3, old=[1], data=torch.ones(3))
+    state.commit()
+    state.save(path)
+    state = ElasticState(epoch=0, data=torch.zeros(3), new="x")
+    with pytest.raises(UsageError, match="the snapshot is of epoch, old, data; this"):
+        state.load(path)
+    state.load(path, strict=False)
+    assert (state.epoch, state.data.tolist(), state.new) == (3, [1, 1, 1], "x")
+    assert f"{path} and this state are not of the same values: new stays as it is, old is" in (
+        caplog.text
+    )
+    state.epoch = 5
+    state.sync()  # what is given to others is of this state's values
+    assert (state.epoch, state.new) == (3, "x")
+    state.commit()
+    state.load(path, strict=False)
+    state.sync()
+    assert state.epoch == 3
+
+
+def disk_that_stands_still(patch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Whether somebody waits for it, and what lets it go on."""
+    real, begun, go_on = os.fsync, threading.Event(), threading.Event()
+
+    def fsync(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        real(fd)
+
+    patch.setattr(os, "fsync", fsync)
+    return begun, go_on
+
+
+def test_t18_training_and_commits_go_on_while_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = disk_that_stands_still(monkeypatch)
+    path = tmp_path / "state"
+    state = ElasticState(step=1, data=torch.ones(100_000))
+    state.commit()
+    state.save(path, wait=False)
+    for state.step in range(2, 6):
+        state.data += 1
+        state.commit()
+    assert begun.wait(30)
+    assert not path.exists()
+    go_on.set()
+    state.save(tmp_path / "next", wait=False)
+    assert path.exists()  # one at a time
+    state.save(tmp_path / "last")
+    for name, step in (("state", 1), ("next", 5), ("last", 5)):
+        state.load(tmp_path / name)
+        assert state.step == step
+        assert bool((state.data == step).all())
+
+
+def test_t18_what_a_thread_could_not_write_is_raised_by_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = ElasticState(data=torch.zeros(10))
+    state.commit()
+    state.save(tmp_path / "none" / "state", wait=False)
+    with pytest.raises(FileNotFoundError):
+        state.save(tmp_path / "state")
+    assert "state was not saved: " in caplog.text
+    state.save(tmp_path / "state")
+    assert (tmp_path / "state").exists()
+
+
+def test_t18_some_files_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    state = ElasticState(epoch=0)
+    for state.epoch in range(1, 6):
+        state.commit()
+        state.save(path, keep=3)
+    assert {file.name for file in tmp_path.iterdir()} == {"state", "state.1", "state.2"}
+    for name, epoch in (("state", 5), ("state.1", 4), ("state.2", 3)):
+        state.load(tmp_path / name)
+        assert state.epoch == epoch
+    with pytest.raises(UsageError, match="at least 1"):
+        state.save(path, keep=0)
+
+
+def test_t18_safetensors_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer)
+    odd = {
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "rare": torch.ones(3).to(torch.float8_e4m3fnuz),
+        "waves": torch.tensor([1 + 2j]),
+        "unsigned": torch.ones(3, dtype=torch.uint16),
+        "text \u00e9\ud800": np.arange(3),
+    }
+    state = ElasticState(model=model, optimizer=optimizer, odd=odd, epoch=4)
+    state.commit()
+    state.save(path)
+    found = reader.load_file(path)
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("4."):  # tied
+            assert torch.equal(found[f"model.{name}"], tensor)
+    moments = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(found["optimizer.state.0.exp_avg"], moments)
+    assert found["odd.waves"].tolist() == [[1, 2]]
+    assert found["odd.half"].dtype == torch.bfloat16
+    with safetensors.safe_open(path, "pt") as file:
+        objects = json.loads(file.metadata()["objects"])
+    assert objects["parts"]["epoch"] == 4
+    fresh = ElasticState(model=network(), optimizer=optimizer, odd=None, epoch=0)
+    fresh.load(path)
+    assert list(fresh.odd) == list(odd)
+    for name, value in odd.items():
+        assert fresh.odd[name].dtype == value.dtype
+        both = (torch.as_tensor(each).reshape(-1) for each in (fresh.odd[name], value))
+        assert torch.equal(*(each.view(torch.uint8) for each in both))
 
 
 @contextmanager
@@ -475,47 +928,6 @@ def test_whoever_reads_while_a_file_is_replaced_and_its_writer_killed_finds_all_
     assert bool((reader.data == reader.count).all())
 
 
-class Job:
-    """The agent's end of the channel, real, in a thread; `is_current` is what etcd would say."""
-
-    def __init__(self) -> None:
-        self.is_current = True
-        self.path = ""
-        self._open = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._open.wait(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self) -> None:
-        async def opened() -> ChannelServer:
-            channels = ChannelServer(self._answer)
-            self.path = channels.open()
-            return channels
-
-        channels = self._loop.run_until_complete(opened())
-        self._open.set()
-        self._loop.run_forever()
-
-        async def closed() -> None:
-            channels.close()
-
-        self._loop.run_until_complete(closed())
-
-    def _answer(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
-        if isinstance(message, AskCurrent):
-            reason = "" if self.is_current else "n2 is lost"
-            channel.send(Current(message.id, self.is_current, reason))
-
-
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with Job() as job:
@@ -547,6 +959,34 @@ def test_only_a_current_generation_saves(job: Job, tmp_path: Path) -> None:
     assert path.read_bytes() != first
 
 
+def test_t18_a_save_that_outlives_its_world_does_not_replace_a_newer_file(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    state = ElasticState(epoch=1)
+    state.commit()
+    real = os.fsync
+    begun, go_on = disk_that_stands_still(monkeypatch)
+    state.save(path, wait=False)
+    assert begun.wait(30)
+    monkeypatch.setattr(os, "fsync", real)
+    saving, state._saving = state._saving, None
+    assert saving is not None
+    channel = elastic_etcd.train.channel._channel
+    assert channel is not None
+    channel.generation = 4  # this process goes on in the next world, which saves first
+    monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "4")
+    state.epoch = 2
+    state.commit()
+    state.save(path)
+    go_on.set()
+    with pytest.raises(StaleGeneration, match="generation 4 has saved"):
+        saving.result(30)
+    state.load(path)
+    assert state.epoch == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
 WORKER = """
 import os, signal, sys, torch
 from elastic_etcd.train.state import ElasticState
@@ -567,3 +1007,40 @@ def test_what_a_killed_worker_committed_is_there_for_the_next(job: Job) -> None:
         for _ in range(2)
     ]
     assert [one.stdout.decode().strip() for one in said] == ["0 0 0", "3 3 3"]
+
+
+def test_a_file_loads_whatever_was_in_the_memory_between_its_parts(tmp_path: Path) -> None:
+    """A layout changes when moments come, or a text gets shorter; the digest has the gaps, too."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = ElasticState(model=model, optimizer=optimizer, best=0.123456789012345)
+    state.commit()
+    state.commit()
+    trained(model, optimizer)
+    state.best = 0.5
+    for number in range(4):
+        state.commit()
+        state.save(tmp_path / str(number))
+        state.best += 0.123456789012345 * (number % 2)
+    for number in range(4):
+        other = network()
+        fresh = ElasticState(
+            model=other, optimizer=torch.optim.SGD(other.parameters(), momentum=0.9), best=0.0
+        )
+        fresh.load(tmp_path / str(number))
+        state.load(tmp_path / str(number))
+        assert fresh.best == state.best
+
+
+def test_frozen_views_of_a_flat_buffer_are_committed() -> None:
+    model = nn.Sequential(nn.Linear(10, 5), nn.Linear(300, 300))
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    model.requires_grad_(False)
+    state = ElasticState(model=model)
+    for _ in range(4):
+        state.commit()
+    wanted = model[1].weight.clone()
+    model[1].weight.zero_()
+    state.restore()
+    assert torch.equal(model[1].weight, wanted)

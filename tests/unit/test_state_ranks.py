@@ -1,5 +1,6 @@
 """States of several ranks: they agree on the newest snapshot, and only who lacks it gets it."""
 
+import logging
 import os
 import signal
 from math import ceil, log2
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_etcd.errors import MalformedState
+from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import collectives, sync
 from elastic_etcd.train.snapshot import Version
 from elastic_etcd.train.state import ElasticState
@@ -166,6 +167,147 @@ def test_the_later_generation_s_commit_is_the_newer(tmp_path: Path) -> None:
     assert one[1].counter == 5
 
 
+def with_unlike_values(rank: int, width: int) -> Any:
+    """As DDP trains: each rank has statistics of its own batches; and a weight that has rotted."""
+    told = logs()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+    state = ElasticState(model=model, best=0.0, large=torch.zeros(100_000))
+    state.sync()
+    model[1].running_mean.fill_(rank)
+    state.commit()
+    sizes = received()
+    state.sync()
+    stages = [(held_by(state), told())]
+    if rank == 2:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1
+        state.best = 0.5
+    state.commit()
+    state._at_commit = True  # as check() leaves it at a planned change
+    state.sync()
+    stages.append((held_by(state), told()))
+    return stages, sizes
+
+
+def logs() -> Any:
+    """What is logged from now on; each call gives the new lines."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    logging.getLogger("elastic_etcd").addHandler(Keep())
+    logging.getLogger("elastic_etcd").setLevel(logging.INFO)
+
+    def told() -> list[str]:
+        found = lines[:]
+        lines.clear()
+        return found
+
+    return told
+
+
+def held_by(state: ElasticState) -> Any:
+    newest = state._open_memfds().newest_intact()
+    assert newest is not None
+    values = {name: t.tolist() for name, t in state.model.state_dict().items()}
+    return newest.header, values, state.best
+
+
+@pytest.mark.parametrize("width", [3, 200])  # a snapshot within one block, and of several
+def test_t7_after_a_sync_all_ranks_have_the_same(width: int, tmp_path: Path) -> None:
+    found = ranks(3, tmp_path, with_unlike_values, width)
+    for stage in (0, 1):
+        values = [stages[stage][0] for stages, _ in found]
+        assert values[0] == values[1] == values[2]
+    assert found[0][0][1][0][1]["1.running_mean"] == [0.0] * width
+    assert all(sizes == [] for _, sizes in found)  # only what differed has travelled
+    first, second = ([stages[stage][1] for stages, _ in found] for stage in (0, 1))
+    mean = "had committed another model.1.running_mean than rank 0, whose counts"
+    assert first == [[], [f"INFO: rank 1 {mean}"], [f"INFO: rank 2 {mean}"]]
+    rotten = "had committed another best, model.0.weight than rank 0, whose counts"
+    assert second == [[], [], [f"WARNING: rank 2 {rotten}"]]
+
+
+def while_rank_0_dies(rank: int, folder: Path) -> Any:
+    """The lowest holder is killed before it has told what differs."""
+    state = ElasticState(data=torch.zeros(100_000))
+    try:
+        with group(rank, 2, folder):
+            state.sync()
+            state.data += rank
+            state.commit()
+            real = dist.broadcast
+
+            def broadcast(tensor: torch.Tensor, *args: Any) -> Any:
+                if rank == 0 and tensor.dtype == torch.uint8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(tensor, *args)
+
+            dist.broadcast = broadcast
+            state.sync()
+    except RuntimeError:
+        state._rewind()
+        return float(state.data.sum()), state._open_memfds().version()
+    return None
+
+
+def test_t7_a_rank_that_dies_meanwhile_leaves_the_others_with_what_they_had(
+    tmp_path: Path,
+) -> None:
+    children = [Child(while_rank_0_dies, rank, tmp_path) for rank in range(2)]
+    dead, (total, version) = [child.result() for child in children]
+    assert dead is None
+    assert total == 100_000
+    assert version.counter == 1
+
+
+def with_files(rank: int, folder: Path, which: list[str], commits: int) -> Any:
+    """Each rank loads one of two trainings' files, or none; rank 0 may have trained already."""
+    os.environ["ELASTIC_ETCD_GENERATION"] = "4"
+    told = logs()
+    for number, name in enumerate(("one", "other")):
+        writer = ElasticState(epoch=0)
+        for writer.epoch in range(1, 4 + number):
+            writer.commit()
+        if rank == 0:
+            writer.save(folder / name)
+    dist.barrier()
+    state = ElasticState(epoch=0)
+    for _ in range(commits if rank == 0 else 0):
+        state.epoch += 10
+        state.commit()
+    if which[rank]:
+        state.load(folder / which[rank])
+    try:
+        state.sync()
+    except UsageError as error:
+        return str(error), told()
+    return state.epoch, told()
+
+
+def test_t9_a_file_that_counts_or_does_not_is_told(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, with_files, tmp_path, ["", "one"], 0)
+    assert one[0] == other[0] == 3
+    said = "INFO: all go on from the file that rank 1 has loaded, at its commit 3; 1 ranks had none"
+    assert (one[1], other[1]) == ([said], [])
+
+
+def test_t9_a_file_of_another_training_that_does_not_count_is_told(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, with_files, tmp_path, ["", "one"], 2)
+    assert one[0] == other[0] == 20
+    for _, told in (one, other):
+        assert "WARNING: the file that rank 1 has loaded, at its commit 3, does not" in str(told)
+
+
+def test_t9_files_of_two_trainings_are_refused_on_every_rank(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, with_files, tmp_path, ["one", "other"], 0)
+    assert one[0] == other[0]
+    assert "rank 0 has loaded, at its commit 3, and another that rank 1 has loaded" in one[0]
+
+
 def dying(rank: int, folder: Path) -> Any:
     """Rank 0, which alone has the newest, is killed while it sends; the others go on."""
     sync.BUCKET = 1000
@@ -265,6 +407,20 @@ def test_what_does_not_arrive_as_it_was_sent_is_no_snapshot(tmp_path: Path) -> N
     assert total == 1000
 
 
+def without_a_header(rank: int) -> str:
+    if rank == 0:
+        dist.send(torch.zeros(sync._HEADER, dtype=torch.uint8), 1)
+        return ""
+    with pytest.raises(MalformedState) as raised:
+        sync._receive_header(0)
+    return str(raised.value)
+
+
+def test_t23_what_arrives_without_a_header_is_refused(tmp_path: Path) -> None:
+    told = ranks(2, tmp_path, without_a_header)
+    assert told == ["", "rank 0 sent no header of a snapshot"]
+
+
 def of_other_names(rank: int) -> Any:
     state = ElasticState(model=1) if rank == 0 else ElasticState(model=1, epoch=2)
     try:
@@ -277,6 +433,21 @@ def of_other_names(rank: int) -> Any:
 def test_states_of_other_names_are_told_apart(tmp_path: Path) -> None:
     _, error = ranks(2, tmp_path, of_other_names)
     assert error == "the snapshot is of model; this state is of model, epoch"
+
+
+def what_can_not_be_kept(rank: int) -> str:
+    state = ElasticState(epoch=0, best={"path": Path("x")})
+    try:
+        state.sync()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_t21_what_can_not_be_kept_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, what_can_not_be_kept)
+    assert one == other
+    assert "best['path'] is a " in one
 
 
 def only_rank_0_saves(rank: int, folder: Path) -> bool:

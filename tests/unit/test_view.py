@@ -15,7 +15,6 @@ from elastic_etcd.core.rules import (
     Elapsed,
     Finalise,
     Freeze,
-    Limits,
     Local,
     Open,
     Verdict,
@@ -24,19 +23,27 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     Ack,
+    Contact,
+    Doing,
     Failure,
+    Hang,
     History,
     Keys,
     Labels,
     Ledger,
+    Limits,
     Master,
     Member,
     Outcome,
+    Page,
     Participant,
     Phase,
+    RankStep,
     Report,
     Round,
     Spec,
+    Steps,
+    Suspect,
     decode,
     encode,
     hexed,
@@ -53,48 +60,81 @@ words = st.text(max_size=8)
 addresses = st.from_regex(r"[A-Za-z0-9.:%_-]{1,255}", fullmatch=True)
 masters = st.none() | st.builds(Master, addresses, st.integers(1, 65535))
 nprocs = st.integers(1, 4096)
-specs = st.builds(Spec, words, numbers, numbers, words)
 labels = st.builds(Labels, st.just(UNSET) | words)
+contacts = st.builds(
+    Contact,
+    st.ip_addresses().map(str),
+    st.integers(1, 65535),
+    st.binary(min_size=16, max_size=16).map(bytes.hex),
+)
 members = st.builds(
-    Member, leases, words, nprocs, words, labels, words, numbers, words, st.booleans()
+    Member,
+    leases,
+    words,
+    nprocs,
+    words,
+    labels,
+    words,
+    numbers,
+    words,
+    st.booleans(),
+    st.none() | contacts,
 )
 participants = st.lists(
-    st.builds(Participant, leases, words, nprocs), max_size=3, unique_by=lambda p: p.lease
+    st.builds(Participant, leases, words, nprocs, numbers, numbers),
+    max_size=3,
+    unique_by=lambda p: p.lease,
 ).map(tuple)
+pages = st.builds(Page, numbers, participants)
 reasons = st.text(min_size=1, max_size=8)
 spans = st.floats(0, 1e11)
+suspects = st.lists(st.builds(Suspect, words, numbers, numbers, spans), max_size=3).map(tuple)
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> Limits:
+    """A range of nodes, multiples or a list, and the other limits."""
+    several = st.lists(st.integers(1, 1 << 53), min_size=1, max_size=4, unique=True)
+    nodes = sorted(draw(several))
+    step = draw(st.integers(1, 9))
+    listed = step == 1 and draw(st.booleans())
+    fields = Limits.__struct_fields__[4:]
+    whole = ("max_restarts", "suspect_after")
+    policy: dict[str, Any] = {f: draw(numbers if f in whole else spans) for f in fields}
+    policy["hang_action"] = draw(st.sampled_from(["report", "restart"]))
+    sizes = tuple(nodes) if listed else ()
+    return Limits(nodes[0] * step, nodes[-1] * step, sizes, step, **policy)
+
+
+specs = st.builds(Spec, words, asked(), words)
 
 
 @st.composite
 def built(draw: st.DrawFn) -> Round:
     """Of every phase, with what that has to have."""
     phase = draw(st.sampled_from(Phase))
-    world = draw(participants.filter(lambda w: w or phase not in (Phase.FROZEN, Phase.FINAL)))
+    nodes = draw(st.integers(1, 1 << 40))
     return Round(
         generation=draw(numbers),
         phase=phase,
         coordinator=draw(leases),
         reason=draw(reasons),
         run=draw(words),
-        participants=world,
+        node=draw(words),
+        nodes=nodes,
+        world_size=nodes + draw(st.integers(0, 1 << 40)),
         master=draw(masters.filter(lambda m: m or phase is not Phase.FINAL)),
         restarts=draw(numbers),
         rapid_failures=draw(numbers),
         trained=draw(spans),
+        suspects=draw(suspects),
         planned=draw(st.booleans()),
+        joins=draw(st.booleans()),
     )
 
 
 rounds = built()
-worlds = st.lists(st.tuples(leases, words), max_size=3, unique_by=lambda of: of[0])
-ledgers = st.builds(
-    lambda of, last, final, *rest: Ledger(
-        last, final, tuple(lease for lease, _ in of), tuple(node for _, node in of), *rest
-    ),
-    worlds,
-    *[numbers] * 4,
-    spans,
-)
+ledgers = st.builds(Ledger, numbers, numbers, st.integers(1, 64), numbers, numbers, spans, suspects)
 acks = st.builds(Ack, leases, masters)
 failures = st.builds(
     Failure,
@@ -106,6 +146,12 @@ failures = st.builds(
     st.floats(0, 1e9, allow_nan=False),
     words,
     words,
+    st.just(UNSET) | words,
+)
+rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(Doing), spans, words)
+steps = st.builds(Steps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
+hangs = st.builds(
+    Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
 reports = st.builds(Report, leases, numbers, st.none() | failures)
 outcomes = st.builds(
@@ -130,9 +176,49 @@ def test_member(member: Member) -> None:
     assert decode(Member, encode(member), lease=member.lease) == member
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"addr": "n1.example.org"},
+        {"addr": "fe80::1%eth0"},
+        {"port": 0},
+        {"nonce": ""},
+        {"nonce": "0" * 31 + "G"},
+        {"nonce": "0" * 33},
+    ],
+    ids=str,
+)
+def test_a_contact_is_an_ip_address_a_port_and_a_nonce(wrong: dict[str, object]) -> None:
+    contact = {"addr": "10.0.0.1", "port": 1, "nonce": "0" * 32}
+    member = {"v": 1, "node": "n", "nproc": 1, "address": "", "run": "", "contact": contact}
+    assert decode(Member, json.dumps(member), lease=1).contact
+    with pytest.raises(ValueError, match=r"at `\$\.contact\.(addr|port|nonce)`"):
+        decode(Member, json.dumps(member | {"contact": contact | wrong}), lease=1)
+
+
 @given(rounds)
 def test_round(now: Round) -> None:
     assert decode(Round, encode(now)) == now
+
+
+@given(pages)
+def test_page(page: Page) -> None:
+    assert decode(Page, encode(page)) == page
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ["n1"],
+        [{"lease": "a", "node": "n", "nproc": 1, "group_rank": 0, "first_rank": 0}],
+        [{"lease": hexed(1), "node": "n", "nproc": 1, "group_rank": 0, "first_rank": 0}] * 2,
+        [{"lease": hexed(1), "node": "n", "nproc": 1, "group_rank": -1, "first_rank": 0}],
+        [{"lease": hexed(1), "node": "n", "nproc": 1, "group_rank": 0}],
+    ],
+)
+def test_no_page(damage: list[object]) -> None:
+    with pytest.raises(ValueError, match="participants"):
+        decode(Page, json.dumps({"v": 1, "generation": 1, "participants": damage}))
 
 
 @given(ledgers)
@@ -151,6 +237,16 @@ def test_report(report: Report) -> None:
     assert decode(Report, encode(report), **from_key) == report
 
 
+@given(steps)
+def test_steps(found: Steps) -> None:
+    assert decode(Steps, encode(found), lease=found.lease) == found
+
+
+@given(hangs)
+def test_hang(hang: Hang) -> None:
+    assert decode(Hang, encode(hang)) == hang
+
+
 @given(outcomes)
 def test_outcome(outcome: Outcome) -> None:
     assert decode(Outcome, encode(outcome)) == outcome
@@ -166,10 +262,9 @@ def test_no_address_for_the_workers_environment(master: dict[str, object]) -> No
 
 @pytest.mark.parametrize("nproc", [0, -1, 4097])
 def test_no_number_of_workers(nproc: int) -> None:
-    fields = {"lease": hexed(0xA), "node": "n", "nproc": nproc}
-    whole = json.loads(encode(ROUND)) | {"participants": [fields]}
+    value = encode(PAGE).replace('"nproc": 2', f'"nproc": {nproc}')
     with pytest.raises(ValueError, match=r"at `\$\.participants\[0\]\.nproc`"):
-        decode(Round, json.dumps(whole))
+        decode(Page, value)
 
 
 def test_a_round_without_a_reason_is_refused() -> None:
@@ -200,13 +295,15 @@ def keys_of(gets: Iterable[Get]) -> set[str]:
 
 
 MEMBER = Member(0xA, "n1", 2, "10.0.0.1", run="r")
-ROUND = Round(4, Phase.FINAL, 0xA, "why", "r", (Participant(0xA, "n1", 2),), Master("10.0.0.1", 1))
+ROUND = Round(4, Phase.FINAL, 0xA, "why", "r", "n1", 1, 2, Master("10.0.0.1", 1))
+PAGE = Page(4, (Participant(0xA, "n1", 2, 0, 0),))
 FAILURE = Failure("n1", 1, 1, 42, -9, 12.5, "Traceback", "now")
 JOB = {
-    KEYS.spec: encode(Spec("r", 1, 2)),
+    KEYS.spec: encode(Spec("r", Limits(1, 2))),
     KEYS.member(0xA): encode(MEMBER),
     KEYS.member(0xB): encode(Member(0xB, "n2", 1, run="r")),
-    KEYS.ledger: encode(Ledger(4, 4, (0xA,), ("n1",))),
+    KEYS.ledger: encode(Ledger(4, 4)),
+    KEYS.page(0): encode(PAGE),
     KEYS.round: encode(ROUND),
     KEYS.ack(4, 0xA): encode(Ack(0xA)),
     KEYS.ack(4, 0xB): encode(Ack(0xB)),
@@ -220,6 +317,7 @@ JOB = {
 def test_the_view_of_everything() -> None:
     view = view_of(snapshot(JOB), KEYS, Everything())
     assert view.round == ROUND
+    assert view.world == PAGE.participants
     assert view.coordinator == MEMBER
     assert [m.node for m in view.members] == ["n1", "n2"]
     assert [a.lease for a in view.acks] == [0xA, 0xB]
@@ -266,8 +364,10 @@ def test_no_key_is_another_one_written_differently(name: str) -> None:
 
 
 def test_what_is_mirrored_does_not_grow_with_the_job() -> None:
-    few = {KEYS.round, KEYS.ledger, KEYS.outcome, KEYS.member(0xB)}
+    whole = {KEYS.round, KEYS.ledger, KEYS.outcome, KEYS.hang, KEYS.wanted}
+    few = {*whole, KEYS.page(0), KEYS.member(0xB)}
     assert keys_of(covered(KEYS, Narrow(), 0xB)) == few
+    assert keys_of(covered(KEYS, Narrow(page=3), 0xB)) == {*few, KEYS.page(3)} - {KEYS.page(0)}
     assert keys_of(covered(KEYS, Narrow(0xB), 0xB)) == few
     assert keys_of(covered(KEYS, Narrow(0xA), 0xB)) == {*few, KEYS.member(0xA)}
     (everything,) = covered(KEYS, Everything(), 0xB)
@@ -297,6 +397,27 @@ def test_r13_a_newer_format_is_seen_in_any_key(key: str) -> None:
     newer = json.dumps({"a field": "of the future", "v": 7})
     assert view_of(snapshot(JOB | {key: newer}), KEYS, Everything()).newer == 7
     assert view_of(snapshot(JOB), KEYS, Everything()).newer == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "newer"),
+    [
+        ({"min_version": 2}, 2),
+        ({"min_version": 1}, 0),
+        ({"v": 3, "min_version": 2}, 3),
+        ({"v": 2, "min_version": "two"}, 2),
+        ({"min_version": "two"}, 0),
+        ({"min_version": True}, 0),
+        ({"min_version": 2.5}, 0),
+        ({"min_version": -2}, 0),
+        ({"min_version": 10**30}, 0),
+        ({"limits": "as the future has them", "min_version": 2}, 2),
+    ],
+    ids=str,
+)
+def test_r13_a_newer_format_is_asked_for(fields: dict[str, object], newer: int) -> None:
+    spec = json.dumps(json.loads(JOB[KEYS.spec]) | fields)
+    assert view_of(snapshot(JOB | {KEYS.spec: spec}), KEYS, Everything()).newer == newer
 
 
 # --- whatever is found
@@ -332,7 +453,7 @@ names = st.sampled_from(
     ]
 )
 coverages: st.SearchStrategy[Coverage] = st.sampled_from(
-    [Narrow(), Narrow(0xA), Narrow(0xB), Everything()]
+    [Narrow(), Narrow(0xA), Narrow(0xB, 1), Everything()]
 )
 
 
@@ -360,20 +481,22 @@ def views(draw: st.DrawFn) -> View:
         Member, lease, st.just("n"), st.just(1), run=run, joined=few, leaving=st.booleans()
     )
     world = st.lists(
-        st.builds(Participant, lease, st.just("n"), st.just(1)),
+        st.builds(Participant, lease, st.just("n"), st.just(1), few, few),
         min_size=1,
         max_size=3,
         unique_by=lambda p: p.lease,
     ).map(tuple)
     phase = draw(st.sampled_from(Phase))
     master = masters.filter(lambda m: m or phase is not Phase.FINAL)
-    now = st.builds(Round, few, st.just(phase), lease, reasons, run, world, master, few, few)
-    last = draw(st.lists(lease, max_size=3, unique=True).map(tuple))
+    nodes, sizes = st.integers(1, 3), st.integers(3, 4)
+    now = st.builds(Round, few, st.just(phase), lease, reasons, run, words, nodes, sizes, master)
     return View(
         revision=9,
         coverage=draw(coverages),
         round=draw(st.none() | now),
-        ledger=Ledger(draw(few), draw(few), last, ("n",) * len(last), draw(few), draw(few)),
+        ledger=draw(st.builds(Ledger, few, few, nodes, few, few)),
+        page=draw(st.none() | st.builds(Page, few, world)),
+        world=draw(world),
         coordinator=draw(st.none() | member),
         members=draw(st.lists(member, max_size=3, unique_by=lambda m: m.lease).map(tuple)),
         acks=draw(st.lists(st.builds(Ack, lease, masters), max_size=3).map(tuple)),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ from elastic_etcd import process
 from elastic_etcd.agent import workers
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.process import Process, is_gone
+from elastic_etcd.process import MARK, Process, is_gone
 from elastic_etcd.times import STUCK
 from tests.unit.watched import Watched
 
@@ -236,20 +237,66 @@ async def test_children_that_hold_the_pipes_and_ignore_sigterm_go_with_their_lea
     assert not is_running(pid)
 
 
-async def test_a_grandchild_that_left_the_group_delays_nothing(
-    watched: Watched, fifo: Path
+DAEMON = "setsid sh -c 'trap \"\" TERM; echo $$ > {fifo}; while :; do sleep 1000; done' & "
+
+
+async def test_r18_a_daemon_of_a_worker_is_killed_and_awaited(
+    watched: Watched, fifo: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched.launch(
-        ["sh", "-c", f"setsid sh -c 'echo $$ > {fifo}; exec sleep 1000' & wait $!"],
-    )
+    watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
     pid = int(await line(fifo))
+    watched.workers.kill()
+    await watched.emptied()
+    assert not is_running(pid)
+    (told,) = [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
+    assert told.startswith("generation 1 left ")
+    assert f"{pid} (sh)" in told
+
+
+async def test_r18_a_daemon_without_the_mark_is_left(watched: Watched, fifo: Path) -> None:
+    """As a script starts what is to outlive it."""
+    watched.launch(["sh", "-c", f"{MARK}= {DAEMON.format(fifo=fifo)} exec sleep 1000"])
+    pid = int(await line(fifo))
+    watched.workers.kill()
     try:
-        watched.workers.kill()
         await watched.emptied()
-        assert is_running(pid), "it is its own session's business"
+        assert is_running(pid)
     finally:
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     await gone(pid)
+
+
+async def test_r18_what_others_have_started_is_left(watched: Watched, fifo: Path) -> None:
+    """Also another agent of the same node and job, on this machine."""
+    other = replace(watched.workers._mark, pid=1)
+    env = {**os.environ, MARK: str(other)}
+    stranger = subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True)
+    own_child = subprocess.Popen(["sleep", "1000"], env={MARK: str(watched.workers._mark)})
+    try:
+        watched.launch(["sh", "-c", f"echo 1 > {fifo}"])
+        await line(fifo)
+        await watched.emptied()
+        assert is_running(stranger.pid)
+        assert is_running(own_child.pid), "a fork server"
+    finally:
+        for process in (stranger, own_child):
+            process.kill()
+            process.wait()
+
+
+async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(watched: Watched, fifo: Path) -> None:
+    parks = [*python(PARKS.replace('["sleep", "1000"]', DAEMONIZED)), str(fifo)]
+    watched.launch(parks)
+    pid = int(await line(fifo))
+    await watched.turns(lambda: watched.workers._parked)
+    watched.workers.stop(1000)
+    await watched.emptied()
+    assert is_running(pid)
+    watched.launch(["true"], generation=2)
+    (parked,) = watched.workers.groups or (0,)
+    os.kill(parked, signal.SIGKILL)
+    await watched.emptied()
+    assert not is_running(pid)
 
 
 async def test_a_dead_child_that_nobody_reaps_delays_nothing(watched: Watched, fifo: Path) -> None:
@@ -340,7 +387,9 @@ async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs, watched: Watc
 
 @pytest.mark.usefixtures("no_garbage")
 async def test_nothing_is_left_open_after_an_exit(watched: Watched) -> None:
-    before = set(Path("/proc/self/fd").iterdir())
+    watched.launch(["true"])
+    await watched.emptied()
+    before = set(Path("/proc/self/fd").iterdir())  # with the page of local rank 0
     watched.launch(["sleep", "1000"])
     (pid,) = await watched.started()
     os.kill(pid, signal.SIGKILL)
@@ -449,6 +498,7 @@ async def test_r12_what_is_there_longer_than_the_kill_timeout_is_told(
         assert watched.unkillable == 1
 
 
+DAEMONIZED = '["sleep", "1000"], start_new_session=True'
 PARKS = """
     import os, socket, subprocess, sys
     child = subprocess.Popen(["sleep", "1000"])

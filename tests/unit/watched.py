@@ -11,9 +11,14 @@ from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
-from elastic_etcd.core.rules import Limits
-from elastic_etcd.core.schema import Failure
+from elastic_etcd.core.lifecycle import (
+    WorkerEnded,
+    WorkersElastic,
+    WorkersFinished,
+    WorkersGone,
+)
+from elastic_etcd.core.schema import Failure, Limits
+from elastic_etcd.process import MARK
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.guardian import Guardian
@@ -28,8 +33,8 @@ class Guarded:
     def __init__(self) -> None:
         self.groups: tuple[int, ...] = ()
 
-    def guard(self, groups: tuple[int, ...]) -> None:
-        self.groups = groups
+    def guard(self, groups: tuple[int, ...], parked: tuple[int, ...]) -> None:
+        self.groups = (*groups, *parked)
 
 
 class Asked:
@@ -46,6 +51,8 @@ class Watched:
         self.logs = logs
         self.ends: list[WorkerEnded] = []
         self.empties: list[int] = []
+        self.elastic: list[bool] = []
+        self.finished: list[bool] = []
         self.unkillable = 0  # how often it was told
         self.guarded = Guarded()
         self._inbox = Inbox()
@@ -81,8 +88,10 @@ class Watched:
             file = self.logs.error_file(generation, rank)
             env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
             env["ELASTIC_ETCD_SOCKET"] = self.workers._socket
+            env["ELASTIC_ETCD_PROGRESS"] = self.workers._pages.begin(local_rank)
             env["ELASTIC_ETCD_GENERATION"] = str(generation)
             env["LOCAL_RANK"] = str(local_rank)
+            env[MARK] = str(self.workers._mark)
             specs.append(WorkerSpec(tuple(command), env, rank, local_rank, file))
         self.ends.clear()
         self.empties.clear()
@@ -125,6 +134,10 @@ class Watched:
                     self.ends.append(end)
                 case WorkersGone(generation):
                     self.empties.append(generation)
+                case WorkersElastic(_, elastic):
+                    self.elastic.append(elastic)
+                case WorkersFinished(_, finished):
+                    self.finished.append(finished)
                 case Unkillable():
                     self.unkillable += 1
                 case other:

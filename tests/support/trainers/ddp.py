@@ -36,7 +36,7 @@ class Fault:
     before it exits), exit:CODE, kill, talk (a megabyte), chatter (two megabytes a second from
     then on), or at step 0 only ignore-term, linger (a
     child in the worker's process group holds its pipes), daemon (a child in a session of its own
-    does).
+    does), kept (one that is to outlive the worker).
     """
 
     do: str
@@ -76,9 +76,10 @@ class Fault:
                 threading.Thread(target=chatter, daemon=True).start()
             case "ignore-term", _, _:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            case "linger" | "daemon", _, _:
-                own_session = self.do == "daemon"
-                subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+            case "linger" | "daemon" | "kept", _, _:
+                env = os.environ | ({"ELASTIC_ETCD_AGENT": ""} if self.do == "kept" else {})
+                own_session = self.do != "linger"
+                subprocess.Popen(["sleep", "600"], start_new_session=own_session, env=env)
             case _:
                 raise ValueError(f"no such fault: {self.do}")
 

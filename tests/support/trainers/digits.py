@@ -150,22 +150,19 @@ def train(state: ee.ElasticState, learner: Learner, args: argparse.Namespace, lo
     state.sampler.reshard(batch_sizes=plan.batch_sizes)
     loader = DataLoader(range(LENGTH), plan.batch_size, sampler=state.sampler)
     while True:
-        for batch in loader:
+        for batch in state.steps(loader, commit_every=args.commit_every):
             step, indices = state.step + 1, batch.tolist()
             log.use("use", step, epoch=state.sampler.epoch, indices=indices)
             fail(args, step)
             gradients(learner, ddp, indices)
             learner.step()
             time.sleep(args.step_time)
-            state.sampler.record(batch)
             state.step, state.made = step, generation()
             log.write("step", step=step)
-            state.commit(every=args.commit_every)
             asked = torch.tensor([int((args.dir / "stop").exists() or step >= args.steps)])
             dist.all_reduce(asked)
             if asked:
                 return
-            state.check()
         state.sampler.set_epoch(state.sampler.epoch + 1)
         if args.save:
             state.commit()

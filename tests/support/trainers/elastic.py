@@ -81,7 +81,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loaders", type=int, default=0, help="processes of the data loader")
     parser.add_argument("--step-time", type=float, default=0.03)
     parser.add_argument("--outside", action="store_true", help="the module is wrapped once")
-    parser.add_argument("--fault", default="", help="raise or stuck, in a process whose first")
+    parser.add_argument("--by-hand", action="store_true", help="gradients are averaged, not by DDP")
+    parser.add_argument(
+        "--fault", default="", help="raise, long or stuck, in a process whose first"
+    )
     parser.add_argument("--on", type=int, default=0, help="world is generation 1 with this rank")
     parser.add_argument("--at", type=int, default=-1, help="after this step")
     return parser.parse_args()
@@ -91,7 +94,23 @@ def happen(fault: str) -> None:
     """In a training step, where the user's code would be."""
     if fault == "raise":
         raise ValueError("a mistake of the user's")
+    if fault == "long":
+        time.sleep(5)
+        return
     threading.Event().wait()  # nobody can abort that
+
+
+def asked_to_stop(folder: Path, device: torch.device | str = "cpu") -> bool:
+    """Whether any rank has seen that the test asks for the end."""
+    asked = torch.tensor([int((folder / "stop").exists())], device=device)
+    dist.all_reduce(asked)
+    return bool(asked)
+
+
+def average(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def main() -> None:
@@ -116,10 +135,10 @@ def main() -> None:
 
     @ee.run
     def train(state: ee.ElasticState) -> None:
-        ddp = outside or DistributedDataParallel(model)
+        ddp = outside or (model if args.by_hand else DistributedDataParallel(model))
         log.write("start", step=state.step)
         while sampler.epoch < args.epochs:
-            for batch in loader:
+            for batch in state.steps(loader, commit_every=1):
                 loss = ddp(
                     torch.stack([batch / 240, batch % 3 / 2, batch % 2, batch % 5 / 4], 1)
                 ).pow(2)
@@ -128,18 +147,15 @@ def main() -> None:
                 if here and state.step == args.at:
                     log.write(args.fault)
                     happen(args.fault)
+                if args.by_hand:
+                    average(model)
                 optimizer.step()
                 time.sleep(args.step_time)
-                sampler.record(batch)
                 state.step += 1
                 log.samples(state.step, sampler.epoch, batch.tolist(), loss.mean().item())
                 log.write("step", step=state.step, loss=loss.mean().item())
-                state.commit()
-                asked = torch.tensor([int((args.dir / "stop").exists())])
-                dist.all_reduce(asked)
-                if asked:
+                if asked_to_stop(args.dir):
                     return
-                state.check()
             sampler.set_epoch(sampler.epoch + 1)
 
     train(state)

@@ -1,0 +1,112 @@
+"""An etcd that refuses what it has served before: the training goes on, and waits for it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.etcd import EtcdServer
+from tests.support.job import Agent
+from tests.support.residue import PREFIX, member
+from tests.support.ticking import TickingJob, ticking
+
+pytestmark = pytest.mark.timeout(600)
+
+TTL = 2
+GIVEN = {"ELASTIC_ETCD_PASSWORD": "mine"}
+
+
+@pytest.fixture
+def guarded(own_etcd: EtcdServer) -> EtcdServer:
+    """An etcd with users."""
+    own_etcd.start()
+    own_etcd.guard(f"{PREFIX}/")
+    own_etcd.user = "root:secret"
+    return own_etcd
+
+
+@pytest.fixture
+def job(
+    guarded: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[TickingJob]:
+    with ticking(guarded.endpoint, guarded, tmp_path / "job", request) as job:
+        yield job
+
+
+def restart(etcd: EtcdServer) -> None:
+    """All connections break, and etcd asks everybody once more who he is."""
+    etcd.kill()
+    etcd.start()
+
+
+def loses_a_node(job: TickingJob, lost: Agent, generation: int) -> None:
+    """The job is still led: a node that dies is missed."""
+    lost.node_kill()
+    job.trains(1, after=generation)
+
+
+def test_r3_a_permission_that_is_taken_away_ends_no_training(
+    job: TickingJob, guarded: EtcdServer
+) -> None:
+    n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
+    guarded.ctl("user", "revoke-role", "me", "training")
+    restart(guarded)
+    for agent in (n1, n2):
+        job.said(agent, "denies user 'me' access")
+        job.said(agent, "grant-permission")
+    job.undisturbed(g, 3 * TTL)
+    assert n1.output.count("denies user 'me' access") == 1, "it is told once"
+    late = job.start("late", user="me", env=GIVEN)
+    job.exits(late, 5)
+    guarded.ctl("user", "grant-role", "me", "training")
+    job.undisturbed(g, TTL)
+    loses_a_node(job, n2, g)
+    job.finish(n1)
+
+
+def test_r3_a_node_that_joins_again_waits_for_its_permission(
+    job: TickingJob, guarded: EtcdServer
+) -> None:
+    n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
+    lease = member(guarded, job.name, "n2")
+    guarded.ctl("user", "revoke-role", "me", "training")
+    guarded.ctl("lease", "revoke", lease)
+    for agent in (n1, n2):
+        job.said(agent, "denies user 'me' access")
+    guarded.ctl("user", "grant-role", "me", "training")
+    job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
+def test_r3_a_password_that_is_changed_ends_no_training(
+    job: TickingJob, guarded: EtcdServer
+) -> None:
+    n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
+    guarded.password("me", "changed")
+    restart(guarded)
+    for agent in (n1, n2):
+        job.said(agent, "refuses the password of user 'me'")
+    job.undisturbed(g, 3 * TTL)
+    late = job.start("late", user="me", env=GIVEN)
+    job.exits(late, 5)
+    guarded.password("me", "mine")
+    job.undisturbed(g, TTL)
+    loses_a_node(job, n2, g)
+    job.finish(n1)
+
+
+def test_r3_a_password_file_is_read_again(
+    job: TickingJob, guarded: EtcdServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("mine\n")
+    n1, n2, g = job.pair(lease_ttl=TTL, user="me", password_file=file)
+    guarded.password("me", "changed")
+    restart(guarded)
+    job.said(n1, "refuses the password of user 'me'")
+    file.write_text("changed\n")
+    job.undisturbed(g, 2 * TTL)
+    n2.kill()  # its guardian logs in, too
+    job.trains(1, after=g)
+    job.said(n2, "revoked")
+    job.finish(n1)

@@ -1,0 +1,64 @@
+"""Jobs of scripts that are restarted, with checkpoints in memory: what their workers have said."""
+
+import re
+from pathlib import Path
+
+from tests.support.job import TRAINERS, Agent, Job
+
+PATIENCE = 120
+LATE = {"join_settle": 0, "min_uptime": 0, "suspect_after": 0}
+
+
+def start(
+    job: Job,
+    node: str,
+    *arguments: str,
+    program: Path = TRAINERS / "saver.py",
+    nproc: int = 1,
+    **flags: object,
+) -> Agent:
+    """An agent with such a script."""
+    script = (str(program), "--dir", str(job.directory), *arguments)
+    flags = {"memory_dir": memory_dir(job), **LATE} | flags
+    return job.start(node, script=script, nproc=nproc, **flags)  # type: ignore[arg-type]
+
+
+def memory_dir(job: Job) -> Path:
+    """Of all nodes of the job."""
+    return job.directory / "memory"
+
+
+def said(job: Job, what: str) -> list[tuple[int, int, list[int]]]:
+    """(generation, rank, numbers) of what workers have said."""
+    found = []
+    for agent in job.agents:
+        lines = re.findall(rf"{what}: generation (\d+) rank (\d+) ([\d ]+)", agent.output)
+        found += [(int(g), int(rank), [*map(int, rest.split())]) for g, rank, rest in lines]
+    return found
+
+
+def begun(job: Job, world: int, after: int = 0) -> tuple[int, int, dict[int, int]]:
+    """Wait for a world after generation `after`: its generation, its first step, pids by rank."""
+
+    def look() -> tuple[int, int, dict[int, int]] | None:
+        begins = [each for each in said(job, "begins") if each[0] > after]
+        for g in {g for g, *_ in begins}:
+            of_g = {rank: numbers for each, rank, numbers in begins if each == g}
+            if len(of_g) == world:
+                (step,) = {step for step, _ in of_g.values()}
+                return g, step, {rank: pid for rank, (_, pid) in of_g.items()}
+        return None
+
+    return job.wait(f"a world of {world} after generation {after}", look, PATIENCE)
+
+
+def saved(job: Job, generation: int, more: int = 1) -> int:
+    """Wait until a generation has saved so often; the last step that rank 0 has saved."""
+
+    def steps() -> list[int]:
+        found = [
+            numbers[0] for g, rank, numbers in said(job, "saved") if (g, rank) == (generation, 0)
+        ]
+        return found if len(found) >= more else []
+
+    return max(job.wait(f"generation {generation} saves", steps, PATIENCE))

@@ -1,0 +1,432 @@
+"""Who is behind in a world that does not move: the coordinator's line, and what it asks before."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from elastic_etcd.core import hangs, writes
+from elastic_etcd.core.hangs import At
+from elastic_etcd.core.rules import Local, Open
+from elastic_etcd.core.schema import (
+    Doing,
+    Hang,
+    History,
+    Keys,
+    Ledger,
+    Master,
+    Participant,
+    Phase,
+    RankStep,
+    Report,
+    Round,
+    Steps,
+    decode,
+    encode,
+)
+from elastic_etcd.core.txn import Delete, KeyValue, Put, Snapshot
+from elastic_etcd.core.view import Everything, View, view_of
+
+KEYS = Keys("/elastic_etcd/j")
+STEP, WAIT, DONE = Doing.STEP, Doing.WAIT, Doing.DONE
+ASKED = Hang(generation=3, number=2, seconds=70.0, evidence=True)
+LONG = 71.0
+
+
+def rank(
+    number: int,
+    step: int = 1042,
+    doing: Doing = WAIT,
+    seconds: float = LONG,
+    what: str = "",
+    per_node: int = 4,
+    *,
+    told: bool = False,
+) -> At:
+    step_of = RankStep(number, step, doing, seconds, what, told)
+    return At(number, f"n{number // per_node + 1}", step_of)
+
+
+def silent(number: int) -> At:
+    return At(number, f"n{number // 4 + 1}", None)
+
+
+def world(size: int, *others: At) -> list[At]:
+    """All wait in step 1042 but these."""
+    ranks = {at.rank: at for at in map(rank, range(size))} | {at.rank: at for at in others}
+    return [ranks[number] for number in sorted(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line", "culprit"),
+    [
+        (
+            world(16, rank(9, 1041, STEP)),
+            "rank 9 on n3 is in step 1041 for 71 s, 15 others wait in 1042",
+            9,
+        ),
+        (
+            world(16, rank(9, 1041, STEP, what="train.py:9 in sleeps")),
+            "rank 9 on n3 is in step 1041 for 71 s, 15 others wait in 1042 (train.py:9 in sleeps)",
+            9,
+        ),
+        (
+            world(2, rank(1, 6, STEP), rank(0, 6)),
+            "rank 1 on n1 is in step 6 for 71 s, 1 other waits in 6",
+            1,
+        ),
+        (
+            world(16, *(rank(n, 1041, STEP) for n in (4, 5, 6, 7))),
+            "ranks 4-7 on n2 are in step 1041 for 71 s, 12 others wait in 1042",
+            4,
+        ),
+        (
+            world(16, *(rank(n, 1041, STEP) for n in (3, 4, 6))),
+            "ranks 3 on n1 and 4, 6 on n2 are in step 1041 for 71 s, 13 others wait in 1042",
+            None,
+        ),
+        (
+            world(8, rank(0, 1041, STEP), rank(1, 1043)),
+            "rank 0 on n1 is in step 1041 for 71 s, 7 others wait in 1042 to 1043",
+            0,
+        ),
+        (world(16), "nobody has moved for 71 s (storage? network?)", None),
+        # On a GPU a rank that waits looks like one that computes.
+        (
+            world(8, *(rank(n, 1042, STEP) for n in range(5))),
+            "nobody has moved for 71 s (storage? network?)",
+            None,
+        ),
+        # Steps that the script tells are not those of optimizers: the stacks say who is behind.
+        (
+            world(4, rank(0, 40, told=True), rank(3, 1042, STEP)),
+            "rank 3 on n1 is in step 1042 for 71 s, 3 others wait in 40 to 1042",
+            3,
+        ),
+        (
+            world(4, rank(0, 40, told=True)),
+            "nobody has moved for 71 s (storage? network?)",
+            None,
+        ),
+        (
+            world(4, rank(0, 40, STEP, told=True), rank(3, 1042, STEP)),
+            "ranks 0, 3 on n1 are in steps 40 to 1042 for 71 s, 2 others wait in 1042",
+            0,
+        ),
+        # The others went on without it for longer than they stand.
+        (
+            world(4, rank(0, 1, Doing.STARTING, 3600.0), rank(3, 1042, STEP)),
+            (
+                "rank 3 on n1 is in step 1042 for 71 s, rank 0 on n1 tells no steps, "
+                "2 others wait in 1042"
+            ),
+            3,
+        ),
+        (
+            world(4, rank(0, 1, Doing.STARTING, 3600.0)),
+            "rank 0 on n1 tells no steps, 3 others wait in 1042 for 71 s",
+            None,
+        ),
+        (
+            world(4, rank(3, 0, DONE, 0.0)),
+            "rank 3 on n1 is at its end, 3 others wait in 1042 for 71 s",
+            None,
+        ),
+        (
+            world(4, rank(3, 7, STEP), *(rank(n, 900, STEP, 0.1) for n in range(3))),
+            "rank 3 on n1 is in step 7 for 71 s, 3 go on",
+            3,
+        ),
+        (
+            world(4, *(rank(n, 900, STEP, 0.1) for n in range(2))),
+            "ranks 2-3 on n1 are in step 1042 for 71 s, 2 go on",
+            2,
+        ),
+        ([rank(0, 6, STEP)], "rank 0 on n1 is in step 6 for 71 s", 0),
+        # A step ahead of those that wait is no reason to wait.
+        (
+            world(4, rank(0, 1041, STEP), rank(3, 1043, Doing.SAVE)),
+            "rank 0 on n1 is in step 1041 for 71 s, 2 others wait in 1042",
+            0,
+        ),
+    ],
+)
+def test_a_hang_in_one_line(ranks: list[At], line: str, culprit: int | None) -> None:
+    found = hangs.judged(ASKED, ranks)
+    assert (found.line, found.rank, found.alarm) == (line, culprit, True)
+
+
+@pytest.mark.parametrize("doing", sorted(hangs.MAY_LAST))
+def test_what_may_last_is_waited_for(doing: Doing) -> None:
+    found = hangs.judged(ASKED, world(4, rank(0, 1042, doing, 90.0)))
+    expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
+    assert (found.line, found.alarm, found.rank) == (expected, False, None)
+
+
+@pytest.mark.parametrize("doing", [Doing.STARTING, Doing.INIT])
+def test_who_begins_is_waited_for(doing: Doing) -> None:
+    found = hangs.judged(ASKED, world(4, rank(0, 1, doing, 90.0)))
+    expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
+    assert (found.line, found.alarm) == (expected, False)
+
+
+def test_what_may_last_is_waited_for_where_steps_cannot_be_compared() -> None:
+    others = rank(0, 1044, Doing.SAVE, 90.0, told=True), rank(3, 40)
+    found = hangs.judged(ASKED, world(4, *others))
+    assert found.line == (
+        "ranks 1-3 on n1 wait in steps 40 to 1042 for rank 0 on n1 (save, for 90 s)"
+    )
+
+
+@pytest.mark.parametrize("step", [1040, 1042])
+def test_who_does_not_answer_may_be_quiet(step: int) -> None:
+    """Its agent is cut off from etcd; if that lasts, its lease ends."""
+    found = hangs.judged(ASKED, world(8, rank(0, step, STEP), silent(6), silent(7)))
+    assert found.line.startswith("ranks 0-3 on n1 and 4-5 on n2 wait in step")
+    assert found.line.endswith("for ranks 6-7 on n2 (no answer)")
+    assert (found.alarm, found.rank) == (False, None)
+
+
+def test_what_is_quiet_says_what_it_does() -> None:
+    quiet = rank(0, 1042, Doing.QUIET, 90.0, "evaluation")
+    found = hangs.judged(ASKED, world(2, quiet))
+    assert found.line == (
+        "rank 1 on n1 waits in step 1042 for rank 0 on n1 (quiet: evaluation, for 90 s)"
+    )
+
+
+def test_who_waits_for_one_that_moves_again_is_not_behind() -> None:
+    """It was in ee.quiet until a moment ago, and the others have come to the same step."""
+    moves = rank(1, 1042, STEP, 1.0)
+    found = hangs.judged(ASKED, world(2, moves))
+    assert (found.line, found.alarm, found.rank) == (
+        "rank 0 on n1 waits in step 1042 for rank 1 on n1 (step, for 1 s)",
+        False,
+        None,
+    )
+    further = hangs.judged(ASKED, world(2, rank(1, 1043, STEP, 1.0)))
+    assert further.line == "rank 0 on n1 is in step 1042 for 71 s, 1 goes on"
+    stands = hangs.judged(ASKED, world(3, moves, rank(2, 1042, STEP)))
+    assert (stands.line, stands.rank) == (
+        "rank 2 on n1 is in step 1042 for 71 s, 1 other waits in 1042, 1 goes on",
+        2,
+    )
+
+
+def test_all_go_on() -> None:
+    found = hangs.judged(ASKED, [rank(n, 1042, STEP, 0.1) for n in range(4)])
+    assert (found.line, found.alarm) == ("all ranks go on", False)
+
+
+def test_ten_thousand_ranks_are_one_short_line() -> None:
+    behind = [rank(n, 1041, STEP, per_node=8) for n in range(0, 10_000, 3)]
+    ranks = {n: rank(n, per_node=8) for n in range(10_000)} | {at.rank: at for at in behind}
+    found = hangs.judged(ASKED, list(ranks.values()))
+    assert found.line == (
+        "ranks 0, 3, 6 on n1, 9, 12, 15 on n2, 18, 21 on n3 and on 1247 more nodes are in step "
+        "1041 for 71 s, 6666 others wait in 1042"
+    )
+
+
+positions = st.builds(
+    RankStep,
+    st.just(0),
+    st.integers(0, 3),
+    st.sampled_from(Doing),
+    st.floats(0, 100),
+    st.sampled_from(["", "train.py:9 in f"]),
+)
+
+
+@given(st.lists(st.none() | positions, min_size=1, max_size=9))
+def test_whatever_is_answered_there_is_one_true_line(found: list[RankStep | None]) -> None:
+    ranks = [
+        At(n, f"n{n // 2}", replace(step, rank=n) if step else None) for n, step in enumerate(found)
+    ]
+    said = hangs.judged(ASKED, ranks)
+    assert said.line
+    assert "\n" not in said.line
+    assert len(said.line) < 400
+    if said.rank is not None:
+        assert said.alarm
+        culprit = ranks[said.rank].step
+        assert culprit
+        assert culprit.doing not in hangs.MAY_LAST
+        assert culprit.seconds >= ASKED.seconds / 2
+        still = [
+            at.step.step
+            for at in ranks
+            if at.step
+            and at.step.doing in (STEP, WAIT, Doing.CHECK)
+            and at.step.seconds >= ASKED.seconds / 2
+        ]
+        assert culprit.step == min(still)
+
+
+# --- what the coordinator asks
+
+
+WORLD = (Participant(0xA, "n1", 2, 0, 0), Participant(0xB, "n2", 2, 1, 2))
+LOCAL = Local("r", 0xA, 2, 2, acked=3, running=3)
+
+
+def said(lease: int, number: int, *ranks: RankStep) -> Steps:
+    return Steps(lease, number, ranks)
+
+
+def view(*steps: Steps, hang: Hang | None = None, **more: Any) -> View:
+    now = Round(3, Phase.FINAL, 0xA, "why", "r", "n1", 2, 4, Master("n1", 80))
+    found = View(9, Everything(), round=now, round_mod=7, world=WORLD, steps=steps, hang=hang)
+    return replace(found, **more)
+
+
+FIRST = [RankStep(n, 6, STEP, 61.0) for n in range(4)]
+WAITS = [RankStep(n, 6, WAIT, 62.0) for n in range(4)]
+
+
+def test_nobody_is_asked_without_a_suspicion() -> None:
+    assert hangs.lead(view(), 0.0) is None
+    judged = replace(ASKED, line="rank 0 ...")
+    assert hangs.lead(view(said(0xA, 2, *FIRST[:2]), hang=judged), 99.0) is None
+
+
+def test_all_are_asked_twice_and_then_it_is_said() -> None:
+    suspicion = said(0xB, 1, *FIRST[2:])
+    first = hangs.lead(view(suspicion), 0.0)
+    assert first == Hang(3, 1, 61.0)
+    assert hangs.lead(view(suspicion, hang=first), 0.5) is None
+    second = hangs.lead(view(suspicion, said(0xA, 1, *FIRST[:2]), hang=first), 0.5)
+    assert second == Hang(3, 2, 61.0, evidence=True)
+    answers = said(0xA, 2, *WAITS[:2]), said(0xB, 2, WAITS[2], FIRST[3])
+    assert hangs.lead(view(answers[0], suspicion, hang=second), 3.0) is None
+    line = "rank 3 on n2 is in step 6 for 61 s, 3 others wait in 6"
+    found = hangs.lead(view(*answers, hang=second), 3.0)
+    assert found == replace(second, line=line, alarm=True, rank=3)
+    assert hangs.lead(view(*answers, hang=found), 99.0) is None
+    # Another one, after that.
+    again = said(0xA, 3, RankStep(0, 8, STEP, 65.0))
+    assert hangs.lead(view(again, hang=found), 0.0) == Hang(3, 3, 65.0)
+
+
+def test_a_suspicion_whose_evidence_is_known_already() -> None:
+    """An agent has it when etcd was away for a while."""
+    assert hangs.lead(view(said(0xB, 1, *WAITS[2:])), 0.0) == Hang(3, 1, 62.0)
+
+
+def test_who_does_not_answer_is_waited_for_but_not_for_long() -> None:
+    asked = Hang(3, 2, 61.0, evidence=True)
+    only = view(said(0xA, 2, *WAITS[:2]), said(0xB, 1, *FIRST[2:]), hang=asked)
+    assert hangs.lead(only, hangs.patience(asked) - 0.1) is None
+    found = hangs.lead(only, hangs.patience(asked))
+    assert found
+    assert found.line == "ranks 0-1 on n1 wait in step 6 for ranks 2-3 on n2 (no answer)"
+
+
+def test_a_rank_that_has_ended_is_not_published() -> None:
+    asked = Hang(3, 2, 61.0, evidence=True)
+    found = hangs.lead(view(said(0xA, 2, *WAITS[:2]), said(0xB, 2, WAITS[2]), hang=asked), 0.0)
+    assert found
+    assert found.line == "rank 3 on n2 is at its end, 3 others wait in 6 for 62 s"
+
+
+def test_an_agent_answers_for_its_own_ranks_only() -> None:
+    asked = Hang(3, 2, 61.0, evidence=True)
+    liar = said(0xB, 2, *WAITS[2:], RankStep(0, 1, STEP, 99.0), RankStep(77, 1, STEP, 99.0))
+    found = hangs.lead(view(said(0xA, 2, *WAITS[:2]), liar, hang=asked), 0.0)
+    assert found
+    assert found.line == "nobody has moved for 62 s (storage? network?)"
+
+
+def test_a_node_that_is_done_is_not_asked() -> None:
+    asked = Hang(3, 2, 61.0, evidence=True)
+    done = Report(0xB, 8, None)
+    found = hangs.lead(view(said(0xA, 2, *WAITS[:2]), hang=asked, reports=(done,)), 0.0)
+    assert found
+    assert found.line == "ranks 2-3 on n2 are at their end, 2 others wait in 6 for 62 s"
+
+
+def test_a_world_that_newcomers_wait_for_is_asked() -> None:
+    """It trains until its step is over."""
+    now = Round(4, Phase.JOINABLE, 0xA, "n3 joins", "r", planned=True, joins=True)
+    change: dict[str, Any] = {"round": now, "ledger": Ledger(4, 3, 2)}
+    suspicion = said(0xB, 1, *FIRST[2:])
+    first = hangs.lead(view(suspicion, **change), 0.0)
+    assert first == Hang(3, 1, 61.0)
+    answers = said(0xA, 1, *WAITS[:2]), suspicion
+    second = hangs.lead(view(*answers, hang=first, **change), 0.0)
+    assert second == Hang(3, 2, 61.0, evidence=True)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_question_is_kept_where_newcomers_wait(joins: bool) -> None:
+    now = Round(4, Phase.SETUP, 0xA, "n3 joins", "r", planned=True, joins=joins)
+    there = view(round=now, hang=ASKED, hang_mod=5, stepped=(2, 3), ledger=Ledger(4, 3, 2))
+    opened = Open("", replace(now, phase=Phase.JOINABLE))
+    txn = writes._write_open(KEYS, there, LOCAL, opened, "")
+    gone = {delete.key for delete in txn.then if isinstance(delete, Delete)}
+    assert KEYS.steps(2) in gone
+    assert gone.isdisjoint({KEYS.hang, KEYS.steps(3)}) == joins
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.FINAL])
+def test_only_a_world_that_trains_is_asked(phase: Phase) -> None:
+    now = Round(4, phase, 0xA, "why", "r")
+    there = view(said(0xA, 1, *FIRST[:2]), hang=replace(ASKED, generation=4), round=now)
+    assert hangs.lead(there, 99.0) is None
+    assert hangs.of_now(there) is None
+
+
+def test_a_hang_of_an_older_world_is_none() -> None:
+    older = view(hang=replace(ASKED, generation=2))
+    assert hangs.of_now(older) is None
+
+
+# --- what is written
+
+
+def test_the_line_is_in_the_history_and_fenced() -> None:
+    entry = encode(History(3, "r", "why", hangs=tuple("12345678")))
+    found = replace(ASKED, line="rank 3 ...", alarm=True, rank=3)
+    txn = writes.put_hang(KEYS, view(history=((3, entry),), hang_mod=5), LOCAL, found)
+    assert [(c.key, c.target, c.value) for c in txn.compare] == [
+        (KEYS.round, "mod", 7),
+        (KEYS.member(0xA), "create", 2),
+        (KEYS.hang, "mod", 5),
+    ]
+    hang, history = (p for p in txn.then if isinstance(p, Put))
+    assert decode(Hang, hang.value) == found
+    assert hang.lease == 0
+    assert decode(History, history.value).hangs == (*"2345678", "rank 3 ...")
+
+
+@pytest.mark.parametrize("entry", [None, "spoilt"])
+def test_a_history_that_is_gone_or_spoilt(entry: str | None) -> None:
+    found = replace(ASKED, line="rank 3 ...", alarm=True)
+    there = view(history=((3, entry),) if entry else ())
+    told = [p.key for p in writes.put_hang(KEYS, there, LOCAL, found).then]
+    assert told == ([KEYS.hang, KEYS.history(3)] if entry else [KEYS.hang])
+
+
+def test_what_is_no_hang_is_not_in_the_history() -> None:
+    entry = encode(History(3, "r", "why"))
+    quiet = replace(ASKED, line="all ranks go on")
+    (put,) = writes.put_hang(KEYS, view(history=((3, entry),)), LOCAL, quiet).then
+    assert put.key == KEYS.hang
+
+
+def test_steps_are_of_their_generation_and_go_with_their_lease() -> None:
+    txn = writes.put_steps(KEYS, view(ledger_mod=4), LOCAL, said(0xA, 1, *FIRST))
+    assert {(c.key, c.target, c.value) for c in txn.compare} == {
+        (KEYS.member(0xA), "create", 2),
+        (KEYS.ledger, "mod", 4),
+    }
+    (put,) = txn.then
+    assert isinstance(put, Put)
+    assert put.lease == 0xA
+    now = encode(Round(3, Phase.FINAL, 0xA, "why", "r", "n1", 1, 1, Master("n1", 80)))
+    kvs = {k: KeyValue(k, v, 2, 3, 0) for k, v in ((put.key, put.value), (KEYS.round, now))}
+    seen = view_of(Snapshot(9, kvs), KEYS, Everything())
+    assert seen.steps == (said(0xA, 1, *FIRST),)
+    assert seen.stepped == (3,)

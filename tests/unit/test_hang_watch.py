@@ -1,0 +1,309 @@
+"""What one agent does about its workers that hang, and what it does not."""
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_etcd.agent import hangs
+from elastic_etcd.agent.hangs import HangWatch
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import (
+    Hang,
+    Keys,
+    Limits,
+    Master,
+    Page,
+    Participant,
+    Phase,
+    Round,
+    Steps,
+    decode,
+)
+from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.progress import DUMP_STACKS, Doing, Progress
+
+# What a thread of NCCL's does, for gloo: torch records that, too, but nobody of its own writes it.
+RECORDS = """
+import os, select, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+os.mkfifo(sys.argv[1] + "0.pipe")
+pipe = os.open(sys.argv[1] + "0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+print("ready", flush=True)
+poll = select.poll()
+poll.register(pipe, select.POLLIN)
+poll.poll()
+if os.read(pipe, 128):
+    record = torch._C._distributed_c10d._dump_fr_trace(True, False, False)
+    with open(sys.argv[2] + "0", "wb") as file:
+        file.write(record)
+"""
+NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 1, 1, Master("n1", 80))
+ASKED = Hang(1, 1, 70.0)
+NOBODY = Hang(1, 2, 70.0, evidence=True, line="nobody has moved", alarm=True)
+WAITS = Hang(1, 1, 70.0, line="rank 0 on n1 waits in step 7 for rank 1 on n2 (no answer)")
+HUNG = Progress(Doing.STEP, 70.0, 6, 0.1)
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as process:
+        yield process.pid
+
+
+@pytest.fixture
+def dumping_pid() -> Iterator[int]:
+    """It has the handler of a worker for its stacks."""
+    text = "import faulthandler as f, sys; f.register(int(sys.argv[1])); print(); sys.stdin.read()"
+    command = [sys.executable, "-u", "-c", text, str(int(DUMP_STACKS))]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+
+
+class Node:
+    """A node with one worker, and what its agent asks for."""
+
+    def __init__(self, pid: int, timeout: float | None = 60.0) -> None:
+        self.env: dict[str, str] = {}
+        self.folder: Path | None = None
+        self.tails = chain(repeat(b""))  # of its stderr, one look after the other
+        output = SimpleNamespace(err=SimpleNamespace(tail=lambda: next(self.tails)))
+        spec = SimpleNamespace(rank=0, env=self.env)
+        self.worker = SimpleNamespace(pid=pid, spec=spec, output=output)
+        self.at = HUNG
+        self.generation = 1
+        self.given_up: list[int | None] = []
+        self.published: list[Txn] = []
+        self.keys = Keys("/elastic_etcd/j")
+        self.watch = HangWatch(timeout, *3 * [self])  # type: ignore[arg-type]
+
+    def progress(self) -> list[tuple[Any, Progress]]:
+        return [(self.worker, self.at)]
+
+    def give_up(self, rank: int | None, *_: str) -> None:
+        self.given_up.append(rank)
+
+    def evidence_file(self, *_: int) -> Path | None:
+        return self.folder / "hang.txt" if self.folder else None
+
+    def suspects(self) -> bool:
+        return self.watch._suspicion is not None
+
+    async def publish(self, txn: Txn) -> bool:
+        self.published.append(txn)
+        return True
+
+    @property
+    def said(self) -> list[int]:
+        """The numbers of the steps that were published."""
+        puts = [put for txn in self.published for put in txn.then if isinstance(put, Put)]
+        return [decode(Steps, put.value, lease=0xB).number for put in puts]
+
+    async def seen(self, at: Progress, generation: int = 1) -> None:
+        """The agent has looked at a worker there, more than once."""
+        self.at, self.generation = at, generation
+        await self.until(lambda: self.watch._generation == generation)
+        await self.until(lambda: self.watch._seen.get(0) is at)
+        await asyncio.sleep(0.1)
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110 - a log is no event
+                await asyncio.sleep(0.01)
+
+
+def state(hang: Hang | None) -> State:
+    part = Participant(0xB, "n1", 1, 0, 0)
+    page = Page(1, (part,))
+    view = View(9, Narrow(), round=NOW, round_mod=7, ledger_mod=4, page=page, hang=hang)
+    local = Local("r", 0xB, 2, 2, acked=1, running=1, ran=1)
+    return State(local, 1, view=view, limits=Limits(1, 2, hang_action="restart"))
+
+
+async def running(node: Node) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(node.watch.watch())
+        group.create_task(node.watch.answer())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "_PACE", 0.01)
+    monkeypatch.setattr(hangs, "HANG_ALONE", 0.05)
+
+
+async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(pid)
+    task = asyncio.create_task(running(node))
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
+    await asyncio.sleep(0.5)
+    assert caplog.text.count("rank 0 is in step 7") == 1
+    node.watch.see(state(None))
+    await node.until(lambda: node.said)
+    assert node.said == [1]
+    task.cancel()
+
+
+async def test_who_waits_for_what_may_last_is_asked_about_again_later(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = Node(pid)
+    task = asyncio.create_task(running(node))
+    node.watch.see(state(None))
+    await node.until(lambda: node.said)
+    node.watch.see(state(ASKED))
+    await node.until(lambda: node.watch._judged)
+    node.watch.see(state(WAITS))
+    await node.until(lambda: "waits in step 7" in caplog.text)
+    node.at = HUNG._replace(seconds=139.0)
+    await asyncio.sleep(0.3)
+    assert node.said == [1]
+    node.at = HUNG._replace(seconds=140.0)
+    await node.until(lambda: len(node.said) > 1)
+    assert node.said == [1, 2]
+    task.cancel()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_world_that_goes_on_is_not_begun_anew(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture, goes_on: bool
+) -> None:
+    node = Node(pid)
+    task = asyncio.create_task(running(node))
+    node.watch.see(state(None))
+    await node.until(lambda: node.said)
+    node.watch.see(state(ASKED))
+    await asyncio.sleep(0.2)
+    if goes_on:  # the storage was back before the coordinator's line was here
+        node.at = Progress(Doing.STEP, 0.1, 900, 0.1)
+    node.watch.see(state(NOBODY))
+    await node.until(lambda: "nobody has moved" in caplog.text)
+    assert node.given_up == ([] if goes_on else [None])
+    task.cancel()
+
+
+def stands(seconds: float, steps: int = 6) -> Progress:
+    """In a step; the recent ones were fast."""
+    return Progress(Doing.STEP, seconds, steps, 0.1)
+
+
+async def test_a_validation_that_was_given_up_has_twice_as_long_in_the_next_world(
+    pid: int, quick: None
+) -> None:
+    node = Node(pid, timeout=None)
+    task = asyncio.create_task(node.watch.watch())
+    await node.seen(stands(61.0))
+    await node.until(node.suspects)
+    await node.seen(stands(1.0), generation=2)
+    await node.seen(stands(119.0))
+    assert not node.suspects()
+    await node.seen(stands(121.0))
+    await node.until(node.suspects)
+    task.cancel()
+
+
+async def test_a_gap_between_steps_that_was_seen_once_is_no_hang_later(
+    pid: int, quick: None
+) -> None:
+    node = Node(pid, timeout=None)
+    task = asyncio.create_task(node.watch.watch())
+    await node.seen(stands(90.0))
+    await node.seen(stands(0.1, 79))
+    await node.seen(stands(170.0, 79))
+    assert not node.suspects()
+    await node.seen(stands(181.0, 79))
+    await node.until(node.suspects)
+    task.cancel()
+
+
+@pytest.mark.parametrize("pipe", ["none", "a file", "nobody reads"])
+async def test_a_pipe_that_nobody_reads_does_no_harm(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture, tmp_path: Path, pipe: str
+) -> None:
+    """That of NCCL's flight recorder."""
+    node = Node(pid)
+    node.folder = tmp_path / "evidence"
+    node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = f"{tmp_path}/pipe_"
+    node.env["TORCH_FR_DUMP_TEMP_FILE"] = f"{tmp_path}/trace_"
+    if pipe == "a file":
+        (tmp_path / "pipe_0.pipe").write_text("mine")
+    elif pipe == "nobody reads":
+        os.mkfifo(tmp_path / "pipe_0.pipe")
+    task = asyncio.create_task(node.watch.watch())
+    await node.until(lambda: "where it stands is in" in caplog.text)
+    assert "flight recorder" not in caplog.text
+    if pipe == "a file":
+        assert (tmp_path / "pipe_0.pipe").read_text() == "mine"
+    task.cancel()
+
+
+async def test_the_flight_recorder_is_with_the_evidence(
+    pid: int,
+    quick: None,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._C import _distributed_c10d
+
+    if not hasattr(_distributed_c10d, "_dump_fr_trace"):
+        pytest.skip("this torch writes no record of gloo's")
+    monkeypatch.setattr(hangs, "HANG_EVIDENCE", 60.0)
+    node = Node(pid)
+    node.folder = tmp_path / "evidence"
+    monkeypatch.setattr(hangs, "_ASK", 60.0)
+    pipe, trace = f"{tmp_path}/pipe_", f"{tmp_path}/trace_"
+    node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipe
+    node.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = trace
+    command = [sys.executable, "-c", RECORDS, pipe, trace]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+        task = asyncio.create_task(node.watch.watch())
+        try:
+            await node.until(lambda: "NCCL's flight recorder is in" in caplog.text)
+        finally:
+            task.cancel()
+            worker.kill()
+    record = pickle.loads((node.folder / "nccl_trace").read_bytes())
+    assert [entry["profiling_name"] for entry in record["entries"]] == ["gloo:all_reduce"]
+
+
+async def test_stacks_that_come_late_are_waited_for(
+    dumping_pid: int,
+    quick: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without them a rank that waits looks like one that is behind."""
+    monkeypatch.setattr(hangs, "HANG_STACKS", 60.0)
+    node = Node(dumping_pid)
+    head = b"Current thread 0x1 (most recent call first):\n"
+    stack = b'  File "torch/autograd/graph.py", line 829 in _engine_run_backward\n'
+    node.tails = chain([b""] * 4, [head], repeat(head + stack))
+    task = asyncio.create_task(node.watch.watch())
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
+    assert "_engine_run_backward" in node.watch._evidence[0].stack
+    task.cancel()

@@ -1,0 +1,41 @@
+"""What is found out about a process that hangs, whatever it is called."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_etcd.agent.hangs import _kernel_state, _status
+
+# A name is cut at 15 bytes, here inside a character.
+NAMED = r"""
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, "train\u5b66\u7fd2\u30d7\u30ed".encode()[:15] + b"\0")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def named() -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_name_that_is_cut_inside_a_character(named: "subprocess.Popen[str]") -> None:
+    assert _status(named.pid, "TracerPid") == "0"
+    _, thread = _kernel_state(named.pid)
+    assert thread.startswith(f"{named.pid} {named.pid} train")
+
+
+def test_a_process_that_is_gone_has_nothing(named: "subprocess.Popen[str]") -> None:
+    named.kill()
+    named.wait()
+    assert _status(named.pid, "TracerPid") == ""
+    assert len([*_kernel_state(named.pid)]) == 1

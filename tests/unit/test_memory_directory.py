@@ -1,0 +1,104 @@
+"""The agent's directory in memory: whose it is, and who removes it."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent import memory
+from elastic_etcd.agent.memory import memory_directory
+
+LEAVE_ONE = "import os, sys; from elastic_etcd.agent.memory import memory_directory; "
+LEAVE_ONE += "print(memory_directory(sys.argv[1])[0]); os._exit(1)"
+
+
+def dead_agents(parent: Path) -> Path:
+    """A directory whose agent has ended without removing it."""
+    command = [sys.executable, "-c", LEAVE_ONE, str(parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_it_is_this_user_s_only_until_it_is_removed(tmp_path: Path) -> None:
+    path, remove = memory_directory(str(tmp_path))
+    assert Path(path).parent == tmp_path
+    assert Path(path).stat().st_mode & 0o777 == 0o700
+    (Path(path) / "step-1-1").mkdir()
+    remove()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_only_what_a_dead_agent_left_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    dead = dead_agents(tmp_path)
+    (dead / "step-1-1").mkdir()
+    (tmp_path / "elastic_etcd-x").mkdir()
+    (tmp_path / "elastic_etcd_memory-link").symlink_to(tmp_path / "elastic_etcd-x")
+    (tmp_path / "elastic_etcd_memory-file").touch()
+    live, lock = memory._make(str(tmp_path))
+    memory._remove_former(tmp_path)
+    remaining = {path.name for path in tmp_path.iterdir()}
+    others = {"elastic_etcd-x", "elastic_etcd_memory-link", "elastic_etcd_memory-file"}
+    assert remaining == others | {Path(live).name}
+    assert f"removing what a dead agent left: {dead}" in caplog.text
+    os.close(lock)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_another_user_s_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "elastic_etcd_memory-theirs"
+    path.mkdir()
+    os.chown(path, 12345, 12345)
+    memory._remove_former(tmp_path)
+    assert path.exists()
+
+
+def test_where_none_can_be_made_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path, remove = memory_directory(str(tmp_path / "nothing"))
+    assert path == ""
+    assert f"no directory for ee.memory_checkpoint in {tmp_path}/nothing: No such" in caplog.text
+    remove()
+
+
+def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there for a moment without its lock."""
+    real, taken = memory._locked, list[str]()
+
+    def locked(path: str) -> int:
+        if not taken:
+            taken.append(path)
+            Path(path).rmdir()
+        return real(path)
+
+    monkeypatch.setattr(memory, "_locked", locked)
+    path, lock = memory._make(str(tmp_path))
+    assert [str(each) for each in tmp_path.iterdir()] == [path] != taken
+    os.close(lock)
+
+
+def test_a_file_system_without_locks_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Lustre without `-o flock`: it must not be tried for ever."""
+    caplog.set_level(logging.INFO)
+
+    def flock(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    path, remove = memory_directory(str(tmp_path))
+    remove()
+    assert path == ""
+    assert [*tmp_path.iterdir()] == []
+    assert "no directory for ee.memory_checkpoint" in caplog.text

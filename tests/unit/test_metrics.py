@@ -1,0 +1,189 @@
+"""What an agent's metrics say of its state, and how they are served."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.endpoint import serving
+from elastic_etcd.agent.metrics import Metrics, Recovery, cause_of, nodes, unready
+from elastic_etcd.agent.watchdog import Watchdog
+from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round
+from elastic_etcd.core.view import Everything, Narrow, View
+from tests.support.aio import elapse
+from tests.support.prometheus import get, values
+
+DEADLINE = 60.0
+CONFIG = AgentConfig(
+    None, "j", ("train",), "n1", 1, Limits(1, 2), lease_ttl=1, metrics_addr=("127.0.0.1", 0)
+)
+OWN, OTHER, THIRD = 0xA, 0xB, 0xC
+FINAL = Round(3, Phase.FINAL, OTHER, "the job begins", "r", "n2", 1, 1, Master("n2", 80))
+
+
+def state(now: Round | None, world: tuple[int, ...] = (), **own: int | bool) -> State:
+    """An agent's, for which these leases make the world."""
+    parts = tuple(Participant(lease, "n", 1, n, n) for n, lease in enumerate(world))
+    view = View(9, Narrow(), round=now, page=Page(3, parts))
+    return State(Local("r", OWN, **own), 1, Life.MEMBER, view=view)  # type: ignore[arg-type]
+
+
+SPARE = state(FINAL, (OTHER,), acked=3)
+IN_WORLD = state(FINAL, (OWN,), running=3, ran=3)
+
+
+@pytest.mark.parametrize(
+    ("seen", "why_not"),
+    [
+        (State(Local(""), 1), "joining"),
+        (state(None), "no round"),
+        (state(replace(FINAL, phase=Phase.FROZEN), acked=3), "generation 3: frozen"),
+        (state(FINAL, (OWN,), acked=3), "not in generation 3"),
+        (IN_WORLD, ""),
+        (state(FINAL, (OWN,), running=3, ran=3, stopping=True), "generation 3: final"),
+        (state(FINAL, (OWN,), ran=3), "not in generation 3"),
+        (replace(state(FINAL, (OWN,), ran=3), result=Finished()), ""),
+        (SPARE, ""),
+        (state(FINAL, (OTHER,), acked=2), "not in generation 3"),
+        (replace(state(FINAL, (OTHER,), acked=3), life=Life.LOST), "lost"),
+        (state(FINAL, (OWN,), running=3, leaving=True), "leaving"),
+    ],
+)
+def test_ready_is_who_is_in_a_world_or_a_spare(seen: State, why_not: str) -> None:
+    assert unready(seen) == why_not
+
+
+def test_only_the_coordinator_tells_more_than_who_trains() -> None:
+    assert IN_WORLD.view
+    assert nodes(IN_WORLD.view) == {"training": 1}
+    members = (Member(OWN, "n1", 1), Member(OTHER, "n2", 1), Member(THIRD, "n3", 1, leaving=True))
+    world = (Participant(OWN, "n1", 1, 0, 0),)
+    view = replace(IN_WORLD.view, coverage=Everything(), members=members, world=world)
+    assert nodes(view) == {"training": 1, "spare": 1, "waiting": 0, "leaving": 1}
+    forming = replace(view, round=replace(FINAL, phase=Phase.JOINABLE))
+    assert nodes(forming) == {"training": 0, "spare": 0, "waiting": 2, "leaving": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "planned", "cause"),
+    [
+        ("n2 joins", True, "join"),
+        ("n2 and n3 join", True, "join"),
+        ("n2 is leaving", True, "leave"),
+        ("n2 is lost", False, "lost"),
+        ("n2 and n3 are lost", False, "lost"),
+        ("worker 1 on n2 exited 1", False, "failure"),
+    ],
+)
+def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
+    assert cause_of(replace(FINAL, reason=reason, planned=planned)) == cause
+
+
+def test_what_is_lost_by_a_change_of_world() -> None:
+    recovery = Recovery()
+    recovery.begin_world("join", 0.0)  # the first one
+    recovery.train(5.0)
+    assert not any(recovery.restarts.values())
+    recovery.end_world(10.0, idle=1.0)
+    recovery.pass_phase("stop", 12.0)
+    recovery.begin_world("failure", 15.0)
+    recovery.pass_phase("start", 19.0)
+    recovery.train(24.0)
+    took = [recovery.phases[name].sum for name in recovery.phases]
+    assert took == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert recovery.lost["failure"] == sum(took)
+    recovery.end_world(30.0, idle=0.0)
+    recovery.pass_phase("stop", 31.0)
+    recovery.forget()  # a spare, for long
+    recovery.begin_world("lost", 1000.0)
+    assert recovery.lost["lost"] == 0.0
+
+
+def test_two_worlds_that_end_before_their_first_step_are_lost_by_each_cause() -> None:
+    recovery = Recovery()
+    recovery.end_world(10.0, idle=0.0)
+    recovery.begin_world("failure", 11.0)
+    recovery.pass_phase("start", 13.0)
+    recovery.end_world(14.0, idle=0.0)
+    recovery.begin_world("leave", 15.0)
+    recovery.train(16.0)
+    assert (recovery.lost["failure"], recovery.lost["leave"]) == (3.0, 2.0)
+
+
+async def test_probes_are_answered_while_the_loop_stands() -> None:
+    def stands_until_it_is_seen(address: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while get(address, "/healthz")[0] != 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert get(address, "/metrics")[0] == 200
+
+    with serving(CONFIG) as metrics:
+        address = metrics.address
+        async with Watchdog(CONFIG.lease_ttl) as watchdog:
+            metrics.watch(watchdog)
+            stands_until_it_is_seen(address)
+            async with asyncio.timeout(DEADLINE):
+                while (await asyncio.to_thread(get, address, "/healthz"))[0] != 200:
+                    await elapse(0.05)
+        metrics.see(SPARE)
+        assert get(address, "/readyz") == (200, "ok\n")
+        assert values(address)["elastic_etcd_generation"] == 3
+        assert get(address, "/other")[0] == 404
+    with pytest.raises(URLError, match="refused"):
+        get(address, "/healthz")
+
+
+def test_whoever_says_nothing_keeps_nobody_else_out() -> None:
+    with serving(CONFIG) as metrics:
+        host, _, port = metrics.address.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=DEADLINE) for _ in range(9)]
+        assert get(metrics.address, "/healthz")[0] == 200
+        for each in silent:
+            each.close()
+
+
+def launch(tmp_path: Path, *flags: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')")
+    code = f"import sys; {before}; from elastic_etcd.launch import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *flags, "--start-method=exec", str(script)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = launch(tmp_path, "--metrics-addr", str(port))
+    assert done.returncode == 2
+    start = f"error: --metrics-addr 127.0.0.1:{port}: Address already in use.\nGive each agent"
+    assert done.stderr.startswith(start)
+
+
+def test_a_library_that_is_missing_is_told_before_anything_starts(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--metrics-addr=0", before="sys.modules['prometheus_client'] = None")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --metrics-addr: No module named 'prometheus_client")
+    assert "elastic_etcd[metrics]" in done.stderr
+
+
+def test_many_metrics_and_few_labels() -> None:
+    metrics = Metrics(CONFIG)
+    metrics.requests.observe(0.004)
+    lines = [line for line in metrics.text().decode().splitlines() if line[0] != "#"]
+    assert all('job="j"' in line and 'node="n1"' in line for line in lines)
+    assert 'elastic_etcd_etcd_request_seconds_bucket{job="j",le="0.005",node="n1"} 1.0' in lines
+    assert len(lines) < 150

@@ -1,0 +1,160 @@
+"""A forked worker and the environment: what its script sets before it imports torch counts."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.prefork import BothWays
+from tests.unit.test_prefork_worker import FACTS, facts_of
+
+pytestmark = pytest.mark.timeout(600)
+
+# A module as there are some: it reads a variable when it is imported, and sets another.
+PRELOADED = """\
+import os
+home = os.environ.get("PRELOADED_HOME", "at home")
+os.environ.setdefault("SET_BY_IMPORT", "FALSE")
+"""
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    folder = tmp_path_factory.mktemp("prefork")
+    (folder / "preloaded.py").write_text(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SET_FOR_ALL", "1")
+        with BothWays(folder, ["preloaded"]) as ways:
+            yield ways
+
+
+def printed(ways: BothWays, text: str, env: dict[str, str] | None = None) -> str:
+    """What the script prints, the same both ways."""
+    argv, env = ways.script(text), {**ways.env, **(env or {})}
+    assert ways.prefork.ready
+    forked, executed = ways.fork(argv, env), ways.exec(argv, env)
+    assert (forked.code, executed.code) == (0, 0), forked.err + executed.err
+    assert forked.out == executed.out
+    return forked.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "seen", "found"),
+    [
+        ("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "dist.get_debug_level().name", "DETAIL"),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", "1", "config.max_autotune", "True"),
+        ("OMP_NUM_THREADS", "1", "torch.get_num_threads()", "1"),
+        ("TORCH_LOGS", "+dynamo", "logging.getLogger('torch._dynamo').level", "10"),
+    ],
+)
+def test_t19_what_a_script_sets_before_its_import_of_torch_counts(
+    ways: BothWays, name: str, value: str, seen: str, found: str
+) -> None:
+    text = f"""\
+import logging, os
+os.environ[{name!r}] = {value!r}
+import torch
+import torch.distributed as dist
+import torch._inductor.config as config
+print({seen})
+"""
+    assert printed(ways, text) == f"{found}\n"
+    assert f"changes {name} before" in ways.fork(ways.script(text)).err
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("os.environ.update(PYTORCH_JIT='0')", "False"),
+        ("os.putenv('PYTORCH_JIT', '0')", "True"),  # which os.environ does not see
+    ],
+)
+def test_t19_also_by_a_module_that_the_script_imports(
+    ways: BothWays, change: str, found: str
+) -> None:
+    (ways.folder / "settings.py").write_text(f"import os\n{change}\n")
+    text = "import settings\nfrom torch.jit import _state\nprint(_state._enabled.enabled)"
+    assert printed(ways, text) == f"{found}\n"
+    assert "changes PYTORCH_JIT before" in ways.fork(ways.script(text)).err
+
+
+def test_t19_what_a_script_unsets_counts(ways: BothWays) -> None:
+    text = "import os\ndel os.environ['PYTORCH_JIT']\nfrom torch.jit import _state\n"
+    text += "print(_state._enabled.enabled)"
+    # The fork server has not seen this 0, which is another matter: it comes from the shell.
+    assert printed(ways, text, {"PYTORCH_JIT": "0"}) == "True\n"
+
+
+def test_t19_what_a_preloaded_module_reads_counts(ways: BothWays) -> None:
+    text = "import os\nos.environ['PRELOADED_HOME'] = 'away'\nimport preloaded\n"
+    assert printed(ways, f"{text}print(preloaded.home)") == "away\n"
+
+
+def test_t19_what_is_set_later_or_read_later_starts_nothing_anew(ways: BothWays) -> None:
+    text = """\
+import os
+os.environ["NCCL_DEBUG"] = os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+os.environ["SET_FOR_ALL"] = "another"  # the fork server has it, too
+os.environ["TORCH_NCCL_BLOCKING_WAIT"] = os.environ["MASTER_PORT"] = "1"
+os.environ.setdefault("PYTORCH_JIT", "1")
+import numpy, torch
+os.environ["PYTORCH_JIT"] = "0"
+print(torch.jit._state._enabled.enabled)
+"""
+    assert ways.same(ways.script(text), ways.env | {"PYTORCH_JIT": "1"}).out == "True\n"
+
+
+@pytest.mark.parametrize("first", ["preloaded", "torch.utils.data", "elastic_etcd.train.run"])
+def test_t19_what_has_torch_is_as_good_as_torch(ways: BothWays, first: str) -> None:
+    text = f"import {first}, os\nos.environ['PYTORCH_JIT'] = '0'\nprint('once')"
+    assert ways.same(ways.script(text)).out == "once\n"
+
+
+def test_t19_a_child_of_the_script_does_not_begin_anew(ways: BothWays) -> None:
+    text = """\
+import os
+child = os.fork()
+if child == 0:
+    os.environ["PYTORCH_JIT"] = "0"
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert ways.same(ways.script(text)).out == "7\n"
+
+
+def test_t19_who_begins_anew_finds_the_process_as_it_was(ways: BothWays, tmp_path: Path) -> None:
+    change = f"import os\nos.umask(0o77)\nos.chdir({str(tmp_path)!r})\n"
+    text = f"{change}os.environ['PYTORCH_JIT'] = '0'\n{FACTS}"
+    argv = [*ways.script(text)[:-1], os.path.relpath(ways.folder / "script.py"), "--lr", "0.1"]
+    forked, executed = ways.fork(argv), ways.exec(argv)
+    assert forked.code == executed.code == 0, forked.err + executed.err
+    assert facts_of(forked.out) == facts_of(executed.out)
+
+
+def test_a_script_finds_torch_not_imported_until_it_imports_it(ways: BothWays) -> None:
+    text = """\
+import importlib.util, sys
+print([n for n in sys.modules if n.split(".")[0] == "torch"])
+print(importlib.util.find_spec("torch").origin)
+import torch.nn.functional as F
+import torch
+print(sys.modules["torch"] is torch, F is torch.nn.functional, type(torch.__spec__.loader).__name__)
+print(torch.__spec__.name, sys.meta_path, [n for n in sys.modules if n == "torch.nn"])
+"""
+    ways.same(ways.script(text))
+
+
+def test_an_error_before_the_import_shows_no_frame_of_ours(ways: BothWays) -> None:
+    done = ways.fork(ways.script("import os, no_such_module\nimport torch"))
+    theirs = ways.exec(ways.script("import os, no_such_module\nimport torch"))
+    assert done == theirs
+    assert done.code == 1
+
+
+def test_t20_what_a_preloaded_module_set_in_the_environment_stays(ways: BothWays) -> None:
+    text = "import os\nprint(os.environ.get('SET_BY_IMPORT'))\nimport preloaded\n"
+    text += "print(os.environ['SET_BY_IMPORT'], os.popen('echo $SET_BY_IMPORT').read())"
+    assert printed(ways, text) == "None\nFALSE FALSE\n\n"
+    assert printed(ways, text, {"SET_BY_IMPORT": "TRUE"}) == "TRUE\nTRUE TRUE\n\n"

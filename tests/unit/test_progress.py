@@ -1,0 +1,186 @@
+"""A worker's page: what the agent reads of scripts as users write them, started in both ways."""
+
+import asyncio
+import mmap
+import os
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd import progress
+from elastic_etcd.agent.config import LogConfig
+from elastic_etcd.agent.logs import Logs
+from elastic_etcd.progress import Doing, Page, Pages, Progress
+from tests.unit.prefork import BothWays, Outcome, python
+from tests.unit.watched import Watched
+
+pytestmark = pytest.mark.timeout(600)
+
+# Plain: nothing of ours is imported; it waits for a line in a FIFO where a step would hang.
+PLAIN = """
+import os, sys
+import torch
+
+def main(gate):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(torch.ones(10, 2), batch_size=2, num_workers=1):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    open(gate).read()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+TOLD = """
+import sys
+import torch
+import elastic_etcd as ee
+
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+optimizer.step()
+for _ in range(3):
+    optimizer.step()
+    optimizer.step()
+    ee.heartbeat()
+with ee.quiet("evaluation"):
+    open(sys.argv[1]).read()
+"""
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    log = LogConfig(log_dir=str(tmp_path))
+    async with (
+        Logs.open(log, job="j", node="n", role="r") as logs,
+        Watched.open(logs) as watched,
+    ):
+        yield watched
+
+
+async def told(watched: Watched, condition: Callable[[Progress], object]) -> Progress:
+    """Wait until the only worker says so."""
+    async with asyncio.timeout(120):
+        while True:  # a page has no events
+            for _, progress in watched.workers.progress():
+                if condition(progress):
+                    return progress
+            await asyncio.sleep(0.02)
+
+
+def script(folder: Path, text: str) -> list[str]:
+    (folder / "gate").unlink(missing_ok=True)
+    os.mkfifo(folder / "gate")
+    (folder / "train.py").write_text(textwrap.dedent(text))
+    return python(folder / "train.py", folder / "gate")
+
+
+async def test_the_steps_of_a_plain_script_are_seen(watched: Watched, tmp_path: Path) -> None:
+    watched.launch(script(tmp_path, PLAIN))
+    found = await told(watched, lambda p: p.steps == 5)
+    assert found.doing is Doing.STEP
+    later = await told(watched, lambda p: p.seconds > found.seconds)
+    assert (later.steps, later.slowest) == (5, found.slowest)
+    assert found.slowest > 0
+
+
+async def test_what_is_told_counts_and_not_the_optimizers(watched: Watched, tmp_path: Path) -> None:
+    watched.launch(script(tmp_path, TOLD))
+    found = await told(watched, lambda p: p.doing is Doing.QUIET)
+    assert (found.steps, found.what) == (3, "evaluation")
+
+
+async def test_a_new_world_begins_with_a_clear_page(watched: Watched, tmp_path: Path) -> None:
+    watched.launch(script(tmp_path, PLAIN))
+    await told(watched, lambda p: p.steps == 5)
+    (tmp_path / "gate").write_text("go on")
+    await watched.emptied()
+    watched.launch(script(tmp_path, "import sys; open(sys.argv[1]).read()"))
+    found = await told(watched, lambda p: p.doing is Doing.STARTING)
+    assert (found.doing, found.steps) == (Doing.STARTING, 0)
+
+
+def test_a_forked_worker_is_seen_like_one_that_is_executed(tmp_path: Path) -> None:
+    pages = Pages()
+    with BothWays(tmp_path) as ways:
+        command = ways.script(PLAIN)
+        (tmp_path / "gate").write_text("")
+        for run in (ways.fork, ways.scripted):
+            path = pages.begin(0)
+            done = run([*command, str(tmp_path / "gate")], ways.env | {progress.VARIABLE: path})
+            assert done == Outcome(0, "", "")
+            assert pages.read(0).steps == 5
+    pages.close()
+
+
+def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path: Path) -> None:
+    text = """
+    import torch
+    model = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for n in range(6):
+        model(torch.ones(2)).sum().backward()
+        step() if n % 2 else optimizer.step()
+    """
+    pages = Pages()
+    with BothWays(tmp_path) as ways:
+        for run in (ways.fork, ways.scripted):
+            env = ways.env | {progress.VARIABLE: pages.begin(0)}
+            done = run(ways.script(textwrap.dedent(text)), env)
+            assert (done.code, "Traceback" in done.err) == (0, False)
+            assert pages.read(0).steps == 3
+    pages.close()
+
+
+def test_pauses_are_not_the_steps_time() -> None:
+    page = Page(progress._sealed_memory())
+    page.clear()
+    page.step(told=False)
+    page.step(told=False)
+    with page.during(Doing.QUIET, "é" * 200):
+        with page.during(Doing.COMMIT):
+            assert page.read().doing is Doing.COMMIT
+        within = page.read()
+    before = page.read()
+    assert (within.commits, before.commits) == (1, 1)
+    assert 0 < within.commit_seconds == before.commit_seconds
+    page.step(told=False)
+    assert within.doing is Doing.QUIET
+    assert within.what.startswith("é" * 63)
+    assert (before.doing, before.what) == (Doing.STEP, "")
+    assert page.read().steps == 3
+
+
+def test_a_worker_can_neither_shorten_the_page_nor_mislead_its_reader(tmp_path: Path) -> None:
+    pages = Pages()
+    path = pages.begin(0)
+    with open(path, "r+b") as file:  # noqa: PTH123 - as a worker opens it
+        with pytest.raises(PermissionError):
+            os.ftruncate(file.fileno(), 0)
+        with mmap.mmap(file.fileno(), 4096) as memory:
+            memory[:] = b"\xff" * 4096
+    read = pages.read(0)
+    assert (read.doing, read.seconds) == (Doing.DONE, 0.0)
+    pages.close()
+
+
+def test_without_an_agent_nothing_happens() -> None:
+    import elastic_etcd as ee
+
+    ee.heartbeat()
+    with ee.quiet("evaluation"):
+        pass
+    assert progress.VARIABLE not in os.environ
+
+
+def test_it_is_the_standard_library_only() -> None:
+    """What a worker begins with loads it in the worker's interpreter."""
+    source = Path(progress.__file__).read_text()
+    roots = {line.split()[1].split(".")[0] for line in source.splitlines()
+             if line.startswith(("import ", "from "))}  # fmt: skip
+    assert roots <= set(sys.stdlib_module_names)

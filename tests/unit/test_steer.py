@@ -1,0 +1,143 @@
+"""`elastic-etcd drain`, `undrain` and `stop`: what they write, and what they refuse."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_etcd.__main__ import main
+from elastic_etcd.core.schema import (
+    Drain,
+    Halt,
+    Keys,
+    Ledger,
+    Limits,
+    Member,
+    Outcome,
+    Spec,
+    Wanted,
+    decode,
+    encode,
+)
+from tests.support.etcd import EtcdServer
+
+A, B, C = (Member(lease, name, 1, run="r") for lease, name in ((10, "a"), (11, "b"), (12, "c")))
+
+
+class Shell:
+    """A job of three in etcd, without agents, and a person at a shell."""
+
+    def __init__(self, etcd: EtcdServer, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.etcd, self.prefix, self._capsys = etcd, prefix, capsys
+        self.keys = Keys(f"{prefix}/j")
+        self.put(self.keys.spec, encode(Spec("r", Limits(2, 3, leave_deadline=20.0))))
+        self.put(self.keys.ledger, encode(Ledger(1, 1, 3)))
+        for member in (A, B, C):
+            self.put(self.keys.member(member.lease), encode(member))
+
+    def put(self, key: str, value: str) -> None:
+        self.etcd.ctl("put", key, value)
+
+    def __call__(self, *argv: str) -> tuple[int, str]:
+        command, job, *rest = argv
+        where = ("--etcd", self.etcd.endpoint, "--prefix", self.prefix, "--timeout", "60")
+        code = main([command, job, *rest, *where])
+        told = self._capsys.readouterr()
+        return code, told.out + told.err
+
+    def ok(self, *argv: str) -> str:
+        code, told = self(*argv)
+        assert code == 0, told
+        return told
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """As it is in etcd, without who asked for it."""
+        text = self.etcd.ctl("get", "--print-value-only", self.keys.wanted)
+        if not text.strip():
+            return None
+        there = decode(Wanted, text)
+        halt = replace(there.stop, by="", at="") if there.stop else None
+        return Wanted(tuple(replace(d, by="", at="") for d in there.drains), halt)
+
+
+@pytest.fixture
+def shell(etcd: EtcdServer, prefix: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Shell]:
+    yield Shell(etcd, prefix, capsys)
+    etcd.ctl("del", "--prefix", prefix)
+
+
+def test_drains_come_and_go(shell: Shell) -> None:
+    assert shell.ok("drain", "j", "b") == "node b of job j is to leave within 20 s\n"
+    told = json.loads(shell.ok("drain", "j", "c", "--deadline", "120", "--json"))
+    assert (told["node"], told["changed"], told["deadline"]) == ("c", True, 120.0)
+    assert "1 of at least 2 nodes are left" in told["note"]
+    assert shell.wanted == Wanted((Drain("b"), Drain("c", 120.0)))
+    assert "it was drained before" in shell.ok("drain", "j", "b")
+    assert "still leaving" in shell("undrain", "j", "b")[1]
+    for member in (B, C):
+        shell.etcd.ctl("del", shell.keys.member(member.lease))
+    shell.ok("undrain", "j", "b")
+    assert shell.wanted == Wanted((Drain("c", 120.0),))
+    shell.ok("undrain", "j", "c")
+    assert shell.wanted is None, "nothing is left behind"
+
+
+def test_a_machine_drains_the_agent_that_is_there(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NODE_NAME", "b")
+    shell.ok("drain", "j", "--self")
+    assert shell.wanted == Wanted((Drain("b", lease="000000000000000b"),))
+    shell.etcd.ctl("del", shell.keys.member(B.lease))
+    assert shell("drain", "j", "--self") == (
+        1,
+        "error: this machine's node, b, is not in job j\n",
+    )
+    shell.ok("stop", "j", "--save")
+    assert shell.wanted == Wanted((), Halt("r", save=True)), "who has left is not drained any more"
+    assert "it was to stop before" in shell.ok("stop", "j")
+
+
+def test_an_order_to_stop_does_not_outlive_its_run(shell: Shell) -> None:
+    shell.ok("stop", "j")
+    shell.put(shell.keys.spec, encode(Spec("another", Limits(2, 3))))
+    shell.put(shell.keys.member(A.lease), encode(replace(A, run="another")))
+    shell.ok("drain", "j", "a")
+    assert shell.wanted == Wanted((Drain("a"),))
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "told"),
+    [
+        (("drain", "k", "a"), 1, "etcd has no job at "),
+        (("drain", "j", "bb"), 1, "job j has no node bb (did you mean b?)"),
+        (("drain", "j", "zebra"), 1, "job j has no node zebra; there are a, b, c"),
+        (("drain", "j"), 2, "which node? Give its name, or --self."),
+        (("drain", "j", "a", "--self"), 2, "which node?"),
+        (("drain", "j", "a", "--deadline", "soon"), 2, "soon is not a number of seconds"),
+        (("undrain", "j", "a"), 1, "node a of job j is not drained"),
+        (("stop", "a/b"), 2, "a job id is 1 to 128"),
+    ],
+)
+def test_what_is_refused(shell: Shell, argv: tuple[str, ...], code: int, told: str) -> None:
+    returned, said = shell(*argv)
+    assert (returned, told in said) == (code, True), said
+    assert said.startswith("error: ")
+    assert shell.wanted is None
+
+
+@pytest.mark.parametrize("command", [("drain", "j", "a"), ("stop", "j")], ids=lambda c: c[0])
+def test_a_job_that_is_over(shell: Shell, command: tuple[str, ...]) -> None:
+    outcome = Outcome("succeeded", "all are done", "r", 1, 0, at="2026-11-22T10:00:00Z")
+    shell.put(shell.keys.outcome, encode(outcome))
+    assert shell(*command) == (1, "error: job j is over: succeeded at 2026-11-22T10:00:00Z\n")
+
+
+def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UNKILLABLE", "STOP_PATIENCE"):
+        monkeypatch.setattr(f"elastic_etcd.cli.steer.{name}", 0.5)
+    code, told = shell("drain", "j", "a", "--wait", "--deadline", "0")
+    assert (code, told) == (4, "error: after 1 s a is still there; what was asked for stands\n")
+    assert shell.wanted == Wanted((Drain("a", 0.0),))

@@ -1,0 +1,102 @@
+"""state.steps on several ranks: all of them check as often, and all have counted the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from elastic_etcd import ElasticSampler, ElasticState
+from elastic_etcd.errors import UsageError
+from elastic_etcd.train import sync_point
+from elastic_etcd.train.sync_point import SyncPoint
+from tests.support.forked import ranks
+
+LENGTH = 17  # of which rank 0 has one more than rank 1
+BATCH = 4
+
+
+def uneven_epochs(rank: int) -> list[tuple[int, int, int]]:
+    """Steps, checks and samples so far at the end of each epoch, with DDP's Join."""
+    point = SyncPoint(rank, 2, dict)
+    sync_point.install(point)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    state = ElasticState(sampler=ElasticSampler(LENGTH, tail="uneven"), step=0)
+    loader = DataLoader(list(range(LENGTH)), BATCH, sampler=state.sampler)
+    told = []
+    for epoch in range(2):
+        state.sampler.set_epoch(epoch)
+        with Join([model]):
+            for batch in state.steps(loader, commit_every=1):
+                model(batch.float()[:, None]).sum().backward()
+                state.step += 1
+        state.commit()
+        told.append((state.step, point.steps, state.sampler.consumed))
+    return told
+
+
+def test_t10_ranks_with_one_step_more_check_as_often_as_the_others(tmp_path: Path) -> None:
+    more, fewer = ranks(2, tmp_path, uneven_epochs)
+    assert more == [(3, 2, LENGTH), (6, 4, LENGTH)]
+    assert fewer == [(2, 2, LENGTH), (4, 4, LENGTH)]
+
+
+def accumulated_uneven(rank: int) -> int:
+    """The last step of one rank has a batch more than the other's."""
+    sampler = ElasticSampler(9, shuffle=False, tail="uneven")
+    state = ElasticState(sampler=sampler)
+    state.sync()
+    loader = DataLoader(list(range(9)), batch_size=1, sampler=sampler)
+    for _ in state.steps(loader, commit_every=1, accumulate=8):
+        pass
+    state.sync()
+    return sampler.consumed
+
+
+def test_an_uneven_tail_in_an_incomplete_step_is_counted_alike(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, accumulated_uneven) == [0, 0]  # no step was whole: nothing committed
+
+
+def keep_even(items: list[int]) -> torch.Tensor:
+    return torch.tensor([item for item in items if item % 4 == 0])
+
+
+def broken_on_rank_0(rank: int, *, by_hand: bool) -> tuple[str, int]:
+    """Half of the samples can't be read on rank 0."""
+    state = ElasticState(sampler=ElasticSampler(48, shuffle=False))
+    collate: Any = None if rank else keep_even
+    loader = DataLoader(list(range(48)), BATCH, sampler=state.sampler, collate_fn=collate)
+    state.sync()
+    if by_hand:
+        for batch in loader:
+            state.sampler.record(batch)
+            state.commit(every=3)
+    else:
+        for batch in state.steps(loader, commit_every=3):
+            assert len(batch) <= BATCH
+    try:
+        state.sync()
+    except UsageError as error:
+        return str(error), state.sampler.consumed
+    return "", state.sampler.consumed
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_t2_ranks_that_have_counted_different_numbers(by_hand: bool, tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, _broken_by_hand if by_hand else _broken_in_steps)
+    if by_hand:
+        assert "ranks 0 and 1 have committed samplers that differ" in one[0]
+        assert one[0] == other[0]
+    else:
+        assert one == other == ("", 48)
+
+
+def _broken_by_hand(rank: int) -> tuple[str, int]:
+    return broken_on_rank_0(rank, by_hand=True)
+
+
+def _broken_in_steps(rank: int) -> tuple[str, int]:
+    return broken_on_rank_0(rank, by_hand=False)

@@ -1,0 +1,77 @@
+"""What a Txn writes of the last world, and what a report is fenced by."""
+
+from typing import Any
+
+import pytest
+
+from elastic_etcd.core import writes
+from elastic_etcd.core.lifecycle import ReportEnd, State, Writable, Write
+from elastic_etcd.core.rules import Freeze, Local
+from elastic_etcd.core.schema import (
+    Failure,
+    History,
+    Keys,
+    Ledger,
+    Member,
+    Phase,
+    Report,
+    Round,
+    decode,
+    encode,
+)
+from elastic_etcd.core.txn import Compare, Put, Txn
+from elastic_etcd.core.view import Everything, View
+
+KEYS = Keys("/elastic_etcd/j")
+LOCAL = Local("r", lease=1, created=5)
+FAILURES = tuple(Failure("n", rank, rank, 1, 1, 2.0, f"why of {rank}") for rank in range(3))
+REPORTS = tuple(Report(lease, 0, failure) for lease, failure in enumerate(FAILURES, 1))
+FREEZE = Freeze("reason", Round(4, Phase.FROZEN, 1, "a worker failed", "r", "n"))
+
+
+def view(**more: Any) -> View:
+    return View(9, Everything(), ledger=Ledger(3, final=3), ledger_mod=7, outcome_mod=8, **more)
+
+
+def written(what: Writable, seen: View | None) -> Txn:
+    state = State(LOCAL, 1, view=seen)
+    return writes.build(KEYS, state, Write(what, 1, 3), Member(1, "n", 1), None, "now")
+
+
+@pytest.mark.parametrize(
+    ("end", "seen", "fences"),
+    [
+        (ReportEnd(FAILURES[0]), view(), {Compare(KEYS.ledger, "mod", 7)}),
+        (ReportEnd(FAILURES[0], victim=True), view(), {Compare(KEYS.report(3, 1), "version", 0)}),
+        (ReportEnd(None), view(), set()),
+        (ReportEnd(FAILURES[0]), None, set()),
+    ],
+)
+def test_t23_what_a_report_is_fenced_by(
+    end: ReportEnd, seen: View | None, fences: set[Compare]
+) -> None:
+    """By the outcome too: a report after the end of a job would stay for ever."""
+    always = {
+        Compare(KEYS.member(1), "create", 5),
+        Compare(KEYS.outcome, "mod", 8 if seen else 0),
+    }
+    assert set(written(end, seen).compare) == always | fences
+
+
+@pytest.mark.parametrize("entry", [encode(History(3, began="began")), "garbage"])
+def test_t23_history_has_the_culprit_in_full_and_victims_in_short(entry: str) -> None:
+    put = written(FREEZE, view(reports=REPORTS, history=((3, entry),))).then[-1]
+    assert isinstance(put, Put)
+    assert put.key == KEYS.history(3)
+    found = decode(History, put.value)
+    assert isinstance(found.failures, tuple)
+    assert [f.message for f in found.failures] == ["why of 0", "", ""]
+    assert [f.rank for f in found.failures] == [0, 1, 2]
+    assert found.ended == "a worker failed"
+    assert found.began == ("began" if entry != "garbage" else History(3).began)
+
+
+def test_t23_a_world_without_an_entry_gets_none() -> None:
+    """Its own is written when it is final, so it has been removed, or is too old."""
+    txn = written(FREEZE, view(reports=REPORTS, history=((2, encode(History(2))),)))
+    assert [put.key for put in txn.then if isinstance(put, Put)] == [KEYS.round]
