@@ -62,14 +62,12 @@ def train(state: ee.ElasticState, args: argparse.Namespace, data: TensorDataset)
     while state.epoch < args.epochs:
         state.sampler.set_epoch(state.epoch)
         loss = torch.zeros(())
-        for x, y in loader:
+        # A failure costs up to 5 steps; a join or a leave waits for the end of a step.
+        for x, y in state.steps(loader, commit_every=5):
             state.optimizer.zero_grad()
             loss = cross_entropy(model(x.to(device)), y.to(device))
             (loss * plan.weight(len(x))).backward()
             state.optimizer.step()
-            state.sampler.record(x)
-            state.commit(every=5)  # what a failure may cost, in steps
-            state.check()  # what a join or a leave waits for
         report(state, args, loss)
 
 

@@ -96,7 +96,7 @@ def train(state: ee.ElasticState, ddp: nn.Module, args: argparse.Namespace, imag
     while state.epoch < args.epochs:
         state.sampler.set_epoch(state.epoch)
         since = time.perf_counter()
-        for step, (x, y) in enumerate(loader, 1):
+        for step, (x, y) in enumerate(state.steps(loader, commit_every=50), 1):
             pixels = x.to(device, memory_format=torch.channels_last, non_blocking=True)
             state.optimizer.zero_grad()
             with torch.autocast(device.type, torch.float16 if cuda else torch.bfloat16):
@@ -104,9 +104,6 @@ def train(state: ee.ElasticState, ddp: nn.Module, args: argparse.Namespace, imag
             state.scaler.scale(loss).backward()
             state.scaler.step(state.optimizer)
             state.scaler.update()
-            state.sampler.record(x)
-            state.commit(every=50)
-            state.check()
             if step % LOG_EVERY == 0 and dist.get_rank() == 0:
                 rate = (
                     LOG_EVERY * args.batch * dist.get_world_size() / (time.perf_counter() - since)
