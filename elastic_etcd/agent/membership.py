@@ -49,7 +49,7 @@ from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, 
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, EtcdUnreachable, UsageError
 from elastic_etcd.etcd.client import Client, TxnResult
 from elastic_etcd.etcd.faults import LeaseNotFound
-from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.mirror import Mirror, first
 from elastic_etcd.etcd.retry import boottime, now
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import (
@@ -361,23 +361,19 @@ class Membership:
     async def _stay_out(self, seen: Snapshot) -> Over | None:
         """Wait until this node is drained no more, or until the run ends, which is then over."""
         keys, node = self.keys, self._config.node
-        before, changed = view_of(seen, keys, Narrow()).outcome, asyncio.Event()
+        before = view_of(seen, keys, Narrow()).outcome
         ask = f"elastic-etcd undrain {self._config.job} {node}"
         log.warning("this node is drained: it waits, without workers, for `%s`", ask)
-        async with Mirror(self._client, (Get(keys.wanted), Get(keys.outcome)), changed.set) as now:
-            now.failed.add_done_callback(lambda _: changed.set())
-            while True:
-                await changed.wait()
-                changed.clear()
-                if now.failed.done():
-                    now.failed.result()
-                snapshot = now.snapshot()
-                view = view_of(snapshot, keys, Narrow()) if snapshot else None
-                if view and not wanted.drained(view, node):
-                    return None
-                outcome = view.outcome if view else None
-                if outcome and outcome != before:
-                    return Over(f"{outcome.state}: {outcome.reason}", outcome.run)
+
+        def change(snapshot: Snapshot) -> View | None:
+            view = view_of(snapshot, keys, Narrow())
+            over = view.outcome not in (None, before)
+            return view if over or not wanted.drained(view, node) else None
+
+        view = await first(self._client, (Get(keys.wanted), Get(keys.outcome)), change)
+        if view.outcome is None or not wanted.drained(view, node):
+            return None
+        return Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)
 
     def _take(self, entered: Snapshot) -> None:
         """The member key is written, if it is there still; `entered` was read after that."""

@@ -260,7 +260,8 @@ class Metrics(Collector):
         )
         if self._membership:
             left = self._membership.lease_left
-            yield self._gauge(
+            yield self._family(
+                GaugeMetricFamily,
                 "lease_ttl_remaining_seconds",
                 "Until the lease ends if nothing renews it.",
                 {"": left},
@@ -277,23 +278,38 @@ class Metrics(Collector):
         now = state.view.round if state.view else None
         takes_part = now is not None and state.local.running == now.generation
         ranks = now.world_size if now and takes_part else 0
-        yield self._gauge(
-            "generation", "The newest generation of the job.", {"": now.generation if now else 0}
+        yield self._family(
+            GaugeMetricFamily,
+            "generation",
+            "The newest generation of the job.",
+            {"": now.generation if now else 0},
         )
-        yield self._gauge(
-            "world_size", "Ranks of the world that trains here; 0: none.", {"": ranks}
+        yield self._family(
+            GaugeMetricFamily,
+            "world_size",
+            "Ranks of the world that trains here; 0: none.",
+            {"": ranks},
         )
         counts = nodes(state.view) if state.view else {}
-        yield self._gauge(
-            "nodes", "Nodes by state; the coordinator tells all of them.", counts, "state"
+        yield self._family(
+            GaugeMetricFamily,
+            "nodes",
+            "Nodes by state; the coordinator tells all of them.",
+            counts,
+            "state",
         )
 
     def _changes(self) -> Iterator[Metric]:
         recovery = self._recovery
-        yield self._counter(
-            "restarts", "Worlds that followed another on this node.", recovery.restarts, "cause"
+        yield self._family(
+            CounterMetricFamily,
+            "restarts",
+            "Worlds that followed another on this node.",
+            recovery.restarts,
+            "cause",
         )
-        yield self._counter(
+        yield self._family(
+            CounterMetricFamily,
             "lost_seconds",
             "From the last step of a world to the first of the next.",
             recovery.lost,
@@ -308,15 +324,22 @@ class Metrics(Collector):
 
     def _progress(self) -> Iterator[Metric]:
         (steps, commits, seconds), pages = self._steps.total(), self._steps.read()
-        yield self._counter(
-            "steps", "Steps of all worlds, of the slowest worker here.", {"": steps}
+        yield self._family(
+            CounterMetricFamily,
+            "steps",
+            "Steps of all worlds, of the slowest worker here.",
+            {"": steps},
         )
         if pages:
             step, slowest = min(p.steps for p in pages), max(p.slowest for p in pages)
-            yield self._gauge(
-                "step", "Steps of this world, of the slowest worker here.", {"": step}
+            yield self._family(
+                GaugeMetricFamily,
+                "step",
+                "Steps of this world, of the slowest worker here.",
+                {"": step},
             )
-            yield self._gauge(
+            yield self._family(
+                GaugeMetricFamily,
                 "step_seconds",
                 "The slowest of the last 64 steps of the workers here.",
                 {"": slowest},
@@ -329,16 +352,15 @@ class Metrics(Collector):
         commit.add_metric([*self._own.values()], commits, seconds)
         yield commit
 
-    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=self._names(label))
-        for value, number in values.items():
-            family.add_metric(self._labels(value), number)
-        return family
-
-    def _counter(
-        self, name: str, text: str, values: Mapping[str, float], label: str = ""
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str = "",
     ) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        family = kind(_PREFIX + name, text, labels=self._names(label))
         for value, number in values.items():
             family.add_metric(self._labels(value), number)
         return family

@@ -27,7 +27,7 @@ from elastic_etcd.core.txn import Compare, Delete, Put, Txn
 from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
 from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
 
@@ -175,22 +175,14 @@ class Job:
 
     async def wait(self, what: str, until: Callable[[View], bool], seconds: float) -> View:
         """The first view for which `until` holds. Raises NotInTime."""
-        changed = asyncio.Event()
+
+        def look(snapshot: Snapshot) -> View | None:
+            view = view_of(snapshot, self.keys, Everything())
+            return view if until(view) else None
+
         try:
-            async with (
-                asyncio.timeout(seconds),
-                Mirror(self._client, self._all, changed.set) as mirror,
-            ):
-                mirror.failed.add_done_callback(lambda _: changed.set())
-                while True:
-                    await changed.wait()
-                    changed.clear()
-                    if mirror.failed.done():
-                        mirror.failed.result()
-                    snapshot = mirror.snapshot()
-                    view = view_of(snapshot, self.keys, Everything()) if snapshot else None
-                    if view and until(view):
-                        return view
+            async with asyncio.timeout(seconds):
+                return await first(self._client, self._all, look)
         except TimeoutError:
             raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
 

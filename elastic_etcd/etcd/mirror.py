@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
-from typing import Never, Self
+from typing import Never, Self, TypeVar
 
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
 from elastic_etcd.errors import EtcdError
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 # Without it a watch on a member that has lost the quorum is silent instead of failing.
 HAS_LEADER = (("hasleader", "true"),)
 RECONCILE_TRIES = 3  # a list that events have overtaken is not compared
+
+T = TypeVar("T")
 
 
 class Mirror:
@@ -221,3 +223,22 @@ class Mirror:
         text = "the copy of %s is mended: an event before revision %d was missed, or is late"
         log.info(text, self._what, self._revision)
         self._adopt(listing)
+
+
+async def first(client: Client, ranges: tuple[Get, ...], look: Callable[[Snapshot], T | None]) -> T:
+    """What `look` makes of the ranges as soon as that is not None.
+
+    Raises EtcdError when etcd refuses them at first.
+    """
+    changed = asyncio.Event()
+    async with Mirror(client, ranges, changed.set) as mirror:
+        mirror.failed.add_done_callback(lambda _: changed.set())
+        while True:
+            await changed.wait()
+            changed.clear()
+            if mirror.failed.done():
+                mirror.failed.result()
+            snapshot = mirror.snapshot()
+            found = look(snapshot) if snapshot else None
+            if found is not None:
+                return found
