@@ -182,15 +182,20 @@ def between(megabytes: int, repeat: int) -> dict[str, float]:
             )
             for rank in (0, 1)
         ]
-        try:
-            output, _ = ranks[1].communicate(timeout=timedelta(minutes=10).total_seconds())
-            codes = [rank.wait(60) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+        return told(ranks, 1)
+
+
+def told(ranks: list[subprocess.Popen[str]], by: int) -> dict[str, float]:
+    """Names and numbers as the rank `by` prints them, when all ranks have ended."""
+    try:
+        output, _ = ranks[by].communicate(timeout=timedelta(minutes=10).total_seconds())
+        codes = [rank.wait(60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(codes):
-        raise SystemExit(f"the ranks of the sync ended with {codes}")
-    return {name: float(took) for name, took in (line.split("\t") for line in output.splitlines())}
+        raise SystemExit(f"the ranks ended with {codes}")
+    return {name: float(number) for name, number in (x.split("\t") for x in output.splitlines())}
 
 
 def member(rank: int, size: int, folder: Path, megabytes: int, repeat: int) -> None:
@@ -274,15 +279,7 @@ def node(size: int, megabytes: int, repeat: int) -> dict[str, float]:
             )
             for rank in range(size)
         ]
-        try:
-            output, _ = ranks[0].communicate(timeout=timedelta(minutes=10).total_seconds())
-            codes = [rank.wait(60) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(codes):
-        raise SystemExit(f"the ranks of a node ended with {codes}")
-    return {name: float(number) for name, number in (x.split("\t") for x in output.splitlines())}
+        return told(ranks, 0)
 
 
 def tell_nodes(sizes: list[int], megabytes: int, repeat: int) -> None:
