@@ -13,8 +13,10 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
 
@@ -185,9 +187,10 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
     def _enter(self, agent: _Agent, world: Formed) -> RendezvousInfo | None:
         """Meet the others at the world's store; None if the world ends before all are there."""
         try:
-            if not agent.reaches(world):
+            found = agent.store(world) if agent.reaches(world) else None
+            if found is None:
                 return None
-            store = _Store(agent, agent.store(world))
+            store = _Store(agent, found)
             if store.add("arrived", 1) == world.nodes:
                 store.set("all", b"")
             while not store.check(["all"]):
@@ -276,17 +279,36 @@ class _Agent:
                 sleep(_LOOK / 10)
         return True
 
-    def store(self, world: Formed) -> TCPStore:
-        """The world's store, which lives in the process of the node that leads it."""
+    def store(self, world: Formed) -> TCPStore | None:
+        """The world's store, in the process of the node that leads it; None if the world ends.
+
+        A thread waits for its answer, up to two minutes where a leader hangs: TCPStore sees no
+        news.
+        """
         listening, self._listening = self._listening, -1
-        return TCPStore(
-            world.addr,
-            world.port,
-            is_master=world.group_rank == 0,
-            timeout=timedelta(seconds=_STORE_TIMEOUT),
-            wait_for_workers=False,
-            master_listen_fd=listening if world.group_rank == 0 else None,
-        )
+        leads = world.group_rank == 0
+        made: Future[TCPStore] = Future()
+
+        def connect() -> None:
+            try:
+                store = TCPStore(
+                    world.addr,
+                    world.port,
+                    is_master=leads,
+                    timeout=timedelta(seconds=_STORE_TIMEOUT),
+                    wait_for_workers=False,
+                    master_listen_fd=listening if leads else None,
+                )
+            except Exception as error:  # noqa: BLE001 - it is raised by result()
+                made.set_exception(error)
+            else:
+                made.set_result(store)
+
+        Thread(target=connect, name=NAME, daemon=True).start()
+        while not wait([made], _LOOK / 10).done:
+            if self.has_news():
+                return None
+        return made.result()
 
     def end(self, *, success: bool) -> None:
         """Say goodbye, and wait for the agent's end."""

@@ -16,13 +16,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_etcd.torchrun import NAME, etcd_v3
+from elastic_etcd.protocol import Wanted
+from elastic_etcd.torchrun import NAME, EtcdV3Handler, etcd_v3
 from tests.support.etcd import EtcdServer
 from tests.support.processes import MARK, command, marked, send
 
 pytestmark = pytest.mark.timeout(600)
 
-Nodes = Callable[..., RendezvousHandler]
+Nodes = Callable[..., EtcdV3Handler]
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def nodes(etcd: EtcdServer, prefix: str, pool: ThreadPoolExecutor) -> Iterator[Nodes]:
     """Makes a node's handler; at the end all of them leave."""
-    made: list[RendezvousHandler] = []
+    made: list[EtcdV3Handler] = []
 
-    def make(name: str, least: int = 1, most: int = 3, **more: Any) -> RendezvousHandler:
+    def make(name: str, least: int = 1, most: int = 3, **more: Any) -> EtcdV3Handler:
         conf = {"prefix": prefix, "node_name": name, "settle": "1", "join_settle": "0.2"} | more
         endpoint = conf.pop("endpoint", etcd.endpoint)
         made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, "j", least, most, **conf)))
@@ -118,6 +119,24 @@ def test_a_node_whose_workers_have_succeeded_takes_no_part_in_what_the_others_do
         assert done.result(60)
     with pytest.raises(SystemExit):
         nodes("n3").next_rendezvous()
+
+
+def test_a_world_whose_store_answers_nobody_is_left_with_its_leader(
+    nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    """torch waits two minutes for a store that accepts a connection and says nothing."""
+    n1, n2 = nodes("n1"), nodes("n2")
+    first, _ = world(pool, n1, n2)
+    leader, other = (n1, n2) if first.rank == 0 else (n2, n1)
+    agent = leader._agent
+    assert agent is not None
+    agent.send(Wanted())  # its torchrun does not read of the world that follows
+    begun = pool.submit(other.next_rendezvous)
+    until(agent.has_news)
+    time.sleep(2)
+    assert not begun.done()
+    fail(leader)
+    assert begun.result(50).world_size == 1
 
 
 def fail(handler: RendezvousHandler) -> None:
