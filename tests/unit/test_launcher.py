@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from elastic_etcd import launch, pickled
+from elastic_etcd.agent.account import Account
 from elastic_etcd.agent.config import StreamChoice, Streams
 from elastic_etcd.child_failed import child_failed
 from elastic_etcd.children import run_function
+from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
 from elastic_etcd.ran import WorkerFailure
@@ -222,6 +224,18 @@ def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     assert "unsupported operand" in str(error)
     assert "add FAILED" in str(error)
     assert error.result is result
+
+
+def test_the_cause_may_be_another_nodes() -> None:
+    account = Account()
+    account.ran.generations = [1, 4]
+    cause = Failure("n2", 1, 0, 7, 1, 2.0, "ValueError: theirs", "2026-01-01T00:00:00+00:00")
+    account.end(Outcome("failed", "why", "run", 5, 1, cause))
+    (told,) = account.ran.failures
+    assert (told.node, told.rank, told.generation, account.ran.cause) == ("n2", 1, 4, 0)
+    result = RunResult("failed", "why", 1, (1, 4), 0, (told,), told, {})
+    failure = child_failed("add", result).failures[1]
+    assert failure.message["extraInfo"]["py_callstack"] == "ValueError: theirs"
 
 
 # --- the agent
