@@ -99,7 +99,7 @@ class LaunchConfig:
             "etcd": self.rdzv_endpoint or None,
             "rdzv-conf": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
             "join-timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
-            "log-dir": self._logs("log_dir", "root_log_dir"),
+            "log-dir": self._logs("log_dir", "_root_log_dir"),
             "redirects": _streams(self._logs("redirects", "_redirects")),
             "tee": _streams(self._logs("tee", "_tee")),
             "local-ranks-filter": _joined(self._logs("local_ranks_filter", "_local_ranks_filter")),

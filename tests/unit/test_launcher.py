@@ -4,12 +4,14 @@ import os
 import pickle
 import sys
 import threading
-from enum import IntFlag
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher import api as torchs
 
 from elastic_etcd import launch, pickled
 from elastic_etcd.agent.account import Account
@@ -20,12 +22,6 @@ from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
 from elastic_etcd.ran import WorkerFailure
-
-
-class Std(IntFlag):
-    """As torch's."""
-
-    ALL = 3
 
 
 def add(a: int, b: int) -> int:
@@ -46,10 +42,31 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- the configuration
 
 
-def test_torchs_fields_are_the_launchers_flags() -> None:
-    torchs_logs = SimpleNamespace(
-        root_log_dir=None, _redirects={0: Std.ALL}, _tee=Std.ALL, _local_ranks_filter={1, 0}
+def test_all_of_torchs_fields_are_there_in_its_order() -> None:
+    """As far as torch's are given without their names."""
+    ours, torch = ([field.name for field in fields(c)] for c in (LaunchConfig, torchs.LaunchConfig))
+    assert set(torch) <= set(ours)
+    assert ours[:8] == torch[:8]
+
+
+def test_a_field_without_meaning_says_why(tmp_path: Path) -> None:
+    config = LaunchConfig(
+        monitor_interval=0.1,
+        rdzv_backend="c10d",
+        event_log_handler="console",
+        numa_options="node",
+        duplicate_stdout_filters=["loss"],
+        duplicate_stderr_filters=["error"],
     )
+    args = launch._arguments([*config.command_line(), "train.py"], {}, "x")
+    said = " ".join(launch._remarks(args, {}))
+    for flag in ("monitor-interval", "rdzv-backend", "event-log-handler", "numa-binding"):
+        assert f"--{flag} has no meaning here" in said
+    assert said.count("filter the files under --log-dir") == 2
+
+
+def test_torchs_fields_are_the_launchers_flags(tmp_path: Path) -> None:
+    torchs_logs = DefaultLogsSpecs(str(tmp_path), {0: Std.ALL}, Std.ALL, {1, 0})
     config = LaunchConfig(
         2,
         4,
@@ -77,6 +94,7 @@ def test_torchs_fields_are_the_launchers_flags() -> None:
     assert (told.shutdown_timeout, told.virtual_local_rank) == (9, True)
     assert [number.name for number in told.signals] == ["SIGTERM"]
     assert told.hang_timeout == float("inf")
+    assert told.log.log_dir == str(tmp_path)
     assert told.log.tee == StreamChoice(Streams.BOTH)
     assert told.log.redirects == StreamChoice(by_local_rank=((0, Streams.BOTH),))
     assert told.log.local_ranks_filter == frozenset({0, 1})
