@@ -15,6 +15,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
+       elastic-etcd scale [options] JOB NODES                change how many nodes train
        elastic-etcd stop [options] JOB                       end a job on all nodes
        elastic-etcd --version
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import status  # noqa: PLC0415 - as above
 
         return status.main(rest)
-    if command in ("drain", "undrain", "stop"):
+    if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
         return steer.COMMANDS[command](rest)

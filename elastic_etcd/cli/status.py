@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core import suspects
+from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
 from elastic_etcd.core.schema import History, Keys, Phase, decode, plain
@@ -21,7 +21,7 @@ from elastic_etcd.etcd.client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.schema import Member, Participant
+    from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.etcd.config import EtcdConfig
 
 _HISTORY = 8  # generations shown; --json has all
@@ -78,7 +78,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "restarts": now.restarts if now else _last_restarts(view),
-        "limits": plain(view.spec.limits) if view.spec else None,
+        "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
         "nodes": [*_participants(view), *_others(view)],
@@ -89,6 +89,10 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "newer": view.newer,
         "malformed": list(view.malformed),
     }
+
+
+def _limits(spec: Spec, view: View) -> Limits:
+    return wanted.scaled(view, spec.run, spec.limits)
 
 
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
@@ -138,7 +142,7 @@ def _why(view: View, member: Member) -> str:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
-    return awaited(view, now, Local(now.run, member.lease), view.spec.limits)
+    return awaited(view, now, Local(now.run, member.lease), _limits(view.spec, view))
 
 
 def _node(
@@ -217,10 +221,13 @@ def _summary(state: dict[str, Any]) -> Iterator[str]:
 
 def _steered(state: dict[str, Any]) -> Iterator[str]:
     """What people want of the job, as far as it is not done."""
-    asked = state["wanted"] or {"drains": (), "stop": None}
+    asked = state["wanted"] or {"drains": (), "stop": None, "scale": None}
     for drain in asked["drains"]:
         if not drain["lease"]:
             yield f"  {drain['node']} is drained{_asked(drain)}"
+    scale = asked["scale"]
+    if scale and state["limits"] and _sizes(scale) == _sizes(state["limits"]):
+        yield f"  it is scaled from {scale['instead_of']}{_asked(scale)}"
     if asked["stop"] and not state["outcome"]:
         yield f"  it is to stop{_asked(asked['stop'])}"
 

@@ -1,4 +1,4 @@
-"""`elastic-etcd drain`, `undrain` and `stop` on jobs that train, as somebody at a shell does it."""
+"""`elastic-etcd drain`, `undrain`, `scale`, `stop` on jobs that train, as at a shell."""
 
 import json
 import os
@@ -80,6 +80,13 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
         assert steps == list(range(1, len(steps) + 1)), "a step was trained twice"
     spare = job.start("n3", script=script)
     job.said(spare, "spare: 2 nodes train", seconds=90)
+    assert steer(job, "scale", "2:3")["nodes"] == 3
+    g = job.trains(3, after=g, seconds=90)
+    assert steer(job, "scale", "1,2", "--wait")["changed"]
+    g = job.trains(2, after=g, seconds=90)
+    assert spare.output.count("spare: 2 nodes train") == 2
+    assert (job.begun(g)["n1"].pid == survivor) == (trainer == ELASTIC)
+    assert steer(job, "status")["limits"]["sizes"] == [1, 2]
     assert steer(job, "stop", "--wait")["state"] == "stopped"
     for agent in (n1, again, spare):
         job.exits(agent, 143, seconds=60)
