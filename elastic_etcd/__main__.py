@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
        elastic-etcd status [options] JOB                     what a job does and went through
+       elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import status  # noqa: PLC0415 - as above
 
         return status.main(rest)
+    if command == "top":
+        from elastic_etcd.cli import top  # noqa: PLC0415 - as above
+
+        return top.main(rest)
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -38,6 +38,7 @@ from elastic_etcd.agent.inbox import (
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
+from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.recorder import FlightRecorder
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
@@ -164,9 +165,12 @@ async def run_agent(
         hangs = HangWatch(config.hang_timeout, membership, workers, logs)
         tasks.create(hangs.watch())
         tasks.create(hangs.answer())
+        pace = PaceTeller(membership, workers)
+        tasks.create(pace.tell())
         if metrics:
             metrics.follow(membership, workers)
-        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, metrics)
+        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        return Agent(config, inbox, tasks, membership, workers, guardian, observers)
 
     return await live(build)
 
@@ -224,6 +228,12 @@ class LocalWorkers(Protocol):
     def close(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Who is told of every state of the agent."""
+
+    def see(self, state: State) -> None: ...
+
+
 class Agent:
     """The inbox and its loop."""
 
@@ -235,8 +245,7 @@ class Agent:
         membership: Membership,
         workers: LocalWorkers,
         guardian: Guardian | None = None,
-        hangs: HangWatch | None = None,
-        metrics: "Metrics | None" = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -245,8 +254,7 @@ class Agent:
         self._inbox = inbox
         self._membership = membership
         self._workers = workers
-        self._hangs = hangs
-        self._metrics = metrics
+        self._observers = observers
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -347,10 +355,8 @@ class Agent:
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
         self._membership.follow(self._state)
-        if self._hangs:
-            self._hangs.see(self._state)
-        if self._metrics:
-            self._metrics.see(self._state)
+        for observer in self._observers:
+            observer.see(self._state)
         if self._guardian:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 

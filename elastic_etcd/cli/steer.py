@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+from argparse import Namespace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,6 @@ from elastic_etcd.etcd.retry import now
 from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Sequence
 
     from elastic_etcd.core.schema import Limits, Member, Spec
@@ -264,7 +264,7 @@ async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
     if args.self == bool(args.node):
         raise UsageError("which node? Give its name, or --self.\nSee elastic-etcd drain --help.")
     node = args.node or os.environ.get("PET_NODE_NAME") or os.uname().nodename
-    asked = Drain(node, args.deadline, by=_user(), at=_now())
+    asked = Drain(node, args.deadline, by=user(), at=_now())
 
     def change(view: View) -> Wanted:
         job.run_of(view)
@@ -374,7 +374,7 @@ async def _undrain(job: Job, args: Namespace) -> dict[str, Any]:
 
 async def _scale(job: Job, args: Namespace) -> dict[str, Any]:
     asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
-    by, at = _user(), _now()
+    by, at = user(), _now()
 
     def change(view: View) -> Wanted:
         spec = job.run_of(view)
@@ -412,7 +412,7 @@ def _fits(view: View, asked: Limits) -> bool:
 
 
 async def _stop(job: Job, args: Namespace) -> dict[str, Any]:
-    by, at = _user(), _now()
+    by, at = user(), _now()
 
     def change(view: View) -> Wanted:
         run = job.run_of(view).run
@@ -438,7 +438,8 @@ def _ended(view: View, run: str) -> bool:
     return bool(view.outcome and view.outcome.run == run) or not view.members
 
 
-def _user() -> str:
+def user() -> str:
+    """Who asks, and where."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # no such user in this container
@@ -448,6 +449,13 @@ def _user() -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
+    """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
+    args = Namespace(node=node, deadline=None, wait=False)
+    args.self = False
+    return await {"drain": _drain, "undrain": _undrain}[command](job, args)
 
 
 COMMANDS = {"drain": drain, "undrain": undrain, "scale": scale, "stop": stop}

@@ -27,7 +27,7 @@ PREFIX = "/elastic_etcd"
 PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
-        *("hang", "steps", "wanted"),
+        *("hang", "steps", "wanted", "watched", "paces"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -151,6 +151,17 @@ class Keys:
     @property
     def wanted(self) -> str:
         return f"{self.root}/wanted"
+
+    @property
+    def watched(self) -> str:
+        return f"{self.root}/watched"
+
+    @property
+    def paces(self) -> str:
+        return f"{self.root}/paces/"
+
+    def pace(self, lease: int) -> str:
+        return f"{self.root}/paces/{hexed(lease)}"
 
     def steps(self, generation: int | None = None) -> str:
         return self._folder("steps", generation)
@@ -612,6 +623,28 @@ class Wanted(Value, frozen=True):
     drains: Annotated[tuple[Drain, ...], Meta(max_length=MOST_DRAINS)] = ()
     stop: Halt | None = None
     scale: Scale | None = None
+
+
+class Watched(Value, frozen=True):
+    """That somebody looks at the job, as long as their lease lives: nodes say how fast they are.
+
+    Each does so every `seconds`, and more seldom where there are many.
+    """
+
+    seconds: Annotated[float, Meta(ge=0.5, lt=MOST_SECONDS)] = 2.0
+    by: Text = ""
+
+
+class Pace(Value, frozen=True):
+    """How far the slowest worker of a node is in its world, and how fast it was of late."""
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    generation: Number
+    step: Number
+    per_second: Seconds
+    doing: Doing
 
 
 class Outcome(Value, frozen=True):

@@ -32,6 +32,7 @@ from elastic_etcd.core.schema import (
     Master,
     Member,
     Outcome,
+    Pace,
     Page,
     Participant,
     Report,
@@ -348,6 +349,13 @@ def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
     )
     key = keys.step(local.running, local.lease)
     return Txn(fence, (Put(key, encode(steps), local.lease),))
+
+
+def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
+    """How fast this node's workers are; None: nobody wants to know it any more."""
+    key = keys.pace(local.lease)
+    fence = (Compare(keys.member(local.lease), "create", local.created),)
+    return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:

@@ -138,6 +138,7 @@ def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
     alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2")
     said(alone, "group rank 0 of 1")
+    steer(etcd, prefix, "top", "resnet-7")
     steer(etcd, prefix, "scale", "resnet-7", "1")
     spare = launch(etcd, prefix, directory, "node2", "--nnodes=1:2")
     said(spare, "spare: 1 nodes train")
@@ -247,6 +248,8 @@ def test_leases_are_as_documented(written: list[Written]) -> None:
         elif told[one.kind].startswith("the coordinator's until `final`"):
             final = one.value["phase"] == "final"
             assert hexed(one.lease) == (hexed(0) if final else one.value["coordinator"]), one
+        elif told[one.kind] == "that of who looks":
+            assert one.lease, one
         else:
             assert (told[one.kind], one.lease) == ("none", 0), one
 
