@@ -85,6 +85,7 @@ from elastic_etcd.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
 
 if TYPE_CHECKING:
+    from elastic_etcd.agent.account import Account
     from elastic_etcd.agent.metrics import Metrics
     from elastic_etcd.agent.notices import Notice, Watch
 
@@ -97,14 +98,15 @@ _APPROVE_TIMEOUT = 5.0
 log = logging.getLogger(__name__)
 
 
-def run(config: AgentConfig) -> int:
+def run(config: AgentConfig, account: "Account | None" = None) -> int:
     """Be this node's agent until the job is over here; gives the exit code.
 
-    Raises ElasticEtcdError for what the user is to be told: what failed, where, what to do.
+    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError for what the user
+    is to be told: what failed, where, what to do.
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run(config, metrics))
+        return asyncio.run(_run(config, metrics, account))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -119,7 +121,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
-async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
+async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account | None") -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
@@ -140,7 +142,7 @@ async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
         scope.callback(remove)  # before that: else nobody would, if this were killed now
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        return await run_agent(config, client, guardian, logs, embedded, memory, metrics)
+        return await run_agent(config, client, guardian, logs, embedded, memory, metrics, account)
 
 
 async def run_agent(
@@ -151,6 +153,7 @@ async def run_agent(
     embedded: EmbeddedEtcd | None = None,
     memory: str = "",
     metrics: "Metrics | None" = None,
+    account: "Account | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
@@ -169,8 +172,10 @@ async def run_agent(
         tasks.create(pace.tell())
         if metrics:
             metrics.follow(membership, workers)
+        if account:
+            account.follow(logs)
         observers = (hangs, pace, metrics) if metrics else (hangs, pace)
-        return Agent(config, inbox, tasks, membership, workers, guardian, observers)
+        return Agent(config, inbox, tasks, membership, workers, guardian, observers, account)
 
     return await live(build)
 
@@ -246,6 +251,7 @@ class Agent:
         workers: LocalWorkers,
         guardian: Guardian | None = None,
         observers: Sequence[Observer] = (),
+        account: "Account | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -255,6 +261,7 @@ class Agent:
         self._membership = membership
         self._workers = workers
         self._observers = observers
+        self._account = account
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -346,9 +353,11 @@ class Agent:
             log.warning("the lease is lost: %s", event.reason)
         now = self._loop.time()
         step = self._recorder.record(self._state, now, event)
-        before = self._state.local
+        before = self._state
         self._state, step.actions = lifecycle.step(self._state, event, now)
-        if self._state.local.leaving and not before.leaving:
+        if self._account:
+            self._account.see(before, event, self._state)
+        if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
         for action in step.actions:
             self._do(action)
@@ -560,6 +569,8 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
+        if self._account:
+            self._account.end(outcome)
         code = _exit_code(outcome)
         return self._unfinished() if outcome.state == _STOPPED else code
 
