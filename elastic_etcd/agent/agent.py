@@ -36,6 +36,7 @@ from elastic_etcd.agent.inbox import (
     Unkillable,
 )
 from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.recorder import FlightRecorder
@@ -68,7 +69,16 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    Failure,
+    Limits,
+    Master,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+    Spent,
+)
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -164,9 +174,10 @@ async def run_agent(
         hangs = HangWatch(config.hang_timeout, membership, workers, logs)
         tasks.create(hangs.watch())
         tasks.create(hangs.answer())
+        measure = Measure(workers)
         if metrics:
-            metrics.follow(membership, workers)
-        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, metrics)
+            metrics.follow(membership, workers, measure)
+        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, measure, metrics)
 
     return await live(build)
 
@@ -236,6 +247,7 @@ class Agent:
         workers: LocalWorkers,
         guardian: Guardian | None = None,
         hangs: HangWatch | None = None,
+        measure: Measure | None = None,
         metrics: "Metrics | None" = None,
     ) -> None:
         self._config = config
@@ -246,6 +258,7 @@ class Agent:
         self._membership = membership
         self._workers = workers
         self._hangs = hangs
+        self._measure = measure
         self._metrics = metrics
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -342,6 +355,8 @@ class Agent:
         self._state, step.actions = lifecycle.step(self._state, event, now)
         if self._state.local.leaving and not before.leaving:
             self._tell_order()
+        if self._measure:
+            self._measure.see(self._state)
         for action in step.actions:
             self._do(action)
         if self._state.local.lease and self._state.life is not Life.ENDED:
@@ -393,7 +408,13 @@ class Agent:
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
             master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master)
+        self._membership.write(self._state, write, master, self._spent())
+
+    def _spent(self) -> Spent | None:
+        """Where the seconds of the last world went, if this node knows."""
+        view = self._state.view
+        last = view.ledger.final if view else self._state.local.ran
+        return self._measure.of(last) if self._measure else None
 
     def _stop(self, stop: StopWorkers) -> None:
         grace, by = stop.grace, stop.by
@@ -515,7 +536,7 @@ class Agent:
             case Left():
                 await self._workers.end("this node is leaving")
                 if local.lease:
-                    await self._membership.leave(local)
+                    await self._membership.leave(local, self._spent())
                 await self._approve()
                 return self._left(local.run)
             case Error(reason):
