@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
        elastic-etcd status [options] JOB                     what a job does and went through
+       elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd stop [options] JOB                       end a job on all nodes
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import status  # noqa: PLC0415 - as above
 
         return status.main(rest)
+    if command == "events":
+        from elastic_etcd.cli import events  # noqa: PLC0415 - as above
+
+        return events.main(rest)
     if command in ("drain", "undrain", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
