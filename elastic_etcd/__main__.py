@@ -14,6 +14,7 @@ _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
+       elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd stop [options] JOB                       end a job on all nodes
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import events  # noqa: PLC0415 - as above
 
         return events.main(rest)
+    if command == "report":
+        from elastic_etcd.cli import report  # noqa: PLC0415 - as above
+
+        return report.main(rest)
     if command in ("drain", "undrain", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 

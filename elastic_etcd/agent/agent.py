@@ -266,6 +266,7 @@ class Agent:
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
+        self._first = False  # its workers of the last world had rank 0
         self._asked = False  # to leave, by a signal
         self._signal = signal.SIGTERM  # the one on which this node leaves
         self._watch: Watch | None = None
@@ -386,6 +387,7 @@ class Agent:
             case Write():
                 self._write(action)
             case StartWorkers(now, part):
+                self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
             case StopWorkers():
                 self._stop(action)
@@ -575,8 +577,18 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
+        if self._first:
+            await self._report()
         code = _exit_code(outcome)
         return self._unfinished() if outcome.state == _STOPPED else code
+
+    async def _report(self) -> None:
+        """Say where the time of the run went, if etcd answers soon."""
+        from elastic_etcd.agent.report import lines, of_run  # noqa: PLC0415 - once, at the end
+
+        entry = await self._membership.history(self._state.local.ran)
+        for line in lines(of_run(entry)) if entry else ():
+            log.info("%s", line)
 
 
 def _tell_embedded(config: AgentConfig, endpoint: str) -> None:

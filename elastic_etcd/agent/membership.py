@@ -35,6 +35,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local, may_still_save
 from elastic_etcd.core.schema import (
     Drain,
+    History,
     Keys,
     Labels,
     Limits,
@@ -44,6 +45,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Spec,
     Spent,
+    decode,
 )
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
@@ -208,6 +210,16 @@ class Membership:
         snapshot = await self._client.range(Get(self.keys.outcome), timeout=CONTACT_TIMEOUT)
         outcome = view_of(snapshot, self.keys, Narrow()).outcome
         return outcome if outcome and outcome.run == run else None
+
+    async def history(self, generation: int) -> History | None:
+        """What is remembered of a world, None if that can't be had soon."""
+        key = self.keys.history(generation)
+        try:
+            seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
+            return decode(History, seen.kvs[key].value) if key in seen.kvs else None
+        except (EtcdError, ValueError) as error:
+            log.debug("%s: %s", key, error)
+            return None
 
     async def leave(self, local: Local, spent: Spent | None = None) -> None:
         """Leave for good; the last one that does so stops the job.
