@@ -659,12 +659,56 @@ class Outcome(Value, frozen=True):
     at: Text = ""
 
 
+class Spent(Value, frozen=True):
+    """Where the seconds of worlds went, as the node that coordinated at their end has measured it.
+
+    Of each world first `rendezvous`, from the end of the one before, then `start` of its workers
+    and their `first_step`; `trained` until the last step, of which `again` is what was lost with
+    it, from the last commit on; `detect`, or `hang`, until it was known to be over, and `stop` of
+    its workers. `unknown` are worlds in which that node did not train, or saw no step. `pause` is
+    the longest from a step of one world to the first of the next.
+    """
+
+    worlds: Number = 1
+    planned: Number = 0  # of these, begun because a node joined or left
+    steps: Number = 0
+    commits: Number = 0
+    rendezvous: Seconds = 0.0
+    start: Seconds = 0.0
+    first_step: Seconds = 0.0
+    trained: Seconds = 0.0
+    again: Seconds = 0.0
+    detect: Seconds = 0.0
+    hang: Seconds = 0.0
+    stop: Seconds = 0.0
+    unknown: Seconds = 0.0
+    pause: Seconds = 0.0
+
+    def plus(self, other: "Spent") -> "Spent":
+        """Both together. What others wrote may be as large as may be, and so may this."""
+        names = self.__struct_fields__
+        both = ((name, getattr(self, name), getattr(other, name)) for name in names)
+        fields: dict[str, Any] = {name: _within(own + its) for name, own, its in both}
+        return Spent(**fields | {"pause": _within(max(self.pause, other.pause))})
+
+
+def _within(value: float) -> float:
+    """A sum that can be written again, in milliseconds where it is of seconds."""
+    if isinstance(value, int):
+        return min(value, LARGEST)
+    return min(round(value, 3), MOST_SECONDS / 2)
+
+
 class History(Value, frozen=True):
-    """Why a world began and ended, and who was in it, for people to read."""
+    """Why a world began and ended, and who was in it, for people to read.
+
+    `spent` is how its time went, once it has ended, `spent_before` that of all older worlds of
+    its run, also those that nobody remembers.
+    """
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "hangs", "outcome"),
+        *("ended", "ended_at", "failures", "hangs", "outcome", "spent", "spent_before"),
     )
 
     generation: Number
@@ -680,6 +724,14 @@ class History(Value, frozen=True):
     failures: tuple[Failure, ...] | UnsetType = UNSET
     hangs: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
+    spent: Spent | UnsetType = UNSET
+    spent_before: Spent | UnsetType = UNSET
+
+    @property
+    def spent_until_now(self) -> Spent | None:
+        """Of the run up to the end of this world; None for its first world, before that."""
+        known = [s for s in (self.spent_before, self.spent) if isinstance(s, Spent)]
+        return known[0].plus(known[1]) if len(known) > 1 else known[0] if known else None
 
 
 # --- their JSON ---------------------------------------------------------------------------
