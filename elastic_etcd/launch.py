@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
 
+    from elastic_etcd.agent.account import Account
     from elastic_etcd.etcd.config import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
@@ -44,17 +45,10 @@ _RDZV_CONF = {
 
 def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
-    _open_standard_streams()
+    open_standard_streams()
     be_init()
     try:
-        args = _arguments(sys.argv[1:] if argv is None else argv, os.environ, prog)
-        config = _config(args, os.environ)
-        set_up_logging(config)
-        for remark in _remarks(args):
-            log.warning(remark)
-        from elastic_etcd.agent.agent import run  # noqa: PLC0415 - a wrong flag is told at once
-
-        return run(config)
+        return run(sys.argv[1:] if argv is None else argv, os.environ, prog)
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -62,7 +56,27 @@ def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
         return error.exit_code
 
 
-def _open_standard_streams() -> None:
+def run(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    prog: str = options.COMMAND,
+    account: Account | None = None,
+) -> int:
+    """Be the agent of this command line and environment; gives the exit code.
+
+    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError.
+    """
+    args = _arguments(argv, env, prog)
+    config = _config(args, env)
+    set_up_logging(config)
+    for remark in _remarks(args):
+        log.warning(remark)
+    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
+
+    return agent.run(config, account)
+
+
+def open_standard_streams() -> None:
     """Open /dev/null as 0, 1 or 2 if that is closed: else the next file opened would get it."""
     for number in (0, 1, 2):
         try:

@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core import suspects
+from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
 from elastic_etcd.core.schema import History, Keys, Phase, decode, plain
@@ -21,7 +22,7 @@ from elastic_etcd.etcd.client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.schema import Member, Participant
+    from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.etcd.config import EtcdConfig
 
 _HISTORY = 8  # generations shown; --json has all
@@ -78,7 +79,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "restarts": now.restarts if now else _last_restarts(view),
-        "limits": plain(view.spec.limits) if view.spec else None,
+        "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
         "nodes": [*_participants(view), *_others(view)],
@@ -89,6 +90,10 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "newer": view.newer,
         "malformed": list(view.malformed),
     }
+
+
+def _limits(spec: Spec, view: View) -> Limits:
+    return wanted.scaled(view, spec.run, spec.limits)
 
 
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
@@ -138,7 +143,7 @@ def _why(view: View, member: Member) -> str:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
-    return awaited(view, now, Local(now.run, member.lease), view.spec.limits)
+    return awaited(view, now, Local(now.run, member.lease), _limits(view.spec, view))
 
 
 def _node(
@@ -169,13 +174,13 @@ def _show(state: dict[str, Any]) -> None:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     console = Console(highlight=False)
-    for line in _summary(state):
+    for line in summary(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
             group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
-            cells = (node["state"], group_rank, _span(node["ranks"]), str(node["nproc"]))
+            cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
             row = (node["node"], *cells, node["address"] or "-")
             table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
         console.print(table)
@@ -195,7 +200,8 @@ def _reasons(state: dict[str, Any]) -> Iterator[str]:
     yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
 
 
-def _summary(state: dict[str, Any]) -> Iterator[str]:
+def summary(state: dict[str, Any]) -> Iterator[str]:
+    """The job in some lines."""
     yield f"job {state['job']}: {state['phase']}, generation {state['generation']}"
     if state["reason"]:
         yield f"  because {state['reason']}"
@@ -217,10 +223,13 @@ def _summary(state: dict[str, Any]) -> Iterator[str]:
 
 def _steered(state: dict[str, Any]) -> Iterator[str]:
     """What people want of the job, as far as it is not done."""
-    asked = state["wanted"] or {"drains": (), "stop": None}
+    asked = state["wanted"] or {"drains": (), "stop": None, "scale": None}
     for drain in asked["drains"]:
         if not drain["lease"]:
             yield f"  {drain['node']} is drained{_asked(drain)}"
+    scale = asked["scale"]
+    if scale and state["limits"] and _sizes(scale) == _sizes(state["limits"]):
+        yield f"  it is scaled from {scale['instead_of']}{_asked(scale)}"
     if asked["stop"] and not state["outcome"]:
         yield f"  it is to stop{_asked(asked['stop'])}"
 
@@ -247,13 +256,37 @@ def _line(entry: dict[str, Any]) -> str:
     return f"generation {entry['generation']}:{world}{began}{ended}"
 
 
+def events(state: dict[str, Any]) -> list[str]:
+    """What the job went through, a short line for each world and for the end."""
+    told, ended = [], ""
+    for entry in state["history"]:
+        began = entry.get("began_at", "")
+        lost = _seconds_between(ended, began)
+        ended = entry.get("ended_at", "")
+        why = f"{entry.get('began', '')}{lost}"
+        told.append(f"{began[11:19]} generation {entry['generation']}: {why}")
+    if outcome := state["outcome"]:
+        told.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
+    return told
+
+
+def _seconds_between(ended: str, began: str) -> str:
+    """Without any world; both were told by coordinators."""
+    try:
+        seconds = (datetime.fromisoformat(began) - datetime.fromisoformat(ended)).total_seconds()
+    except (ValueError, TypeError):
+        return ""
+    return f" ({max(0.0, seconds):.1f} s)"
+
+
 def _hangs(entry: dict[str, Any]) -> Iterator[str]:
     """What was found of hangs, but for the one that has ended the world."""
     lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
     yield from (f"  hung: {line}" for line in lines)
 
 
-def _span(ranks: list[int]) -> str:
+def span(ranks: list[int]) -> str:
+    """`0-7`, of ranks that follow one another."""
     if not ranks:
         return "-"
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
