@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
-        return steer.COMMANDS[command](rest)
+        return steer.main(command, rest)
     if command == "--version":
         print(f"elastic-etcd {__version__}")
         return 0

@@ -9,7 +9,7 @@ import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import look, options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
@@ -28,20 +28,18 @@ if TYPE_CHECKING:
 _HISTORY = 8  # generations shown; --json has all
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd status JOB`."""
+    text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
+    made = look.parser("status", text, look.CODES)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives 0, or 1 when etcd knows no such job."""
-    parser = options.Parser(
-        prog="elastic-etcd status",
-        description="Shows a job's nodes, ranks, restarts, recent history and outcome.",
-        epilog="exit codes: 0 shown, 1 no such job, 2 wrong usage, 5 etcd unreachable or denied",
-    )
-    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = options.Group(parser, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     try:
-        args = parser.parse_args(argv)
+        args = parser().parse_args(argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_etcd.cli import options, status, steer
+from elastic_etcd.cli import look, options, status, steer
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Put, Txn
@@ -50,22 +50,18 @@ exit codes:
 """
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd top JOB`."""
+    text = "Shows a job's nodes, their ranks and steps, and its last events, live."
+    made = look.parser("top", text, _EPILOG)
+    made.add_argument("--once", action="store_true", help="print it once")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    parser = options.Parser(
-        prog="elastic-etcd top",
-        usage="elastic-etcd top [options] JOB",
-        description="Shows a job's nodes, their ranks and steps, and its last events, live.",
-        epilog=_EPILOG,
-        formatter_class=options.Help,
-    )
-    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
-    parser.add_argument("--once", action="store_true", help="print it once")
-    group = options.Group(parser, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     try:
-        args = parser.parse_args(argv)
+        args = parser().parse_args(argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")

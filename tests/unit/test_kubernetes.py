@@ -196,7 +196,7 @@ def test_the_grace_is_long_enough() -> None:
     assert hook[:2] == ["sh", "-c"], "Kubernetes fills in no variables in a hook"
     *program, job, flag = hook[2].removeprefix("exec ").split()
     assert (program, job, flag) == (["elastic-etcd", "drain"], '"$PET_JOB"', "--self")
-    waits = steer._parser("drain", "", "", "").get_default("timeout")
+    waits = steer.drain().get_default("timeout")
     leaves = KILLED + 2 * (LEAVE_TIMEOUT + REVOKE_TIMEOUT) + CHILD_GONE
     needed = waits + configured("job").limits.leave_deadline + leaves
     assert needed <= job_spec("job")["template"]["spec"]["terminationGracePeriodSeconds"]
