@@ -21,6 +21,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
        elastic-etcd stop [options] JOB                       end a job on all nodes
+       elastic-etcd completion SHELL                         complete these commands in a shell
        elastic-etcd --version
 
 Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
@@ -34,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command in ("status", "top", "events", "report"):
+    if command in ("status", "top", "events", "report", "completion"):
         return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
-        return steer.COMMANDS[command](rest)
+        return steer.main(command, rest)
     if command == "--version":
         print(f"elastic-etcd {__version__}")
         return 0

@@ -69,13 +69,13 @@ class Job:
 
 
 def run(
-    made: options.Parser,
+    made: Callable[[], options.Parser],
     argv: Sequence[str],
     command: Callable[[Job, Any], Awaitable[None]],
 ) -> int:
     """Do `command`, which prints; gives the exit code."""
     try:
-        args = made.parse_args(argv)
+        args = made().parse_args(argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")

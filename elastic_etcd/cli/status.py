@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
 
 _HISTORY = 8  # generations shown; --json has all
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd status JOB`."""
+    text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
+    made = look.parser("status", text, look.CODES)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
-    parser = look.parser("status", text, look.CODES)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return look.run(parser, argv, _status)
 
 

@@ -93,8 +93,8 @@ examples:
 {_CODES}"""
 
 
-def drain(argv: Sequence[str]) -> int:
-    """`elastic-etcd drain JOB NODE`; gives the exit code."""
+def drain() -> options.Parser:
+    """The command line of `elastic-etcd drain JOB NODE`."""
     parser = _parser("drain", "JOB NODE", "Makes a node leave a job, and keeps it out.", _DRAIN)
     parser.add_argument("node", metavar="NODE", nargs="?", type=options.name, help="its name")
     parser.add_argument(
@@ -110,18 +110,18 @@ def drain(argv: Sequence[str]) -> int:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
-    return _run(parser, argv, _drain)
+    return parser
 
 
-def undrain(argv: Sequence[str]) -> int:
-    """`elastic-etcd undrain JOB NODE`; gives the exit code."""
+def undrain() -> options.Parser:
+    """The command line of `elastic-etcd undrain JOB NODE`."""
     parser = _parser("undrain", "JOB NODE", "Lets a node that was drained come back.", _UNDRAIN)
     parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
-    return _run(parser, argv, _undrain)
+    return parser
 
 
-def scale(argv: Sequence[str]) -> int:
-    """`elastic-etcd scale JOB NODES`; gives the exit code."""
+def scale() -> options.Parser:
+    """The command line of `elastic-etcd scale JOB NODES`."""
     parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
     parser.add_argument(
         "nnodes", metavar="NODES", type=options.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
@@ -130,15 +130,15 @@ def scale(argv: Sequence[str]) -> int:
         "--nodes-multiple-of", type=options.count, default=1, metavar="N", help="(default: 1)"
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
-    return _run(parser, argv, _scale)
+    return parser
 
 
-def stop(argv: Sequence[str]) -> int:
-    """`elastic-etcd stop JOB`; gives the exit code."""
+def stop() -> options.Parser:
+    """The command line of `elastic-etcd stop JOB`."""
     parser = _parser("stop", "JOB", "Ends a job on all of its nodes.", _STOP)
     parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
     parser.add_argument("--wait", action="store_true", help="return when the job has ended")
-    return _run(parser, argv, _stop)
+    return parser
 
 
 def _parser(command: str, arguments: str, description: str, epilog: str) -> options.Parser:
@@ -147,9 +147,12 @@ def _parser(command: str, arguments: str, description: str, epilog: str) -> opti
     return parser
 
 
-def _run(parser: options.Parser, argv: Sequence[str], command: Callable[..., Any]) -> int:
+def main(command: str, argv: Sequence[str]) -> int:
+    """Do what `elastic-etcd COMMAND` says; gives the exit code."""
+    make, do = COMMANDS[command]
+
     async def tell(job: look.Job, args: Namespace) -> None:
-        done = {"job": job.name} | await command(Job(job.client, args), args)
+        done = {"job": job.name} | await do(Job(job.client, args), args)
         if args.json:
             print(json.dumps(done, indent=2))
             return
@@ -157,7 +160,7 @@ def _run(parser: options.Parser, argv: Sequence[str], command: Callable[..., Any
         if done.get("note"):
             print(f"note: {shown(done['note'])}", file=sys.stderr)
 
-    return look.run(parser, argv, tell)
+    return look.run(make, argv, tell)
 
 
 class Job(look.Job):
@@ -419,4 +422,9 @@ async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
     return await {"drain": _drain, "undrain": _undrain}[command](job, args)
 
 
-COMMANDS = {"drain": drain, "undrain": undrain, "scale": scale, "stop": stop}
+COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
+    "drain": (drain, _drain),
+    "undrain": (undrain, _undrain),
+    "scale": (scale, _scale),
+    "stop": (stop, _stop),
+}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.etcd.client import Client
@@ -49,11 +50,16 @@ all else is only read. Without a terminal, or with --once, the job is printed on
 {look.CODES}"""
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd top JOB`."""
+    text = "Shows a job's nodes, their ranks and steps, and its last events, live."
+    made = look.parser("top", text, _EPILOG)
+    made.add_argument("--once", action="store_true", help="print it once")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    text = "Shows a job's nodes, their ranks and steps, and its last events, live."
-    parser = look.parser("top", text, _EPILOG)
-    parser.add_argument("--once", action="store_true", help="print it once")
     return look.run(parser, argv, _top)
 
 

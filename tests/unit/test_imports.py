@@ -172,6 +172,7 @@ def users(library: str) -> set[Path]:
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
         ("prometheus_client", "agent/metrics.py"),
+        ("shtab", "cli/completion.py"),
     ],
 )
 def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
