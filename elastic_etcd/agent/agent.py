@@ -94,6 +94,7 @@ from elastic_etcd.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
 
 if TYPE_CHECKING:
+    from elastic_etcd.agent.event_log import EventLog
     from elastic_etcd.agent.metrics import Metrics
     from elastic_etcd.agent.notices import Notice, Watch
 
@@ -147,9 +148,14 @@ async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
         guardian.start()
         scope.callback(guardian.dismiss)
         scope.callback(remove)  # before that: else nobody would, if this were killed now
+        events = None
+        if config.event_log:
+            from elastic_etcd.agent.event_log import open_log  # noqa: PLC0415 - as above
+
+            events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        return await run_agent(config, client, guardian, logs, embedded, memory, metrics)
+        return await run_agent(config, client, guardian, logs, embedded, memory, metrics, events)
 
 
 async def run_agent(
@@ -160,10 +166,12 @@ async def run_agent(
     embedded: EmbeddedEtcd | None = None,
     memory: str = "",
     metrics: "Metrics | None" = None,
+    events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
-    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served.
+    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served,
+    `events` if they are written.
     """
 
     def build(inbox: Inbox, tasks: Tasks) -> Agent:
@@ -177,7 +185,10 @@ async def run_agent(
         measure = Measure(workers)
         if metrics:
             metrics.follow(membership, workers, measure)
-        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, measure, metrics)
+        if events:
+            measure.followers.append(events)
+        own = (measure, metrics, events)
+        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, *own)
 
     return await live(build)
 
@@ -249,6 +260,7 @@ class Agent:
         hangs: HangWatch | None = None,
         measure: Measure | None = None,
         metrics: "Metrics | None" = None,
+        events: "EventLog | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -260,6 +272,7 @@ class Agent:
         self._hangs = hangs
         self._measure = measure
         self._metrics = metrics
+        self._events = events
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -356,6 +369,8 @@ class Agent:
         self._state, step.actions = lifecycle.step(self._state, event, now)
         if self._state.local.leaving and not before.leaving:
             self._tell_order()
+        if self._events:
+            self._events.see(event, self._state)
         if self._measure:
             self._measure.see(self._state)
         for action in step.actions:

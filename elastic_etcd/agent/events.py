@@ -120,7 +120,7 @@ def past(job: str, view: View) -> Iterator[Event]:
         else:
             yield from _of_world(job, entry)
     if view.outcome and not any(_ends(text) == view.outcome for _, text in view.history):
-        yield _of_outcome(job, view.outcome, 0.0)
+        yield of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
 
 
@@ -170,7 +170,7 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
             **common,
         )
     if entry.outcome:
-        yield _of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
+        yield of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
 
 
 def _lasted(spent: Spent | None) -> str:
@@ -190,7 +190,8 @@ def total(spent: Spent | None) -> float:
 _OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
 
 
-def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
+def of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
+    """That a run has ended, after so many seconds."""
     return event(
         _OUTCOMES.get(outcome.state, "TERMINATED"),
         f"the job {outcome.state}: {outcome.reason}",

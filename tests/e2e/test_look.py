@@ -68,7 +68,9 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     began = time.time()
     script = job.directory / "train.py"
     script.write_text(TRAINS)
-    n1, n2 = (job.start(n, script=(str(script), str(job.directory))) for n in ("n1", "n2"))
+    command, log = (str(script), str(job.directory)), job.directory / "events of n1"
+    n1 = job.start("n1", script=command, event_log=log)
+    n2 = job.start("n2", script=command, event_log="-")
 
     def raised() -> list[str]:
         return [agent.node for agent in (n1, n2) if "a mistake of the user's" in agent.output]
@@ -103,3 +105,10 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     assert names(events(job))[-1] == "SUCCEEDED"
     assert f"goodput {100 * report['goodput']:.1f} %" in first.output
     assert sum("goodput" in agent.output for agent in (n1, n2)) == 1
+    own = [json.loads(line) for line in log.read_text().splitlines()]
+    world = ["RENDEZVOUS", "START", "training"]
+    told = [name for name in names(own) if name not in ("FAILED", "round")]
+    assert told[:9] == ["joined", *world, "stopping", "STOPPED", *world]
+    assert (told[-1], set(told[9:])) == ("SUCCEEDED", {"SUCCEEDED", "STOPPED"})
+    printed = [line for line in n2.output.splitlines() if line.startswith('{"name": ')]
+    assert names([json.loads(line) for line in printed])[-1] == "SUCCEEDED"
