@@ -8,20 +8,22 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.console import Console
-from elastic_etcd.agent.events import Event, event, of_outcome
+from elastic_etcd.agent.events import OUTCOMES, Event, event
 from elastic_etcd.agent.offload import DiskFile, Writer
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import (
+    Error,
     Finished,
     Joined,
     LeaseLost,
     Left,
-    Life,
+    Outdated,
+    Over,
     State,
     WorkerEnded,
     WorkersHang,
@@ -38,23 +40,31 @@ async def open_log(config: AgentConfig, stdout: Console) -> AsyncIterator["Event
     """The log at `config.event_log`; leaving it writes out what waits, if that moves."""
     path = config.event_log
     assert path
-    if path == "-":
-        yield EventLog(config, stdout.say)
-        return
-    writer = Writer()
+    async with AsyncExitStack() as scope:
+        if path == "-":
+            told = EventLog(config, stdout.say)
+        else:
+            writer = Writer()
+            scope.push_async_callback(writer.close, patience=1)
+            file = _file(path, writer)
+            scope.callback(file.close)
+            told = EventLog(config, file.keep)
+        scope.callback(told.end)
+        yield told
+
+
+def _file(path: str, writer: Writer) -> DiskFile:
+    known: set[int | None] = set()
 
     def open_file() -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def failed(error: OSError) -> None:
-        log.warning("can't write %s (%s): --event-log misses something", path, error.strerror)
+        if error.errno not in known:
+            known.add(error.errno)
+            log.warning("--event-log %s: can't be written: %s", path, error.strerror)
 
-    file = DiskFile(writer, path, open_file, failed)
-    try:
-        yield EventLog(config, file.keep)
-    finally:
-        file.close()
-        await writer.close(patience=1)
+    return DiskFile(writer, path, open_file, failed)
 
 
 class EventLog:
@@ -87,8 +97,6 @@ class EventLog:
             told = f"generation {state.local.ran}: all workers of {self._node} exited 0"
             self._tell("SUCCEEDED", told, generation=state.local.ran)
         self._tell_round(before.view, state.view)
-        if state.life is Life.ENDED and before.life is not Life.ENDED:
-            self._tell_end(state)
 
     def _tell_round(self, before: View | None, after: View | None) -> None:
         was, now = before.round if before else None, after.round if after else None
@@ -97,17 +105,18 @@ class EventLog:
         told = f"generation {now.generation} is {now.phase.value}: {now.reason}"
         self._tell("round", told, generation=now.generation, phase=now.phase.value)
 
-    def _tell_end(self, state: State) -> None:
-        outcome = state.view.outcome if state.view else None
-        lasted = time.monotonic() - self._began
-        if outcome and outcome.run == state.local.run:
-            self._put(of_outcome(self._job, outcome, lasted, self._restarts))
-            return
-        assert state.ending
-        left = isinstance(state.ending, Left)
-        why = "it has left" if isinstance(state.ending, Left) else state.ending.reason
-        told = f"the agent of {self._node} ends: {why}"
-        self._tell("TERMINATED" if left else "FAILED", told, total=lasted)
+    def end(self) -> None:
+        """The agent ends."""
+        told, lasted = f"the agent of {self._node} ends", time.monotonic() - self._began
+        match self._state.ending:
+            case None | Left():
+                self._tell("TERMINATED", told, total=lasted)
+            case Over(reason):
+                state = OUTCOMES.get(reason.partition(":")[0], "TERMINATED")
+                self._tell(state, f"{told}: {reason}", total=lasted, reason=reason)
+            case Error() | Outdated() as ending:
+                why = ending.reason
+                self._tell("FAILED", f"{told}: {why}", total=lasted, reason=why)
 
     # --- the phases of this node's worlds, see measure.Phases -----------------------------
 

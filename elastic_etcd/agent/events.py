@@ -120,7 +120,7 @@ def past(job: str, view: View) -> Iterator[Event]:
         else:
             yield from _of_world(job, entry)
     if view.outcome and not any(_ends(text) == view.outcome for _, text in view.history):
-        yield of_outcome(job, view.outcome, 0.0)
+        yield _of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
 
 
@@ -170,7 +170,7 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
             **common,
         )
     if entry.outcome:
-        yield of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
+        yield _of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
 
 
 def _lasted(spent: Spent | None) -> str:
@@ -187,13 +187,12 @@ def total(spent: Spent | None) -> float:
     return start + spent.trained + spent.detect + spent.hang + spent.stop + spent.unknown
 
 
-_OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
+OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
 
 
-def of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
-    """That a run has ended, after so many seconds."""
+def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
     return event(
-        _OUTCOMES.get(outcome.state, "TERMINATED"),
+        OUTCOMES.get(outcome.state, "TERMINATED"),
         f"the job {outcome.state}: {outcome.reason}",
         job=job,
         at=outcome.at,
