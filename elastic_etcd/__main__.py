@@ -15,6 +15,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
+       elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd stop [options] JOB                       end a job on all nodes
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import report  # noqa: PLC0415 - as above
 
         return report.main(rest)
+    if command == "timeline":
+        from elastic_etcd.cli import timeline  # noqa: PLC0415 - as above
+
+        return timeline.main(rest)
     if command in ("drain", "undrain", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
