@@ -96,6 +96,7 @@ from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.account import Account
+    from elastic_etcd.agent.event_log import EventLog
     from elastic_etcd.agent.metrics import Metrics
     from elastic_etcd.agent.notices import Notice, Watch
 
@@ -150,9 +151,15 @@ async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account
         guardian.start()
         scope.callback(guardian.dismiss)
         scope.callback(remove)  # before that: else nobody would, if this were killed now
+        events = None
+        if config.event_log:
+            from elastic_etcd.agent.event_log import open_log  # noqa: PLC0415 - as above
+
+            events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        return await run_agent(config, client, guardian, logs, embedded, memory, metrics, account)
+        served = (metrics, account, events)
+        return await run_agent(config, client, guardian, logs, embedded, memory, *served)
 
 
 async def run_agent(
@@ -164,10 +171,12 @@ async def run_agent(
     memory: str = "",
     metrics: "Metrics | None" = None,
     account: "Account | None" = None,
+    events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
-    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served.
+    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served,
+    `events` if they are written.
     """
 
     def build(inbox: Inbox, tasks: Tasks) -> Agent:
@@ -185,10 +194,11 @@ async def run_agent(
             metrics.follow(membership, workers, measure)
         if account:
             account.follow(logs)
+        if events:
+            measure.followers.append(events)
         observers = (hangs, pace, metrics) if metrics else (hangs, pace)
-        return Agent(
-            config, inbox, tasks, membership, workers, guardian, measure, observers, account
-        )
+        told = (observers, account, events)
+        return Agent(config, inbox, tasks, membership, workers, guardian, measure, *told)
 
     return await live(build)
 
@@ -266,6 +276,7 @@ class Agent:
         measure: Measure | None = None,
         observers: Sequence[Observer] = (),
         account: "Account | None" = None,
+        events: "EventLog | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -277,6 +288,7 @@ class Agent:
         self._measure = measure
         self._observers = observers
         self._account = account
+        self._events = events
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -375,6 +387,8 @@ class Agent:
             self._account.see(before, event, self._state)
         if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
+        if self._events:
+            self._events.see(event, self._state)
         if self._measure:
             self._measure.see(self._state)
         for action in step.actions:

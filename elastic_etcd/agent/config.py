@@ -69,6 +69,7 @@ class AgentConfig:
     `proof_of_death`: a node that dies is looked for as soon as its connection ends.
     `no_python`: the workers are programs, which need not hand signals on to what they start.
     `memory_dir`: below it is this node's directory for checkpoints, see agent/memory.py.
+    `event_log`: a file for events, "-" for stdout; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
     `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
@@ -106,6 +107,7 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
+    event_log: str | None = None
     metrics_addr: tuple[str, int] | None = None
     preemption_watch: str | None = None
 

@@ -187,12 +187,12 @@ def total(spent: Spent | None) -> float:
     return start + spent.trained + spent.detect + spent.hang + spent.stop + spent.unknown
 
 
-_OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
+OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
 
 
 def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
     return event(
-        _OUTCOMES.get(outcome.state, "TERMINATED"),
+        OUTCOMES.get(outcome.state, "TERMINATED"),
         f"the job {outcome.state}: {outcome.reason}",
         job=job,
         at=outcome.at,

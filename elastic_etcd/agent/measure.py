@@ -27,7 +27,7 @@ class HasPages(Protocol):
 
 
 class Phases(Protocol):
-    """Who is told how long each phase of a change of world takes; see metrics.Recovery."""
+    """Who is told of each phase: metrics.Recovery, and event_log.EventLog."""
 
     def end_world(self, now: float, idle: float) -> None: ...
 
@@ -43,12 +43,12 @@ class Phases(Protocol):
 class Measure:
     """Measures one world after the other; `of` is what is known of the last one.
 
-    `see` is told of every state, before what follows from it is done. `recovery`, if there is one,
-    is told of each phase.
+    `see` is told of every state, before what follows from it is done. `followers` are told
+    of each phase.
     """
 
     def __init__(self, workers: HasPages) -> None:
-        self.recovery: Phases | None = None
+        self.followers: list[Phases] = []
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -82,8 +82,8 @@ class Measure:
             self._end_world(was.running, now)
         if was.running and not own.running:
             self._spent, self._since = self._measured(now), now
-            if self.recovery:
-                self.recovery.pass_phase("stop", now)
+            for each in self.followers:
+                each.pass_phase("stop", now)
         if own.running and own.running != was.running:
             self._begin_world(now)
         if not own.running:
@@ -91,8 +91,9 @@ class Measure:
 
     def _follow_others(self, now: float) -> None:
         """A world without this node's workers; of that only its seconds are known."""
-        if self.recovery and is_spare(self._state):
-            self.recovery.forget()
+        if is_spare(self._state):
+            for each in self.followers:
+                each.forget()
         current = self._state.view.round if self._state.view else None
         if current and current.generation == self._generation:
             current = None
@@ -111,8 +112,8 @@ class Measure:
         assert self._state.view
         begun = self._state.view.round
         assert begun
-        if self.recovery:
-            self.recovery.begin_world(cause_of(begun), now)
+        for each in self.followers:
+            each.begin_world(cause_of(begun), now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
@@ -136,14 +137,14 @@ class Measure:
             self._started = True
             self._spent = replace(self._spent, start=now - self._since)
             self._since = now
-            if self.recovery:
-                self.recovery.pass_phase("start", now)
+            for each in self.followers:
+                each.pass_phase("start", now)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
             self._first = self._since = now
-            if self.recovery:
-                self.recovery.train(now)
+            for each in self.followers:
+                each.train(now)
 
     def _end_world(self, generation: int, now: float) -> None:
         if self._looking:
@@ -152,12 +153,12 @@ class Measure:
             self._look_now(now)
         self._trains, self._generation, self._ended = False, generation, now
         self._spent = self._measured(now)
-        if self.recovery is None:
-            return
-        if isinstance(self._state.result, Finished):
-            self.recovery.forget()
-        else:
-            self.recovery.end_world(now, _idle(self._read()))
+        finished, idle = isinstance(self._state.result, Finished), _idle(self._read())
+        for each in self.followers:
+            if finished:
+                each.forget()
+            else:
+                each.end_world(now, idle)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""

@@ -180,7 +180,7 @@ class Metrics(Collector):
     def follow(self, membership: Membership, workers: Workers, measure: Measure) -> None:
         """From here on these are read, and changes of world are counted."""
         self._membership, self._workers = membership, workers
-        measure.recovery = self._recovery
+        measure.followers.append(self._recovery)
 
     def see(self, state: State) -> None:
         """The agent is this from here on."""

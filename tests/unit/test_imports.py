@@ -225,7 +225,10 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
-            {"torch", "numpy", "rich", "prometheus_client", "http.client"},
+            {
+                *("torch", "numpy", "rich", "prometheus_client", "http.client"),
+                *("elastic_etcd.agent.events", "elastic_etcd.agent.report"),
+            },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
         ("elastic_etcd.train.channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
