@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from argparse import ArgumentTypeError
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ _RDZV_CONF = {
     "cert": "cert",
     "key": "key",
 }
+_HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
@@ -69,7 +71,7 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
-    for remark in _remarks(args):
+    for remark in _remarks(args, env):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
 
@@ -136,7 +138,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
-        metrics_addr=args.metrics_addr,
+        metrics_addr=args.metrics_addr or _health_check(env),
         preemption_watch=args.preemption_watch,
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
     )
@@ -264,6 +266,21 @@ def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
         raise UsageError(f"{variable}: {error}") from error
 
 
+def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where torch's variable wants the agent's health to be asked for; who asks is outside."""
+    port = env.get(_HEALTH_CHECK)
+    if not (port and _can_serve()):
+        return None
+    try:
+        return options.listening(f"0.0.0.0:{port}")
+    except ArgumentTypeError as error:
+        raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
+
+
+def _can_serve() -> bool:
+    return find_spec("prometheus_client") is not None
+
+
 def _log_level(env: Mapping[str, str]) -> str:
     try:
         return options.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
@@ -271,13 +288,15 @@ def _log_level(env: Mapping[str, str]) -> str:
         return AgentConfig.log_level  # other programs read LOGLEVEL too, and other words
 
 
-def _remarks(args: Namespace) -> Iterator[str]:
+def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
     """One line for each thing given that has no meaning here, and why."""
     for dest, reason in options.WITHOUT_MEANING.items():
         if getattr(args, dest) not in (None, "null"):
             yield f"--{dest.replace('_', '-')} has no meaning here: {reason}"
     for key in args.rdzv_conf.keys() - _RDZV_CONF.keys():
         yield f"--rdzv-conf {key} has no meaning here"
+    if env.get(_HEALTH_CHECK) and not _can_serve():
+        yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
 
 
 class _Lines(logging.Formatter):

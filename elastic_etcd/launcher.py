@@ -5,19 +5,21 @@
     values = elastic_launch(LaunchConfig(nproc_per_node=2), train)(0.1)  # {rank: value}
 
 The agent is a child process with the launcher's own command line (launcher_agent.py), so it works
-in any thread, beside a running event loop, and touches no signal handler here. The function and
-what it returns travel as files. docs/python.md says how to use it.
+in any thread and beside a running event loop, and no other thread than the main one has a signal
+handled. The function and what it returns travel as files. docs/python.md says how to use it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +101,7 @@ class LaunchConfig:
             "etcd": self.rdzv_endpoint or None,
             "rdzv-conf": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
             "join-timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
-            "log-dir": self._logs("log_dir", "root_log_dir"),
+            "log-dir": self._logs("log_dir", "_root_log_dir"),
             "redirects": _streams(self._logs("redirects", "_redirects")),
             "tee": _streams(self._logs("tee", "_tee")),
             "local-ranks-filter": _joined(self._logs("local_ranks_filter", "_local_ranks_filter")),
@@ -150,8 +152,9 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
     It raises ChildFailedError (torch's) where a worker failed for good, UsageError for what can't
     work, RendezvousTimeout, EtcdError, and ElasticEtcdError where the job was stopped, or this node
-    made to leave it. On Ctrl-C, and any other exception of a signal handler's, the node leaves the
-    job; what was raised is raised again when its workers are gone.
+    made to leave it. On Ctrl-C, on SIGTERM in the main thread (SystemExit(143), if the program does
+    not handle it), and on any other exception of a signal handler's, the node leaves the job; what
+    was raised is raised again when its workers are gone.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
@@ -200,13 +203,14 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             command = [str(_RUN_FUNCTION), str(file)]
         # -P: nothing in the directory of the user's program is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.launcher_agent"]
-        agent = subprocess.Popen(
-            [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
-            env=self._config.environment(),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
-        )
-        code = _wait(agent)
+        with _outliving_sigterm():
+            agent = subprocess.Popen(
+                [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
+                env=self._config.environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
+            )
+            code = _wait(agent)
         try:
             return msgspec.json.decode((folder / "ran.json").read_bytes(), type=Ran)
         except (OSError, msgspec.MsgspecError):
@@ -214,6 +218,23 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 f"the agent (pid {agent.pid}) ended with {code}, and did not say how the job went"
             )
             return Ran(exit_code=1, error=text)
+
+
+@contextmanager
+def _outliving_sigterm() -> Iterator[None]:
+    """Where SIGTERM would end this program at once, have it raise SystemExit in here.
+
+    A scheduler that gives a job time to save kills what is left when its program has ended.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> int:

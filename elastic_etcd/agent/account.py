@@ -45,7 +45,8 @@ class Account:
             return
         known = [f for f in self.ran.failures if _is_same(f, cause)]
         if not known:
-            self.ran.failures.append(_told(outcome.generation, cause, ""))
+            last = [outcome.generation, *self.ran.generations][-1]  # the outcome's may be a claim
+            self.ran.failures.append(_told(last, cause, ""))
             known = self.ran.failures[-1:]
         self.ran.cause = self.ran.failures.index(known[-1])
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import look, options
+from elastic_etcd.cli import look
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
-from elastic_etcd.core.schema import History, Keys, Phase, decode, plain
-from elastic_etcd.core.view import Everything, View, covered, view_of
-from elastic_etcd.errors import ElasticEtcdError, UsageError
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.core.schema import History, Phase, decode, plain
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.core.view import View
 
 _HISTORY = 8  # generations shown; --json has all
 
@@ -37,32 +33,16 @@ def parser() -> options.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a job's state; gives 0, or 1 when etcd knows no such job."""
-    try:
-        args = parser().parse_args(argv)
-        config = options.etcd_of(args, os.environ)
-        if config is None:
-            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        keys = Keys(f"{args.prefix}/{args.job}")
-        view = asyncio.run(_look(config, keys, args.timeout))
-    except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    if not (view.round or view.outcome or view.members or view.history):
-        print(f"error: {', '.join(config.endpoints)} has no job at {keys.root}", file=sys.stderr)
-        return 1
-    state = describe(args.job, view)
+    """Print a job's state; gives the exit code."""
+    return look.run(parser, argv, _status)
+
+
+async def _status(job: look.Job, args: Namespace) -> None:
+    state = describe(job.name, await job.view())
     if args.json:
         print(json.dumps(state, indent=2))
     else:
         _show(state)
-    return 0
-
-
-async def _look(config: EtcdConfig, keys: Keys, timeout: float) -> View:
-    async with Client(config) as client:
-        snapshot = await client.range(*covered(keys, Everything()), timeout=timeout)
-    return view_of(snapshot, keys, Everything())
 
 
 def describe(job: str, view: View) -> dict[str, Any]:

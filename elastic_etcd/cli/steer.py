@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import look, options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import wanted
 from elastic_etcd.core.lifecycle import Outdated
@@ -27,7 +27,6 @@ from elastic_etcd.core.schema import (
     MOST_DRAINS,
     Drain,
     Halt,
-    Keys,
     Phase,
     Scale,
     Sizes,
@@ -36,9 +35,7 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
-from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
-from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
 from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
     from elastic_etcd.core.schema import Limits, Member, Spec
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.core.view import View
 
 _SCALE_PATIENCE = 60.0  # more than a world takes to end: for the next one to begin
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
@@ -145,54 +142,29 @@ def stop() -> options.Parser:
 
 
 def _parser(command: str, arguments: str, description: str, epilog: str) -> options.Parser:
-    parser = options.Parser(
-        prog=f"elastic-etcd {command}",
-        usage=f"elastic-etcd {command} [options] {arguments}",
-        description=description,
-        epilog=epilog,
-        formatter_class=options.Help,
-    )
-    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
+    parser = look.parser(command, description, epilog, arguments)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = options.Group(parser, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     return parser
 
 
 def main(command: str, argv: Sequence[str]) -> int:
     """Do what `elastic-etcd COMMAND` says; gives the exit code."""
     make, do = COMMANDS[command]
-    try:
-        args = make().parse_args(argv)
-        config = options.etcd_of(args, os.environ)
-        if config is None:
-            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        done = asyncio.run(_in_job(config, args, do))
-    except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    if args.json:
-        print(json.dumps(done, indent=2))
-        return 0
-    print(shown(done["told"]))
-    if done.get("note"):
-        print(f"note: {shown(done['note'])}", file=sys.stderr)
-    return 0
+
+    async def tell(job: look.Job, args: Namespace) -> None:
+        done = {"job": job.name} | await do(Job(job.client, args), args)
+        if args.json:
+            print(json.dumps(done, indent=2))
+            return
+        print(shown(done["told"]))
+        if done.get("note"):
+            print(f"note: {shown(done['note'])}", file=sys.stderr)
+
+    return look.run(make, argv, tell)
 
 
-async def _in_job(config: EtcdConfig, args: Namespace, command: Callable[..., Any]) -> Any:
-    async with Client(config) as client:
-        job = Job(client, args.job, Keys(f"{args.prefix}/{args.job}"), args.timeout)
-        return {"job": args.job} | await command(job, args)
-
-
-class Job:
-    """A job as it is in etcd, seen from outside."""
-
-    def __init__(self, client: Client, name: str, keys: Keys, timeout: float) -> None:
-        self.name, self.keys = name, keys
-        self._client, self._timeout = client, timeout
+class Job(look.Job):
+    """A job that is steered."""
 
     async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
         """Write what `change` makes of a view; gives that view, and whether there was a change.
@@ -200,10 +172,12 @@ class Job:
         `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
         change the key again and again.
         """
-        end = now() + self._timeout
+        end = now() + self.timeout
         while True:
-            seen = await self._client.range(*self._all, timeout=self._timeout)
-            view = self._view(seen)
+            seen = await self.read()
+            view = self.view_of(seen)
+            if view.newer:
+                raise UsageError(Outdated(view.newer).reason)
             then, there = change(view), view.wanted or Wanted()
             if then == there or await self._written(seen, then):
                 return view, then != there
@@ -214,13 +188,13 @@ class Job:
     async def wait(self, what: str, until: Callable[[View], bool], seconds: float) -> View:
         """The first view for which `until` holds. Raises NotInTime."""
 
-        def look(snapshot: Snapshot) -> View | None:
-            view = view_of(snapshot, self.keys, Everything())
+        def fits(snapshot: Snapshot) -> View | None:
+            view = self.view_of(snapshot)
             return view if until(view) else None
 
         try:
             async with asyncio.timeout(seconds):
-                return await first(self._client, self._all, look)
+                return await first(self.client, self.ranges, fits)
         except TimeoutError:
             raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
 
@@ -239,24 +213,12 @@ class Job:
         spec = self.run_of(view)
         return wanted.scaled(view, spec.run, spec.limits)
 
-    @property
-    def _all(self) -> tuple[Any, ...]:
-        return covered(self.keys, Everything())
-
-    def _view(self, seen: Snapshot) -> View:
-        view = view_of(seen, self.keys, Everything())
-        if view.newer:
-            raise UsageError(Outdated(view.newer).reason)
-        if not (view.round or view.outcome or view.members or view.history or view.wanted):
-            raise ElasticEtcdError(f"etcd has no job at {self.keys.root}")
-        return view
-
     async def _written(self, seen: Snapshot, then: Wanted) -> bool:
         keys = self.keys
         known = {key: kv.mod for key, kv in seen.kvs.items()}
         fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
         put = Put(keys.wanted, encode(then)) if then != Wanted() else Delete(keys.wanted)
-        return (await self._client.txn(Txn(fence, (put,)), self._timeout)).succeeded
+        return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
 
 
 # --- drain and undrain --------------------------------------------------------------------

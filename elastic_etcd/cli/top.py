@@ -16,21 +16,23 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_etcd.cli import look, options, status, steer
+from elastic_etcd.cli import look, status, steer
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
+from elastic_etcd.core.schema import Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.view import Everything, View, covered, view_of
-from elastic_etcd.errors import ElasticEtcdError, EtcdError, UsageError
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.core.view import Everything, View, view_of
+from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from elastic_etcd.cli import options
+    from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.etcd.client import Client
 
 _EVENTS = 10  # lines of the history
 _TTL = 10  # seconds; so long nodes go on to say how fast they are, when this was killed
@@ -45,9 +47,7 @@ keys: {_KEYS}. Draining asks first.
 Nodes say how fast they are as long as somebody looks, which takes the right to write JOB/watched;
 all else is only read. Without a terminal, or with --once, the job is printed once.
 
-exit codes:
-  0 shown     1 no such job     2 wrong usage     5 etcd unreachable, or denied
-"""
+{look.CODES}"""
 
 
 def parser() -> options.Parser:
@@ -60,45 +60,28 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    try:
-        args = parser().parse_args(argv)
-        config = options.etcd_of(args, os.environ)
-        if config is None:
-            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        keys = Keys(f"{args.prefix}/{args.job}")
-        once = args.once or not (sys.stdin.isatty() and sys.stdout.isatty())
-        asyncio.run(_top(config, args.job, keys, args.timeout, once=once))
-    except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return look.run(parser, argv, _top)
 
 
-async def _top(config: EtcdConfig, job: str, keys: Keys, timeout: float, *, once: bool) -> None:
-    ranges = (*covered(keys, Everything()),)
-    async with Client(config) as client:
-        seen = await client.range(*ranges, timeout=timeout)
-        view = view_of(seen, keys, Everything())
-        if not (view.round or view.outcome or view.members or view.history):
-            raise ElasticEtcdError(f"etcd has no job at {keys.root}")
-        screen = Screen(job, once=once)
-        screen.see(seen, keys)
-        async with AsyncExitStack() as scope:
-            changed = asyncio.Event()
-            mirror = await scope.enter_async_context(Mirror(client, ranges, changed.set))
-            looker = Looker(client, keys, timeout)
-            scope.push_async_callback(looker.end)
-            if once:
-                await looker.look(seen)
-                await asyncio.sleep(2 * _PERIOD if looker.told else 0)
-                if snapshot := mirror.snapshot():
-                    screen.see(snapshot, keys)
-                screen.note = looker.refused
-                Console(highlight=False).print(screen.render(1 << 20))
-                return
-            await _live(screen, mirror, changed, looker, steer.Job(client, job, keys, timeout))
+async def _top(job: look.Job, args: Namespace) -> None:
+    once = args.once or not (sys.stdin.isatty() and sys.stdout.isatty())
+    screen = Screen(job.name, once=once)
+    seen = await job.read()
+    screen.see(seen, job.keys)
+    async with AsyncExitStack() as scope:
+        changed = asyncio.Event()
+        mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
+        looker = Looker(job.client, job.keys, job.timeout)
+        scope.push_async_callback(looker.end)
+        if not once:
+            await _live(screen, mirror, changed, looker, steer.Job(job.client, args))
+            return
+        await looker.look(seen)
+        await asyncio.sleep(2 * _PERIOD if looker.told else 0)
+        if snapshot := mirror.snapshot():
+            screen.see(snapshot, job.keys)
+        screen.note = looker.refused
+        Console(highlight=False).print(screen.render(1 << 20))
 
 
 async def _live(

@@ -38,7 +38,9 @@ if __name__ == "__main__":
         elastic_launch(LaunchConfig(), wait)(sys.argv[1])
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-        sys.stdin.read()
+    sys.stdin.readline()
+    Path(sys.argv[1], "waits").unlink()
+    elastic_launch(LaunchConfig(), wait)(sys.argv[1])
 """
 
 
@@ -104,7 +106,7 @@ class Program:
         """Wait for its worker."""
         changes = Changes(self.folder)
         changes.follow(self.process.pid)
-        assert changes.wait((self.folder / "waits").exists, PATIENCE)
+        assert changes.wait(lambda: self.left() and (self.folder / "waits").exists(), PATIENCE)
         changes.close()
 
     def ends(self) -> None:
@@ -156,7 +158,7 @@ def test_the_pages_program_tells_of_a_failing_rank(begin: Begin) -> None:
     assert Path(said.splitlines()[-1]).read_text().startswith('{"message"')
 
 
-def test_ctrl_c_is_raised_when_the_workers_are_gone(begin: Begin) -> None:
+def test_ctrl_c_and_sigterm_are_raised_when_the_workers_are_gone(begin: Begin) -> None:
     program = begin(WAITS)
     program.begins()
     assert program.left()
@@ -164,7 +166,14 @@ def test_ctrl_c_is_raised_when_the_workers_are_gone(begin: Begin) -> None:
     assert program.process.stdout
     assert program.process.stdout.readline() == "interrupted\n"
     assert program.residue() == []
-    assert program.process.poll() is None, "it goes on"
+    assert program.process.stdin
+    program.process.stdin.write("go on\n")
+    program.process.stdin.flush()
+    program.begins()
+    program.process.terminate()
+    program.says()
+    assert program.process.returncode == 128 + signal.SIGTERM
+    assert program.residue() == []
 
 
 def test_a_program_that_is_killed_leaves_nothing(begin: Begin) -> None:

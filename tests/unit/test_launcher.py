@@ -4,26 +4,24 @@ import os
 import pickle
 import sys
 import threading
-from enum import IntFlag
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher import api as torchs
 
 from elastic_etcd import launch, pickled
+from elastic_etcd.agent.account import Account
 from elastic_etcd.agent.config import StreamChoice, Streams
 from elastic_etcd.child_failed import child_failed
 from elastic_etcd.children import run_function
+from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
 from elastic_etcd.ran import WorkerFailure
-
-
-class Std(IntFlag):
-    """As torch's."""
-
-    ALL = 3
 
 
 def add(a: int, b: int) -> int:
@@ -44,10 +42,31 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- the configuration
 
 
-def test_torchs_fields_are_the_launchers_flags() -> None:
-    torchs_logs = SimpleNamespace(
-        root_log_dir=None, _redirects={0: Std.ALL}, _tee=Std.ALL, _local_ranks_filter={1, 0}
+def test_all_of_torchs_fields_are_there_in_its_order() -> None:
+    """As far as torch's are given without their names."""
+    ours, torch = ([field.name for field in fields(c)] for c in (LaunchConfig, torchs.LaunchConfig))
+    assert set(torch) <= set(ours)
+    assert ours[:8] == torch[:8]
+
+
+def test_a_field_without_meaning_says_why(tmp_path: Path) -> None:
+    config = LaunchConfig(
+        monitor_interval=0.1,
+        rdzv_backend="c10d",
+        event_log_handler="console",
+        numa_options="node",
+        duplicate_stdout_filters=["loss"],
+        duplicate_stderr_filters=["error"],
     )
+    args = launch._arguments([*config.command_line(), "train.py"], {}, "x")
+    said = " ".join(launch._remarks(args, {}))
+    for flag in ("monitor-interval", "rdzv-backend", "event-log-handler", "numa-binding"):
+        assert f"--{flag} has no meaning here" in said
+    assert said.count("filter the files under --log-dir") == 2
+
+
+def test_torchs_fields_are_the_launchers_flags(tmp_path: Path) -> None:
+    torchs_logs = DefaultLogsSpecs(str(tmp_path), {0: Std.ALL}, Std.ALL, {1, 0})
     config = LaunchConfig(
         2,
         4,
@@ -75,6 +94,7 @@ def test_torchs_fields_are_the_launchers_flags() -> None:
     assert (told.shutdown_timeout, told.virtual_local_rank) == (9, True)
     assert [number.name for number in told.signals] == ["SIGTERM"]
     assert told.hang_timeout == float("inf")
+    assert told.log.log_dir == str(tmp_path)
     assert told.log.tee == StreamChoice(Streams.BOTH)
     assert told.log.redirects == StreamChoice(by_local_rank=((0, Streams.BOTH),))
     assert told.log.local_ranks_filter == frozenset({0, 1})
@@ -222,6 +242,18 @@ def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     assert "unsupported operand" in str(error)
     assert "add FAILED" in str(error)
     assert error.result is result
+
+
+def test_the_cause_may_be_another_nodes() -> None:
+    account = Account()
+    account.ran.generations = [1, 4]
+    cause = Failure("n2", 1, 0, 7, 1, 2.0, "ValueError: theirs", "2026-01-01T00:00:00+00:00")
+    account.end(Outcome("failed", "why", "run", 5, 1, cause))
+    (told,) = account.ran.failures
+    assert (told.node, told.rank, told.generation, account.ran.cause) == ("n2", 1, 4, 0)
+    result = RunResult("failed", "why", 1, (1, 4), 0, (told,), told, {})
+    failure = child_failed("add", result).failures[1]
+    assert failure.message["extraInfo"]["py_callstack"] == "ValueError: theirs"
 
 
 # --- the agent

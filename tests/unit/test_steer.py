@@ -140,7 +140,7 @@ def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "told"),
     [
-        (("drain", "k", "a"), 1, "etcd has no job at "),
+        (("drain", "k", "a"), 1, " has no job at "),
         (("drain", "j", "bb"), 1, "job j has no node bb (did you mean b?)"),
         (("drain", "j", "zebra"), 1, "job j has no node zebra; there are a, b, c"),
         (("drain", "j"), 2, "which node? Give its name, or --self."),

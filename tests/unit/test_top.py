@@ -138,7 +138,7 @@ def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     assert "q: quit" not in shown
     for argv, code, told in (
         (["--etcd=127.0.0.1:1", "--timeout=0.5"], 5, "127.0.0.1:1"),
-        (["--prefix=/nobody"], 1, "etcd has no job at /nobody/j"),
+        (["--prefix=/nobody"], 1, " has no job at /nobody/j"),
         (["--onse"], 2, "--once"),
     ):
         failed = subprocess.run(
