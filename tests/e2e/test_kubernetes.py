@@ -24,7 +24,8 @@ from tests.support.residue import keys
 
 pytestmark = pytest.mark.timeout(600)
 
-DRAINED = (0, -signal.SIGKILL)  # the container may end before the hook, which then ends with it
+# The hook has drained the node, or was killed when the drained agent ended, and its container.
+DRAINED = (0, -signal.SIGKILL)
 TOOLS = ("unshare", "nsenter", "setpriv", "mount")
 CONTAINER = """#!/bin/sh
 exec unshare --pid --fork --mount-proc --kill-child sh -c '
@@ -181,3 +182,4 @@ def test_a_pod_is_deleted_while_it_waits_for_others(job: Job) -> None:
     job.said(agent, "1 of at least 2 nodes are ready")
     assert delete(job, agent) in DRAINED
     job.exits(agent, 143)
+    assert "n1 is drained by" in agent.output
