@@ -58,8 +58,8 @@ class LaunchConfig:
     `max_restarts`: failures of workers that the job survives, over all nodes.
     `start_method`: prefork or exec; torch's words mean prefork.
     `logs_specs`: torch's, of which `log_dir`, `redirects`, `tee` and `local_ranks_filter` count;
-    they can be given by these names, too. Streams are torch's Std, a dictionary by local rank, or
-    as on the command line.
+    they can be given by these names, too. Streams are torch's Std, a dictionary by local rank, or,
+    like all filters, text as on the command line.
     `flags`: any other flags of the launcher, as on its command line.
     """
 
@@ -89,7 +89,7 @@ class LaunchConfig:
     log_dir: str | os.PathLike[str] | None = None
     redirects: Any = None
     tee: Any = None
-    local_ranks_filter: Sequence[int] | set[int] | None = None
+    local_ranks_filter: Sequence[int] | set[int] | str | None = None
     flags: Sequence[str] = ()
 
     def command_line(self) -> list[str]:
@@ -141,7 +141,9 @@ def _streams(choice: Any) -> str | None:
 
 
 def _joined(items: Sequence[Any] | set[int] | None) -> str | None:
-    return None if items is None else ",".join(map(str, sorted(items)))
+    if items is None or isinstance(items, str):
+        return items
+    return ",".join(map(str, sorted(items)))
 
 
 class elastic_launch:  # noqa: N801 - it is torch's name
