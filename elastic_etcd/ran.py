@@ -28,8 +28,8 @@ class Ran(Struct):
     """How an agent ended, and what it went through.
 
     `outcome` is succeeded, failed or stopped, "left" where the job may go on without this node, and
-    "" where it has not come so far; `generation` is the job's last one. `cause` is the index of the
-    failure that ended the job, -1 without one.
+    "" where it has not come so far; `generation` is that of the job's last world. `cause` is the
+    index of the failure that ended the job, -1 without one.
     """
 
     exit_code: int = 0

@@ -15,6 +15,7 @@ class Account:
     def __init__(self) -> None:
         self.ran = Ran()
         self._logs: Logs | None = None
+        self._final = 0  # the job's last world, as far as it was seen
 
     def follow(self, logs: Logs) -> None:
         """From here on error files are looked for there; those of failed workers stay."""
@@ -22,6 +23,8 @@ class Account:
 
     def see(self, before: State, event: Event, now: State) -> None:
         """The agent was `before`, and is `now` after this event."""
+        if now.view:
+            self._final = now.view.ledger.final
         running = now.local.running
         if running and running != before.local.running:
             assert now.view
@@ -37,16 +40,19 @@ class Account:
                 self._add(generation, failure)
 
     def end(self, outcome: Outcome) -> None:
-        """The job is over. The cause may be a worker of another node."""
+        """The job is over. The cause may be a worker of another node.
+
+        The outcome's generation may be a claim's, of which no world has come; a final one after it
+        is of another run.
+        """
         self.ran.outcome, self.ran.reason = outcome.state, outcome.reason
-        self.ran.generation = outcome.generation
+        self.ran.generation = min(self._final, outcome.generation)
         cause = outcome.failure
         if cause is None:
             return
         known = [f for f in self.ran.failures if _is_same(f, cause)]
         if not known:
-            last = [outcome.generation, *self.ran.generations][-1]  # the outcome's may be a claim
-            self.ran.failures.append(_told(last, cause, ""))
+            self.ran.failures.append(_told(self.ran.generation, cause, ""))
             known = self.ran.failures[-1:]
         self.ran.cause = self.ran.failures.index(known[-1])
 

@@ -10,15 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import api as torchs
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd import launch, pickled
 from elastic_etcd.agent.account import Account
 from elastic_etcd.agent.config import StreamChoice, Streams
 from elastic_etcd.child_failed import child_failed
 from elastic_etcd.children import run_function
-from elastic_etcd.core.schema import Failure, Outcome
+from elastic_etcd.core.lifecycle import State, Tick
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Failure, Ledger, Outcome
+from elastic_etcd.core.view import Everything, View
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
 from elastic_etcd.ran import WorkerFailure
@@ -116,6 +122,18 @@ def test_fields_of_ours_say_where_output_goes(tmp_path: Path) -> None:
     assert told.log.tee == StreamChoice(by_local_rank=((0, Streams.BOTH),))
     assert told.log.redirects == StreamChoice(Streams.BOTH)
     assert told.log.local_ranks_filter == frozenset({0})
+
+
+def test_a_filter_may_be_text_as_on_the_command_line() -> None:
+    config = LaunchConfig(
+        local_ranks_filter="2,0",
+        duplicate_stdout_filters="loss,acc",
+        duplicate_stderr_filters="error",
+    )
+    flags = config.command_line()
+    assert "--local-ranks-filter=2,0" in flags
+    assert "--duplicate-stdout-filters=loss,acc" in flags
+    assert "--duplicate-stderr-filters=error" in flags
 
 
 # --- functions
@@ -216,6 +234,36 @@ def test_a_rank_that_exits_otherwise_has_no_value(worker: Path) -> None:
     assert pickled.load_values(worker, 3) == {}
 
 
+class Watched(DistributedDataParallel):  # type: ignore[misc] # untyped
+    """Notes what it still has when its end has begun."""
+
+    def __init__(self, seen: list[set[str]]) -> None:
+        super().__init__(torch.nn.Linear(2, 1))
+        self.seen = seen
+
+    def __del__(self) -> None:
+        super().__del__()
+        self.seen.append(vars(self).keys() & {"logger", "process_group", "reducer"})
+
+
+def leaves_a_module(seen: list[set[str]]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = Watched(seen)
+    dist.destroy_process_group()
+    del module
+
+
+def test_a_module_that_outlives_its_group_frees_its_reducer_first(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reducer that has the last reference to a group may wait for ever for gloo's threads."""
+    monkeypatch.setattr(DistributedDataParallel, "__del__", lambda _: None, raising=False)
+    seen = list[set[str]]()
+    monkeypatch.setattr(run_function, "load", lambda _: (leaves_a_module, (seen,)))
+    run_function.main(worker / "function")
+    assert seen == [{"process_group"}]
+
+
 def failure(rank: int, second: int, error_file: Path, **more: Any) -> WorkerFailure:
     fields: dict[str, Any] = {"generation": 3, "node": "n1", "exitcode": 1, "message": ""} | more
     at = f"2026-01-01T00:00:{second:02}.000+00:00"
@@ -244,9 +292,29 @@ def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     assert error.result is result
 
 
-def test_the_cause_may_be_another_nodes() -> None:
+def seen(final: int, claimed: int) -> Account:
+    """What the account of a node has seen when a generation is claimed after the final one."""
     account = Account()
-    account.ran.generations = [1, 4]
+    view = View(1, Everything(), ledger=Ledger(generation=claimed, final=final))
+    state = State(Local(run="run"), 1, view=view)
+    account.see(state, Tick(), state)
+    return account
+
+
+def test_values_are_of_the_last_world_whatever_was_claimed_after_it() -> None:
+    """All were done when a join had claimed the next generation."""
+    account = seen(final=4, claimed=5)
+    account.end(Outcome("succeeded", "every participant is done", "run", 5, 0))
+    assert account.ran.generation == 4
+    account = seen(final=7, claimed=7)
+    account.end(Outcome("succeeded", "every participant is done", "run", 5, 0))
+    assert account.ran.generation == 5, "what another run has begun is not this one's"
+
+
+def test_the_cause_may_be_another_nodes() -> None:
+    """This node was a spare in the last world."""
+    account = seen(final=4, claimed=5)
+    account.ran.generations = [1, 2]
     cause = Failure("n2", 1, 0, 7, 1, 2.0, "ValueError: theirs", "2026-01-01T00:00:00+00:00")
     account.end(Outcome("failed", "why", "run", 5, 1, cause))
     (told,) = account.ran.failures
