@@ -25,6 +25,7 @@ from elastic_etcd.core import wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
     MOST_DRAINS,
+    MOST_SCALED,
     Drain,
     Halt,
     Phase,
@@ -346,6 +347,9 @@ async def _scale(job: Job, args: Namespace) -> dict[str, Any]:
         if own.max_nodes == 1:
             meets = "its agent meets no others (--nnodes 1)"
             raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
+        if asked.max_nodes > (most := own.pages * MOST_SCALED):
+            told = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
+            raise ElasticEtcdError(f"job {job.name} was begun with {told}")
         if wanted.scaled(view, spec.run, own).nnodes == asked.nnodes:
             return view.wanted or Wanted()
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
