@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -39,6 +39,7 @@ from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
+from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.recorder import FlightRecorder
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
@@ -94,6 +95,7 @@ from elastic_etcd.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
 
 if TYPE_CHECKING:
+    from elastic_etcd.agent.account import Account
     from elastic_etcd.agent.event_log import EventLog
     from elastic_etcd.agent.metrics import Metrics
     from elastic_etcd.agent.notices import Notice, Watch
@@ -107,14 +109,15 @@ _APPROVE_TIMEOUT = 5.0
 log = logging.getLogger(__name__)
 
 
-def run(config: AgentConfig) -> int:
+def run(config: AgentConfig, account: "Account | None" = None) -> int:
     """Be this node's agent until the job is over here; gives the exit code.
 
-    Raises ElasticEtcdError for what the user is to be told: what failed, where, what to do.
+    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError for what the user
+    is to be told: what failed, where, what to do.
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run(config, metrics))
+        return asyncio.run(_run(config, metrics, account))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -129,7 +132,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
-async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
+async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account | None") -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
@@ -155,7 +158,8 @@ async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
             events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        return await run_agent(config, client, guardian, logs, embedded, memory, metrics, events)
+        told = (metrics, account, events)
+        return await run_agent(config, client, guardian, logs, embedded, memory, *told)
 
 
 async def run_agent(
@@ -166,6 +170,7 @@ async def run_agent(
     embedded: EmbeddedEtcd | None = None,
     memory: str = "",
     metrics: "Metrics | None" = None,
+    account: "Account | None" = None,
     events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
@@ -183,12 +188,17 @@ async def run_agent(
         tasks.create(hangs.watch())
         tasks.create(hangs.answer())
         measure = Measure(workers)
+        pace = PaceTeller(membership, workers)
+        tasks.create(pace.tell())
         if metrics:
             metrics.follow(membership, workers, measure)
         if events:
             measure.followers.append(events)
-        own = (measure, metrics, events)
-        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, *own)
+        if account:
+            account.follow(logs)
+        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        own = (measure, observers, account, events)
+        return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
     return await live(build)
 
@@ -246,6 +256,12 @@ class LocalWorkers(Protocol):
     def close(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Who is told of every state of the agent."""
+
+    def see(self, state: State) -> None: ...
+
+
 class Agent:
     """The inbox and its loop."""
 
@@ -257,9 +273,9 @@ class Agent:
         membership: Membership,
         workers: LocalWorkers,
         guardian: Guardian | None = None,
-        hangs: HangWatch | None = None,
         measure: Measure | None = None,
-        metrics: "Metrics | None" = None,
+        observers: Sequence[Observer] = (),
+        account: "Account | None" = None,
         events: "EventLog | None" = None,
     ) -> None:
         self._config = config
@@ -269,9 +285,9 @@ class Agent:
         self._inbox = inbox
         self._membership = membership
         self._workers = workers
-        self._hangs = hangs
         self._measure = measure
-        self._metrics = metrics
+        self._observers = observers
+        self._account = account
         self._events = events
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -365,9 +381,11 @@ class Agent:
             log.warning("the lease is lost: %s", event.reason)
         now = self._loop.time()
         step = self._recorder.record(self._state, now, event)
-        before = self._state.local
+        before = self._state
         self._state, step.actions = lifecycle.step(self._state, event, now)
-        if self._state.local.leaving and not before.leaving:
+        if self._account:
+            self._account.see(before, event, self._state)
+        if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
         if self._events:
             self._events.see(event, self._state)
@@ -378,10 +396,8 @@ class Agent:
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
         self._membership.follow(self._state)
-        if self._hangs:
-            self._hangs.see(self._state)
-        if self._metrics:
-            self._metrics.see(self._state)
+        for observer in self._observers:
+            observer.see(self._state)
         if self._guardian:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 
@@ -592,6 +608,8 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
+        if self._account:
+            self._account.end(outcome)
         if self._first:
             await self._report()
         code = _exit_code(outcome)

@@ -51,8 +51,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"lost: {', '.join(some) or 'nothing'}"
     if found["unknown"]:
         yield f"unknown: {found['unknown']:.1f} s of worlds of which no steps were seen"
-    if found["trained"] and not found["commits"]:
+    ended = found["lost"]["detect"] or found["lost"]["hang"]  # a world, and not by its success
+    if ended and found["trained"] and not found["commits"]:
         yield "no commits were seen: what was trained again is not known, and counted as trained"
-    restarts = "1 restart" if found["restarts"] == 1 else f"{found['restarts']} restarts"
-    planned = f", {found['planned']} of them planned" if found["planned"] else ""
-    yield f"{restarts}{planned}; longest pause {found['pause']:.1f} s"
+    if found["restarts"]:
+        restarts = "1 restart" if found["restarts"] == 1 else f"{found['restarts']} restarts"
+        planned = f", {found['planned']} of them planned" if found["planned"] else ""
+        yield f"{restarts}{planned}; longest pause {found['pause']:.1f} s"

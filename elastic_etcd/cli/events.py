@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from elastic_etcd.agent.events import Event
+    from elastic_etcd.cli import options
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
 
@@ -30,11 +31,16 @@ examples:
 {look.CODES}"""
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd events JOB`."""
+    made = look.parser("events", "Shows what a job went through, an event a line.", _EPILOG)
+    made.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
+    made.add_argument("--follow", action="store_true", help="go on until the job is over")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a job's events; gives the exit code."""
-    parser = look.parser("events", "Shows what a job went through, an event a line.", _EPILOG)
-    parser.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
-    parser.add_argument("--follow", action="store_true", help="go on until the job is over")
     return look.run(parser, argv, _events)
 
 

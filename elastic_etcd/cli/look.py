@@ -1,4 +1,4 @@
-"""What the commands that only look at a job have in common."""
+"""What the commands that look at a job or steer it have in common."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Sequence
 
+    from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.etcd.config import EtcdConfig
 
 CODES = """\
@@ -26,11 +27,11 @@ exit codes:
 """
 
 
-def parser(command: str, description: str, epilog: str) -> options.Parser:
-    """For a command that takes a job and etcd's flags."""
+def parser(command: str, description: str, epilog: str, arguments: str = "JOB") -> options.Parser:
+    """For a command that takes a job and etcd's flags; its other arguments are added later."""
     made = options.Parser(
         prog=f"elastic-etcd {command}",
-        usage=f"elastic-etcd {command} [options] JOB",
+        usage=f"elastic-etcd {command} [options] {arguments}",
         description=description,
         epilog=epilog,
         formatter_class=options.Help,
@@ -49,25 +50,32 @@ class Job:
         self.client, self.name = client, str(args.job)
         self.keys = Keys(f"{args.prefix}/{args.job}")
         self.ranges = covered(self.keys, Everything())
-        self._timeout = args.timeout
+        self.timeout = args.timeout
+
+    async def read(self) -> Snapshot:
+        """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
+        seen = await self.client.range(*self.ranges, timeout=self.timeout)
+        view = self.view_of(seen)
+        if not (view.round or view.outcome or view.members or view.history or view.wanted):
+            raise ElasticEtcdError(f"{self.client.endpoint} has no job at {self.keys.root}")
+        return seen
 
     async def view(self) -> View:
-        """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
-        seen = await self.client.range(*self.ranges, timeout=self._timeout)
-        view = view_of(seen, self.keys, Everything())
-        if not (view.round or view.outcome or view.members or view.history):
-            raise ElasticEtcdError(f"etcd has no job at {self.keys.root}")
-        return view
+        """The same as a view."""
+        return self.view_of(await self.read())
+
+    def view_of(self, seen: Snapshot) -> View:
+        return view_of(seen, self.keys, Everything())
 
 
 def run(
-    made: options.Parser,
+    made: Callable[[], options.Parser],
     argv: Sequence[str],
     command: Callable[[Job, Any], Awaitable[None]],
 ) -> int:
     """Do `command`, which prints; gives the exit code."""
     try:
-        args = made.parse_args(argv)
+        args = made().parse_args(argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")

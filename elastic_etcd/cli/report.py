@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Sequence
 
+    from elastic_etcd.cli import options
     from elastic_etcd.core.view import View
 
 _EPILOG = f"""\
@@ -31,11 +32,16 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
 {look.CODES}"""
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd report JOB`."""
+    text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
+    made = look.parser("report", text, _EPILOG)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
-    parser = look.parser("report", text, _EPILOG)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return look.run(parser, argv, _report)
 
 

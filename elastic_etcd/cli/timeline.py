@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from elastic_etcd.cli import options
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
 
@@ -67,15 +68,21 @@ class Saved(NamedTuple):
     at: float
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the file; gives the exit code."""
-    parser = look.parser("timeline", "Draws what each node did in the newest run.", _EPILOG)
-    parser.add_argument(
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd timeline JOB`."""
+    text = "Draws what each node did in the newest run."
+    made = look.parser("timeline", text, _EPILOG, "JOB --out FILE")
+    made.add_argument(
         "--out", type=_file, required=True, metavar="FILE", help="to write: .svg, or .json"
     )
-    parser.add_argument(
+    made.add_argument(
         "--log", nargs="+", default=[], metavar="FILE", help="files that --event-log has written"
     )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the file; gives the exit code."""
     return look.run(parser, argv, _timeline)
 
 

@@ -27,7 +27,7 @@ PREFIX = "/elastic_etcd"
 PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
-        *("hang", "steps", "wanted"),
+        *("hang", "steps", "wanted", "watched", "paces"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -152,6 +152,17 @@ class Keys:
     def wanted(self) -> str:
         return f"{self.root}/wanted"
 
+    @property
+    def watched(self) -> str:
+        return f"{self.root}/watched"
+
+    @property
+    def paces(self) -> str:
+        return f"{self.root}/paces/"
+
+    def pace(self, lease: int) -> str:
+        return f"{self.root}/paces/{hexed(lease)}"
+
     def steps(self, generation: int | None = None) -> str:
         return self._folder("steps", generation)
 
@@ -208,29 +219,17 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
-class Limits(Value, frozen=True):
-    """What the user asked for; times are in seconds.
+class Sizes(Value, frozen=True):
+    """How many nodes a world may have.
 
-    A world has a number of nodes from min to max, one of `sizes` if there are any, and a
-    multiple of `multiple_of`. Both ends are such numbers.
+    A number from min to max, one of `sizes` if there are any, and a multiple of `multiple_of`.
+    Both ends are such numbers.
     """
 
     min_nodes: Nodes
     max_nodes: Nodes
     sizes: Annotated[tuple[Nodes, ...], Meta(max_length=MOST_SIZES)] = ()
     multiple_of: Nodes = 1
-    max_restarts: Number = 3
-    restart_window: Seconds = 3600.0
-    min_uptime: Seconds = 10.0
-    suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
-    hang_action: Literal["report", "restart"] = "report"
-    settle: Seconds = 3.0
-    join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
-    join_interval: Seconds = 0.0
-    join_timeout: Seconds = 600.0
-    cut_off: Seconds | None = None  # from a renewal until no worker is left; None: never
-    leave_deadline: Seconds = GRACE_LEAVE  # of the workers of a node that leaves
-    patience: Seconds = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no flags say."""
@@ -251,11 +250,6 @@ class Limits(Value, frozen=True):
         step = f" --nodes-multiple-of {self.multiple_of}" if self.multiple_of > 1 else ""
         return f"{self.min_nodes}:{self.max_nodes}{step}"
 
-    @property
-    def pages(self) -> int:
-        """On how many pages worlds are: the same for all, so that a node knows its page before."""
-        return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
-
     def largest(self, nodes: int) -> int:
         """The largest world that so many nodes make, 0 if they are too few."""
         if nodes < self.min_nodes:
@@ -272,6 +266,28 @@ class Limits(Value, frozen=True):
         if self.sizes:
             return min(size for size in self.sizes if size > nodes)
         return max(self.min_nodes, nodes + self.multiple_of - nodes % self.multiple_of)
+
+
+class Limits(Sizes, frozen=True):
+    """What the user asked for; times are in seconds."""
+
+    max_restarts: Number = 3
+    restart_window: Seconds = 3600.0
+    min_uptime: Seconds = 10.0
+    suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
+    hang_action: Literal["report", "restart"] = "report"
+    settle: Seconds = 3.0
+    join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
+    join_interval: Seconds = 0.0
+    join_timeout: Seconds = 600.0
+    cut_off: Seconds | None = None  # from a renewal until no worker is left; None: never
+    leave_deadline: Seconds = GRACE_LEAVE  # of the workers of a node that leaves
+    patience: Seconds = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
+
+    @property
+    def pages(self) -> int:
+        """On how many pages worlds are: the same for all, so that a node knows its page before."""
+        return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
 
     def differing(self, own: "Limits") -> str:
         """The flags whose values here a node has asked for otherwise, "" if there is none."""
@@ -587,16 +603,48 @@ class Halt(Value, frozen=True):
     at: Text = ""
 
 
+class Scale(Sizes, frozen=True, kw_only=True):
+    """How many nodes are to train in `run` from now on, `instead_of` what its spec says."""
+
+    run: Text
+    instead_of: Text
+    by: Text = ""
+    at: Text = ""
+
+
 class Wanted(Value, frozen=True):
     """What people want of a job. They write it, and agents only read it.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
     """
 
-    OPTIONAL: ClassVar = ("drains", "stop")
+    OPTIONAL: ClassVar = ("drains", "stop", "scale")
 
     drains: Annotated[tuple[Drain, ...], Meta(max_length=MOST_DRAINS)] = ()
     stop: Halt | None = None
+    scale: Scale | None = None
+
+
+class Watched(Value, frozen=True):
+    """That somebody looks at the job, as long as their lease lives: nodes say how fast they are.
+
+    Each does so every `seconds`, and more seldom where there are many.
+    """
+
+    seconds: Annotated[float, Meta(ge=0.5, lt=MOST_SECONDS)] = 2.0
+    by: Text = ""
+
+
+class Pace(Value, frozen=True):
+    """How far the slowest worker of a node is in its world, and how fast it was of late."""
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    generation: Number
+    step: Number
+    per_second: Seconds
+    doing: Doing
 
 
 class Outcome(Value, frozen=True):

@@ -33,6 +33,7 @@ from elastic_etcd.core.schema import (
     Master,
     Member,
     Outcome,
+    Pace,
     Page,
     Participant,
     Report,
@@ -117,17 +118,22 @@ def join(
         return "the job ended while this node was cut off"
     if known and not (again or view.members) and wanted.halted(view, known.run):
         known = None  # all have left, and the last one died before it wrote the outcome
-    own, others = spec.limits.nnodes, known.limits.nnodes if known else ""
-    if known and view.members and not view.outcome and own != others:
-        return f"--nnodes {own} differs from {others[:256]} of the nodes there"
+    own, asked = spec.limits.nnodes, _asked(view, known) if known else ()
+    if known and view.members and not view.outcome and own not in asked:
+        return f"--nnodes {own} differs from {asked[-1][:256]} of the nodes there"
     fence = _join_fence(keys, seen, member)
-    if known is None or view.outcome or own != others:
+    if known is None or view.outcome or own not in asked:
         begun = _begin_run(keys, view, spec, last)
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
     if _is_deserted(keys, seen) and known.limits != spec.limits:
         known, fence = replace(known, limits=spec.limits), (*fence, *nobody(keys))
     renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
+
+
+def _asked(view: View, known: Spec) -> tuple[str, ...]:
+    """The --nnodes with which a node may join this run: its own, and those it is scaled to."""
+    return known.limits.nnodes, wanted.scaled(view, known.run, known.limits).nnodes
 
 
 def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
@@ -370,6 +376,13 @@ def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
     )
     key = keys.step(local.running, local.lease)
     return Txn(fence, (Put(key, encode(steps), local.lease),))
+
+
+def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
+    """How fast this node's workers are; None: nobody wants to know it any more."""
+    key = keys.pace(local.lease)
+    fence = (Compare(keys.member(local.lease), "create", local.created),)
+    return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
