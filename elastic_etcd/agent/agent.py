@@ -158,8 +158,8 @@ async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account
             events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        served = (metrics, account, events)
-        return await run_agent(config, client, guardian, logs, embedded, memory, *served)
+        told = (metrics, account, events)
+        return await run_agent(config, client, guardian, logs, embedded, memory, *told)
 
 
 async def run_agent(
@@ -192,13 +192,13 @@ async def run_agent(
         tasks.create(pace.tell())
         if metrics:
             metrics.follow(membership, workers, measure)
-        if account:
-            account.follow(logs)
         if events:
             measure.followers.append(events)
+        if account:
+            account.follow(logs)
         observers = (hangs, pace, metrics) if metrics else (hangs, pace)
-        told = (observers, account, events)
-        return Agent(config, inbox, tasks, membership, workers, guardian, measure, *told)
+        own = (measure, observers, account, events)
+        return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
     return await live(build)
 
