@@ -19,7 +19,7 @@ COPY scripts/constraints.txt build/wheels* /wheels/
 WORKDIR /src
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY elastic_etcd/version.py elastic_etcd/
-RUN python3 -m venv /opt/venv && pip install . numpy scikit-learn
+RUN python3 -m venv /opt/venv && pip install '.[metrics]' numpy scikit-learn
 
 FROM dependencies AS build
 COPY README.md ./

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_etcd.train.seed import seed_all as seed_all
     from elastic_etcd.train.state import ElasticState as ElasticState
     from elastic_etcd.train.steps import steps_per_epoch as steps_per_epoch
+    from elastic_etcd.train.store import store as store
     from elastic_etcd.train.sync_point import WorldChanged as WorldChanged
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "run": "run",
     "seed_all": "seed",
     "steps_per_epoch": "steps",
+    "store": "store",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from elastic_etcd.version import __version__
@@ -13,9 +14,14 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
        elastic-etcd status [options] JOB                     what a job does and went through
+       elastic-etcd top [options] JOB                        the same on a screen that follows it
+       elastic-etcd events [options] JOB                     the same, an event a line; --follow
+       elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
+       elastic-etcd scale [options] JOB NODES                change how many nodes train
        elastic-etcd stop [options] JOB                       end a job on all nodes
+       elastic-etcd completion SHELL                         complete these commands in a shell
        elastic-etcd --version
 
 Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
@@ -29,14 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command == "status":
-        from elastic_etcd.cli import status  # noqa: PLC0415 - as above
-
-        return status.main(rest)
-    if command in ("drain", "undrain", "stop"):
+    if command in ("status", "top", "events", "report", "completion"):
+        return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
+    if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
-        return steer.COMMANDS[command](rest)
+        return steer.main(command, rest)
     if command == "--version":
         print(f"elastic-etcd {__version__}")
         return 0

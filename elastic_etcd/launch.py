@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from argparse import ArgumentTypeError
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
 
+    from elastic_etcd.agent.account import Account
     from elastic_etcd.etcd.config import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
@@ -40,21 +42,15 @@ _RDZV_CONF = {
     "cert": "cert",
     "key": "key",
 }
+_HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
-    _open_standard_streams()
+    open_standard_streams()
     be_init()
     try:
-        args = _arguments(sys.argv[1:] if argv is None else argv, os.environ, prog)
-        config = _config(args, os.environ)
-        set_up_logging(config)
-        for remark in _remarks(args):
-            log.warning(remark)
-        from elastic_etcd.agent.agent import run  # noqa: PLC0415 - a wrong flag is told at once
-
-        return run(config)
+        return run(sys.argv[1:] if argv is None else argv, os.environ, prog)
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -62,7 +58,27 @@ def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
         return error.exit_code
 
 
-def _open_standard_streams() -> None:
+def run(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    prog: str = options.COMMAND,
+    account: Account | None = None,
+) -> int:
+    """Be the agent of this command line and environment; gives the exit code.
+
+    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError.
+    """
+    args = _arguments(argv, env, prog)
+    config = _config(args, env)
+    set_up_logging(config)
+    for remark in _remarks(args, env):
+        log.warning(remark)
+    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
+
+    return agent.run(config, account)
+
+
+def open_standard_streams() -> None:
     """Open /dev/null as 0, 1 or 2 if that is closed: else the next file opened would get it."""
     for number in (0, 1, 2):
         try:
@@ -122,7 +138,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
-        metrics_addr=args.metrics_addr,
+        metrics_addr=args.metrics_addr or _health_check(env),
         preemption_watch=args.preemption_watch,
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
     )
@@ -250,6 +266,21 @@ def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
         raise UsageError(f"{variable}: {error}") from error
 
 
+def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where torch's variable wants the agent's health to be asked for; who asks is outside."""
+    port = env.get(_HEALTH_CHECK)
+    if not (port and _can_serve()):
+        return None
+    try:
+        return options.listening(f"0.0.0.0:{port}")
+    except ArgumentTypeError as error:
+        raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
+
+
+def _can_serve() -> bool:
+    return find_spec("prometheus_client") is not None
+
+
 def _log_level(env: Mapping[str, str]) -> str:
     try:
         return options.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
@@ -257,13 +288,15 @@ def _log_level(env: Mapping[str, str]) -> str:
         return AgentConfig.log_level  # other programs read LOGLEVEL too, and other words
 
 
-def _remarks(args: Namespace) -> Iterator[str]:
+def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
     """One line for each thing given that has no meaning here, and why."""
     for dest, reason in options.WITHOUT_MEANING.items():
         if getattr(args, dest) not in (None, "null"):
             yield f"--{dest.replace('_', '-')} has no meaning here: {reason}"
     for key in args.rdzv_conf.keys() - _RDZV_CONF.keys():
         yield f"--rdzv-conf {key} has no meaning here"
+    if env.get(_HEALTH_CHECK) and not _can_serve():
+        yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
 
 
 class _Lines(logging.Formatter):

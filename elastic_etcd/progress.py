@@ -30,7 +30,7 @@ _SIZE = 4096
 _HEAD = struct.Struct("=5Q")  # doing, since, steps, when the step began, whether steps are told
 _WHAT = struct.Struct("=128s")
 _WHAT_AT = 64
-_COMMITS = struct.Struct("=2Q")  # how many, and how long they took together
+_COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when the last one ended
 _COMMITS_AT = 192
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
@@ -58,7 +58,7 @@ class Progress(NamedTuple):
     `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
     this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
     by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
-    together.
+    together, and the last one ended `since_commit` seconds ago.
     """
 
     doing: Doing
@@ -69,6 +69,7 @@ class Progress(NamedTuple):
     told: bool = False
     commits: int = 0
     commit_seconds: float = 0.0
+    since_commit: float = 0.0
 
 
 class Page:
@@ -104,8 +105,9 @@ class Page:
             _WHAT.pack_into(self._memory, _WHAT_AT, *was)
             _HEAD.pack_into(self._memory, 0, before, since + took, steps, began + took, told)
             if doing is Doing.COMMIT:
-                commits, spent = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
-                _COMMITS.pack_into(self._memory, _COMMITS_AT, commits + 1, spent + took)
+                commits, spent, _ = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+                more = (commits + 1, spent + took, start + took)
+                _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
 
     def now(self, doing: Doing) -> None:
         """From here on it does this."""
@@ -122,16 +124,18 @@ class Page:
         doing, since, steps, _, told = _HEAD.unpack_from(self._memory)
         (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
-        commits, spent = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+        commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+        now = monotonic_ns()
         return Progress(
             doing=Doing(min(doing, Doing.DONE)),
-            seconds=max(0, monotonic_ns() - since) * _NS,
+            seconds=max(0, now - since) * _NS,
             steps=steps,
             slowest=max(recent) * _NS,
             what=what.rstrip(b"\0").decode(errors="replace"),
             told=bool(told),
             commits=commits,
             commit_seconds=spent * _NS,
+            since_commit=max(0, now - ended) * _NS,
         )
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -36,8 +36,10 @@ from elastic_etcd.agent.inbox import (
     Unkillable,
 )
 from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
+from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.recorder import FlightRecorder
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
@@ -68,7 +70,16 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    Failure,
+    Limits,
+    Master,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+    Spent,
+)
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -84,6 +95,7 @@ from elastic_etcd.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
 
 if TYPE_CHECKING:
+    from elastic_etcd.agent.account import Account
     from elastic_etcd.agent.metrics import Metrics
     from elastic_etcd.agent.notices import Notice, Watch
 
@@ -96,14 +108,15 @@ _APPROVE_TIMEOUT = 5.0
 log = logging.getLogger(__name__)
 
 
-def run(config: AgentConfig) -> int:
+def run(config: AgentConfig, account: "Account | None" = None) -> int:
     """Be this node's agent until the job is over here; gives the exit code.
 
-    Raises ElasticEtcdError for what the user is to be told: what failed, where, what to do.
+    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError for what the user
+    is to be told: what failed, where, what to do.
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run(config, metrics))
+        return asyncio.run(_run(config, metrics, account))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -118,7 +131,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
-async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
+async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account | None") -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
@@ -139,7 +152,7 @@ async def _run(config: AgentConfig, metrics: "Metrics | None") -> int:
         scope.callback(remove)  # before that: else nobody would, if this were killed now
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        return await run_agent(config, client, guardian, logs, embedded, memory, metrics)
+        return await run_agent(config, client, guardian, logs, embedded, memory, metrics, account)
 
 
 async def run_agent(
@@ -150,6 +163,7 @@ async def run_agent(
     embedded: EmbeddedEtcd | None = None,
     memory: str = "",
     metrics: "Metrics | None" = None,
+    account: "Account | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
@@ -164,9 +178,17 @@ async def run_agent(
         hangs = HangWatch(config.hang_timeout, membership, workers, logs)
         tasks.create(hangs.watch())
         tasks.create(hangs.answer())
+        measure = Measure(workers)
+        pace = PaceTeller(membership, workers)
+        tasks.create(pace.tell())
         if metrics:
-            metrics.follow(membership, workers)
-        return Agent(config, inbox, tasks, membership, workers, guardian, hangs, metrics)
+            metrics.follow(membership, workers, measure)
+        if account:
+            account.follow(logs)
+        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        return Agent(
+            config, inbox, tasks, membership, workers, guardian, measure, observers, account
+        )
 
     return await live(build)
 
@@ -224,6 +246,12 @@ class LocalWorkers(Protocol):
     def close(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Who is told of every state of the agent."""
+
+    def see(self, state: State) -> None: ...
+
+
 class Agent:
     """The inbox and its loop."""
 
@@ -235,8 +263,9 @@ class Agent:
         membership: Membership,
         workers: LocalWorkers,
         guardian: Guardian | None = None,
-        hangs: HangWatch | None = None,
-        metrics: "Metrics | None" = None,
+        measure: Measure | None = None,
+        observers: Sequence[Observer] = (),
+        account: "Account | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -245,14 +274,16 @@ class Agent:
         self._inbox = inbox
         self._membership = membership
         self._workers = workers
-        self._hangs = hangs
-        self._metrics = metrics
+        self._measure = measure
+        self._observers = observers
+        self._account = account
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
+        self._first = False  # its workers of the last world had rank 0
         self._asked = False  # to leave, by a signal
         self._asked_at = 0.0
         self._signal = signal.SIGTERM  # the one on which this node leaves
@@ -340,19 +371,21 @@ class Agent:
             log.warning("the lease is lost: %s", event.reason)
         now = self._loop.time()
         step = self._recorder.record(self._state, now, event)
-        before = self._state.local
+        before = self._state
         self._state, step.actions = lifecycle.step(self._state, event, now)
-        if self._state.local.leaving and not before.leaving:
+        if self._account:
+            self._account.see(before, event, self._state)
+        if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
+        if self._measure:
+            self._measure.see(self._state)
         for action in step.actions:
             self._do(action)
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
         self._membership.follow(self._state)
-        if self._hangs:
-            self._hangs.see(self._state)
-        if self._metrics:
-            self._metrics.see(self._state)
+        for observer in self._observers:
+            observer.see(self._state)
         if self._guardian:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 
@@ -373,6 +406,7 @@ class Agent:
             case Write():
                 self._write(action)
             case StartWorkers(now, part):
+                self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
             case StopWorkers():
                 self._stop(action)
@@ -395,7 +429,13 @@ class Agent:
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
             master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master)
+        self._membership.write(self._state, write, master, self._spent())
+
+    def _spent(self) -> Spent | None:
+        """Where the seconds of the last world went, if this node knows."""
+        view = self._state.view
+        last = view.ledger.final if view else self._state.local.ran
+        return self._measure.of(last) if self._measure else None
 
     def _stop(self, stop: StopWorkers) -> None:
         grace, by = stop.grace, stop.by
@@ -526,7 +566,7 @@ class Agent:
             case Left():
                 await self._workers.end("this node is leaving")
                 if local.lease:
-                    await self._membership.leave(local)
+                    await self._membership.leave(local, self._spent())
                 await self._approve()
                 return self._left(local.run)
             case Error(reason):
@@ -565,8 +605,20 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
+        if self._account:
+            self._account.end(outcome)
+        if self._first:
+            await self._report()
         code = _exit_code(outcome)
         return self._unfinished() if outcome.state == _STOPPED else code
+
+    async def _report(self) -> None:
+        """Say where the time of the run went, if etcd answers soon."""
+        from elastic_etcd.agent.report import lines, of_run  # noqa: PLC0415 - once, at the end
+
+        entry = await self._membership.history(self._state.local.ran)
+        for line in lines(of_run(entry)) if entry else ():
+            log.info("%s", line)
 
 
 def _tell_embedded(config: AgentConfig, endpoint: str) -> None:

@@ -232,6 +232,10 @@ class Logs:
         self._disk.put(partial(self._make_folder, folder))
         return str(folder / "error.json")
 
+    def keep(self) -> None:
+        """Leave the error files where they are at the end, for who has started this agent."""
+        self._has_evidence = True
+
     def evidence_file(self, generation: int, rank: int) -> Path | None:
         """For what is found out about a worker that hangs; None without a folder. It is kept."""
         folder = self._folder(generation, rank)

@@ -35,6 +35,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local, may_still_save
 from elastic_etcd.core.schema import (
     Drain,
+    History,
     Keys,
     Labels,
     Limits,
@@ -43,6 +44,8 @@ from elastic_etcd.core.schema import (
     Outcome,
     Phase,
     Spec,
+    Spent,
+    decode,
 )
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
@@ -163,9 +166,11 @@ class Membership:
             self._task.cancel()
         self._run(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
-    def write(self, state: State, write: Write, master: Master | None) -> None:
+    def write(
+        self, state: State, write: Write, master: Master | None, spent: Spent | None = None
+    ) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
-        txn = writes.build(self.keys, state, write, self._member, master, _now())
+        txn = writes.build(self.keys, state, write, self._member, master, _now(), spent)
         self._run(partial(self._commit, txn))
 
     async def publish(self, txn: Txn) -> bool:
@@ -206,8 +211,21 @@ class Membership:
         outcome = view_of(snapshot, self.keys, Narrow()).outcome
         return outcome if outcome and outcome.run == run else None
 
-    async def leave(self, local: Local) -> None:
-        """Leave for good; the last one that does so stops the job."""
+    async def history(self, generation: int) -> History | None:
+        """What is remembered of a world, None if that can't be had soon."""
+        key = self.keys.history(generation)
+        try:
+            seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
+            return decode(History, seen.kvs[key].value) if key in seen.kvs else None
+        except (EtcdError, ValueError) as error:
+            log.debug("%s: %s", key, error)
+            return None
+
+    async def leave(self, local: Local, spent: Spent | None = None) -> None:
+        """Leave for good; the last one that does so stops the job.
+
+        `spent` is what this node has measured of the last world.
+        """
         keys = self.keys
         gets = (Get(keys.ledger), Get(keys.wanted), Get(keys.history(), prefix=True))
         await self._until_known(local.ran)
@@ -217,7 +235,8 @@ class Membership:
             if look.succeeded:
                 view = view_of(_read(look), keys, Everything())
                 if not view.newer:
-                    await self._client.txn(writes.stop(keys, view, local, _now()), LEAVE_TIMEOUT)
+                    stop = writes.stop(keys, view, local, _now(), spent)
+                    await self._client.txn(stop, LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 

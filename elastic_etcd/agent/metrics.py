@@ -5,7 +5,6 @@ counted is kept here: prometheus-client's own counters would write into PROMETHE
 which is the workers'.
 """
 
-import asyncio
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -25,22 +24,21 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.measure import Measure, is_spare
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Phase, Round
+from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import Doing, Page, Progress
+from elastic_etcd.progress import Page, Progress
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
 CAUSES = ("failure", "lost", "leave", "join")
 _RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 _REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-_SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
-_FINER = 0.1  # than so much of what is measured
 
 
 class Histogram:
@@ -170,9 +168,6 @@ class Metrics(Collector):
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
         self._steps = Steps()
-        self._began = 0.0
-        self._started = False
-        self._looking: asyncio.TimerHandle | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -182,57 +177,19 @@ class Metrics(Collector):
         """From here on it knows whether the loop turns."""
         self._watchdog = watchdog
 
-    def follow(self, membership: Membership, workers: Workers) -> None:
-        """From here on these are read."""
+    def follow(self, membership: Membership, workers: Workers, measure: Measure) -> None:
+        """From here on these are read, and changes of world are counted."""
         self._membership, self._workers = membership, workers
+        measure.recovery = self._recovery
 
     def see(self, state: State) -> None:
         """The agent is this from here on."""
-        was, self._state = self._state.local, state
-        own, now = state.local, asyncio.get_running_loop().time()
-        if was.running and not was.stopping and (own.stopping or not own.running):
-            self._end_world(now)
+        was, self._state, own = self._state.local, state, state.local
         if was.running and not own.running:
-            self._recovery.pass_phase("stop", now)
             self._steps.end()
         if own.running and own.running != was.running:
-            self._begin_world(now)
-        if not own.running and is_spare(state):
-            self._recovery.forget()
-
-    def _end_world(self, now: float) -> None:
-        self._cancel()
-        if isinstance(self._state.result, Finished):
-            self._recovery.forget()
-            return
-        pages = self._steps.read()
-        idle = min((page.seconds for page in pages if page.steps), default=0.0)
-        self._recovery.end_world(now, idle)
-
-    def _begin_world(self, now: float) -> None:
-        assert self._workers
-        assert self._state.view
-        assert self._state.view.round
-        self._steps.begin(self._workers.pages)
-        self._recovery.begin_world(cause_of(self._state.view.round), now)
-        self._began, self._started = now, False
-        self._look()
-
-    def _look(self) -> None:
-        """Look for the first step again and again, the less often the longer it takes."""
-        now, pages = asyncio.get_running_loop().time(), self._steps.read()
-        if not self._started and all(page.doing is not Doing.STARTING for page in pages):
-            self._started = True
-            self._recovery.pass_phase("start", now)
-        if all(page.steps for page in pages):
-            self._recovery.train(now)
-            return
-        pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
-        self._looking = asyncio.get_running_loop().call_later(pause, self._look)
-
-    def _cancel(self) -> None:
-        if self._looking:
-            self._looking.cancel()
+            assert self._workers
+            self._steps.begin(self._workers.pages)
 
     # --- in any thread --------------------------------------------------------------------
 
@@ -383,13 +340,6 @@ class Metrics(Collector):
 _PREFIX = "elastic_etcd_"
 
 
-def cause_of(begun: Round) -> str:
-    """Which of CAUSES ended the world before this one."""
-    if begun.planned:
-        return "leave" if begun.reason.endswith(" leaving") else "join"
-    return "lost" if begun.reason.endswith(" lost") else "failure"
-
-
 def unready(state: State) -> str:
     """Why a node is neither in a world nor a spare, "" if it is."""
     own, now = state.local, state.view.round if state.view else None
@@ -401,17 +351,6 @@ def unready(state: State) -> str:
     if own.running == now.generation or (finished and own.ran == now.generation):
         return ""
     return "" if is_spare(state) else f"not in generation {now.generation}"
-
-
-def is_spare(state: State) -> bool:
-    """Whether a world trains that has no place for this node."""
-    own, view = state.local, state.view
-    now = view.round if view else None
-    if view is None or now is None or now.phase is not Phase.FINAL:
-        return False
-    # A page may come after its round.
-    known = view.page.generation == now.generation if view.page else len(view.world) == now.nodes
-    return known and own.acked == now.generation and view.part(own.lease) is None
 
 
 def nodes(view: View) -> dict[str, float]:

@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import look
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core import suspects
+from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
-from elastic_etcd.core.schema import History, Keys, Phase, decode, plain
-from elastic_etcd.core.view import Everything, View, covered, view_of
-from elastic_etcd.errors import ElasticEtcdError, UsageError
-from elastic_etcd.etcd.client import Client
+from elastic_etcd.core.schema import History, Phase, decode, plain
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.core.schema import Member, Participant
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.cli import options
+    from elastic_etcd.core.schema import Limits, Member, Participant, Spec
+    from elastic_etcd.core.view import View
 
 _HISTORY = 8  # generations shown; --json has all
 
 
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd status JOB`."""
+    text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
+    made = look.parser("status", text, look.CODES)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print a job's state; gives 0, or 1 when etcd knows no such job."""
-    parser = options.Parser(
-        prog="elastic-etcd status",
-        description="Shows a job's nodes, ranks, restarts, recent history and outcome.",
-        epilog="exit codes: 0 shown, 1 no such job, 2 wrong usage, 5 etcd unreachable or denied",
-    )
-    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = options.Group(parser, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
-    try:
-        args = parser.parse_args(argv)
-        config = options.etcd_of(args, os.environ)
-        if config is None:
-            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        keys = Keys(f"{args.prefix}/{args.job}")
-        view = asyncio.run(_look(config, keys, args.timeout))
-    except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    if not (view.round or view.outcome or view.members or view.history):
-        print(f"error: {', '.join(config.endpoints)} has no job at {keys.root}", file=sys.stderr)
-        return 1
-    state = describe(args.job, view)
+    """Print a job's state; gives the exit code."""
+    return look.run(parser, argv, _status)
+
+
+async def _status(job: look.Job, args: Namespace) -> None:
+    state = describe(job.name, await job.view())
     if args.json:
         print(json.dumps(state, indent=2))
     else:
         _show(state)
-    return 0
-
-
-async def _look(config: EtcdConfig, keys: Keys, timeout: float) -> View:
-    async with Client(config) as client:
-        snapshot = await client.range(*covered(keys, Everything()), timeout=timeout)
-    return view_of(snapshot, keys, Everything())
 
 
 def describe(job: str, view: View) -> dict[str, Any]:
@@ -78,7 +57,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "restarts": now.restarts if now else _last_restarts(view),
-        "limits": plain(view.spec.limits) if view.spec else None,
+        "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
         "nodes": [*_participants(view), *_others(view)],
@@ -89,6 +68,10 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "newer": view.newer,
         "malformed": list(view.malformed),
     }
+
+
+def _limits(spec: Spec, view: View) -> Limits:
+    return wanted.scaled(view, spec.run, spec.limits)
 
 
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
@@ -138,7 +121,7 @@ def _why(view: View, member: Member) -> str:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
-    return awaited(view, now, Local(now.run, member.lease), view.spec.limits)
+    return awaited(view, now, Local(now.run, member.lease), _limits(view.spec, view))
 
 
 def _node(
@@ -169,13 +152,13 @@ def _show(state: dict[str, Any]) -> None:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     console = Console(highlight=False)
-    for line in _summary(state):
+    for line in summary(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
             group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
-            cells = (node["state"], group_rank, _span(node["ranks"]), str(node["nproc"]))
+            cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
             row = (node["node"], *cells, node["address"] or "-")
             table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
         console.print(table)
@@ -195,7 +178,8 @@ def _reasons(state: dict[str, Any]) -> Iterator[str]:
     yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
 
 
-def _summary(state: dict[str, Any]) -> Iterator[str]:
+def summary(state: dict[str, Any]) -> Iterator[str]:
+    """The job in some lines."""
     yield f"job {state['job']}: {state['phase']}, generation {state['generation']}"
     if state["reason"]:
         yield f"  because {state['reason']}"
@@ -217,10 +201,13 @@ def _summary(state: dict[str, Any]) -> Iterator[str]:
 
 def _steered(state: dict[str, Any]) -> Iterator[str]:
     """What people want of the job, as far as it is not done."""
-    asked = state["wanted"] or {"drains": (), "stop": None}
+    asked = state["wanted"] or {"drains": (), "stop": None, "scale": None}
     for drain in asked["drains"]:
         if not drain["lease"]:
             yield f"  {drain['node']} is drained{_asked(drain)}"
+    scale = asked["scale"]
+    if scale and state["limits"] and _sizes(scale) == _sizes(state["limits"]):
+        yield f"  it is scaled from {scale['instead_of']}{_asked(scale)}"
     if asked["stop"] and not state["outcome"]:
         yield f"  it is to stop{_asked(asked['stop'])}"
 
@@ -247,13 +234,37 @@ def _line(entry: dict[str, Any]) -> str:
     return f"generation {entry['generation']}:{world}{began}{ended}"
 
 
+def events(state: dict[str, Any]) -> list[str]:
+    """What the job went through, a short line for each world and for the end."""
+    told, ended = [], ""
+    for entry in state["history"]:
+        began = entry.get("began_at", "")
+        lost = _seconds_between(ended, began)
+        ended = entry.get("ended_at", "")
+        why = f"{entry.get('began', '')}{lost}"
+        told.append(f"{began[11:19]} generation {entry['generation']}: {why}")
+    if outcome := state["outcome"]:
+        told.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
+    return told
+
+
+def _seconds_between(ended: str, began: str) -> str:
+    """Without any world; both were told by coordinators."""
+    try:
+        seconds = (datetime.fromisoformat(began) - datetime.fromisoformat(ended)).total_seconds()
+    except (ValueError, TypeError):
+        return ""
+    return f" ({max(0.0, seconds):.1f} s)"
+
+
 def _hangs(entry: dict[str, Any]) -> Iterator[str]:
     """What was found of hangs, but for the one that has ended the world."""
     lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
     yield from (f"  hung: {line}" for line in lines)
 
 
-def _span(ranks: list[int]) -> str:
+def span(ranks: list[int]) -> str:
+    """`0-7`, of ranks that follow one another."""
     if not ranks:
         return "-"
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

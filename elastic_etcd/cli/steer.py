@@ -1,4 +1,4 @@
-"""`elastic-etcd drain`, `undrain` and `stop`: what people want of a job, told through etcd.
+"""`elastic-etcd drain`, `undrain`, `scale`, `stop`: what people want of a job, told through etcd.
 
 Each changes the one key that says it, as long as nobody else has changed it since it was read. It
 takes the right to read the job and to write that key; what follows is in core/wanted.py.
@@ -12,33 +12,42 @@ import json
 import os
 import random
 import sys
+from argparse import Namespace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import look, options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import wanted
 from elastic_etcd.core.lifecycle import Outdated
-from elastic_etcd.core.schema import MOST_DRAINS, Drain, Halt, Keys, Wanted, encode, hexed
+from elastic_etcd.core.schema import (
+    MOST_DRAINS,
+    Drain,
+    Halt,
+    Phase,
+    Scale,
+    Sizes,
+    Wanted,
+    encode,
+    hexed,
+)
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
-from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
-from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
 from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable, Sequence
 
     from elastic_etcd.core.schema import Limits, Member, Spec
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.core.view import View
 
+_SCALE_PATIENCE = 60.0  # more than a world takes to end: for the next one to begin
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
 _CODES = """\
@@ -71,10 +80,21 @@ examples:
   elastic-etcd stop resnet-7 --etcd etcd1:2379 --save --wait
 
 {_CODES}"""
+_SCALE = f"""\
+A world of a number of nodes that is not allowed any more ends at once: too many become spares,
+too few wait for more, and newcomers are taken in as ever. Scripts in ee.run stop at a step that
+all ranks agree on, others get SIGTERM. Agents may be started with the old --nnodes or the new one.
+It counts for this run of the job, until it is scaled again.
+
+examples:
+  elastic-etcd scale resnet-7 2:8 --etcd etcd1:2379
+  elastic-etcd scale resnet-7 2,4,8 --etcd etcd1:2379 --wait
+
+{_CODES}"""
 
 
-def drain(argv: Sequence[str]) -> int:
-    """`elastic-etcd drain JOB NODE`; gives the exit code."""
+def drain() -> options.Parser:
+    """The command line of `elastic-etcd drain JOB NODE`."""
     parser = _parser("drain", "JOB NODE", "Makes a node leave a job, and keeps it out.", _DRAIN)
     parser.add_argument("node", metavar="NODE", nargs="?", type=options.name, help="its name")
     parser.add_argument(
@@ -90,71 +110,61 @@ def drain(argv: Sequence[str]) -> int:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
-    return _run(parser, argv, _drain)
-
-
-def undrain(argv: Sequence[str]) -> int:
-    """`elastic-etcd undrain JOB NODE`; gives the exit code."""
-    parser = _parser("undrain", "JOB NODE", "Lets a node that was drained come back.", _UNDRAIN)
-    parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
-    return _run(parser, argv, _undrain)
-
-
-def stop(argv: Sequence[str]) -> int:
-    """`elastic-etcd stop JOB`; gives the exit code."""
-    parser = _parser("stop", "JOB", "Ends a job on all of its nodes.", _STOP)
-    parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
-    parser.add_argument("--wait", action="store_true", help="return when the job has ended")
-    return _run(parser, argv, _stop)
-
-
-def _parser(command: str, arguments: str, description: str, epilog: str) -> options.Parser:
-    parser = options.Parser(
-        prog=f"elastic-etcd {command}",
-        usage=f"elastic-etcd {command} [options] {arguments}",
-        description=description,
-        epilog=epilog,
-        formatter_class=options.Help,
-    )
-    parser.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = options.Group(parser, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     return parser
 
 
-def _run(parser: options.Parser, argv: Sequence[str], command: Callable[..., Any]) -> int:
-    try:
-        args = parser.parse_args(argv)
-        config = options.etcd_of(args, os.environ)
-        if config is None:
-            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        done = asyncio.run(_in_job(config, args, command))
-    except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    if args.json:
-        print(json.dumps(done, indent=2))
-        return 0
-    print(shown(done["told"]))
-    if done.get("note"):
-        print(f"note: {shown(done['note'])}", file=sys.stderr)
-    return 0
+def undrain() -> options.Parser:
+    """The command line of `elastic-etcd undrain JOB NODE`."""
+    parser = _parser("undrain", "JOB NODE", "Lets a node that was drained come back.", _UNDRAIN)
+    parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
+    return parser
 
 
-async def _in_job(config: EtcdConfig, args: Namespace, command: Callable[..., Any]) -> Any:
-    async with Client(config) as client:
-        job = Job(client, args.job, Keys(f"{args.prefix}/{args.job}"), args.timeout)
-        return {"job": args.job} | await command(job, args)
+def scale() -> options.Parser:
+    """The command line of `elastic-etcd scale JOB NODES`."""
+    parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
+    parser.add_argument(
+        "nnodes", metavar="NODES", type=options.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
+    )
+    parser.add_argument(
+        "--nodes-multiple-of", type=options.count, default=1, metavar="N", help="(default: 1)"
+    )
+    parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
+    return parser
 
 
-class Job:
-    """A job as it is in etcd, seen from outside."""
+def stop() -> options.Parser:
+    """The command line of `elastic-etcd stop JOB`."""
+    parser = _parser("stop", "JOB", "Ends a job on all of its nodes.", _STOP)
+    parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
+    parser.add_argument("--wait", action="store_true", help="return when the job has ended")
+    return parser
 
-    def __init__(self, client: Client, name: str, keys: Keys, timeout: float) -> None:
-        self.name, self.keys = name, keys
-        self._client, self._timeout = client, timeout
+
+def _parser(command: str, arguments: str, description: str, epilog: str) -> options.Parser:
+    parser = look.parser(command, description, epilog, arguments)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Do what `elastic-etcd COMMAND` says; gives the exit code."""
+    make, do = COMMANDS[command]
+
+    async def tell(job: look.Job, args: Namespace) -> None:
+        done = {"job": job.name} | await do(Job(job.client, args), args)
+        if args.json:
+            print(json.dumps(done, indent=2))
+            return
+        print(shown(done["told"]))
+        if done.get("note"):
+            print(f"note: {shown(done['note'])}", file=sys.stderr)
+
+    return look.run(make, argv, tell)
+
+
+class Job(look.Job):
+    """A job that is steered."""
 
     async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
         """Write what `change` makes of a view; gives that view, and whether there was a change.
@@ -162,10 +172,12 @@ class Job:
         `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
         change the key again and again.
         """
-        end = now() + self._timeout
+        end = now() + self.timeout
         while True:
-            seen = await self._client.range(*self._all, timeout=self._timeout)
-            view = self._view(seen)
+            seen = await self.read()
+            view = self.view_of(seen)
+            if view.newer:
+                raise UsageError(Outdated(view.newer).reason)
             then, there = change(view), view.wanted or Wanted()
             if then == there or await self._written(seen, then):
                 return view, then != there
@@ -176,13 +188,13 @@ class Job:
     async def wait(self, what: str, until: Callable[[View], bool], seconds: float) -> View:
         """The first view for which `until` holds. Raises NotInTime."""
 
-        def look(snapshot: Snapshot) -> View | None:
-            view = view_of(snapshot, self.keys, Everything())
+        def fits(snapshot: Snapshot) -> View | None:
+            view = self.view_of(snapshot)
             return view if until(view) else None
 
         try:
             async with asyncio.timeout(seconds):
-                return await first(self._client, self._all, look)
+                return await first(self.client, self.ranges, fits)
         except TimeoutError:
             raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
 
@@ -196,24 +208,17 @@ class Job:
             raise ElasticEtcdError(f"job {self.name} has no run that goes on")
         return view.spec
 
-    @property
-    def _all(self) -> tuple[Any, ...]:
-        return covered(self.keys, Everything())
-
-    def _view(self, seen: Snapshot) -> View:
-        view = view_of(seen, self.keys, Everything())
-        if view.newer:
-            raise UsageError(Outdated(view.newer).reason)
-        if not (view.round or view.outcome or view.members or view.history or view.wanted):
-            raise ElasticEtcdError(f"etcd has no job at {self.keys.root}")
-        return view
+    def limits_of(self, view: View) -> Limits:
+        """The limits of the run that goes on. Raises ElasticEtcdError where there is none."""
+        spec = self.run_of(view)
+        return wanted.scaled(view, spec.run, spec.limits)
 
     async def _written(self, seen: Snapshot, then: Wanted) -> bool:
         keys = self.keys
         known = {key: kv.mod for key, kv in seen.kvs.items()}
         fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
         put = Put(keys.wanted, encode(then)) if then != Wanted() else Delete(keys.wanted)
-        return (await self._client.txn(Txn(fence, (put,)), self._timeout)).succeeded
+        return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
 
 
 # --- drain and undrain --------------------------------------------------------------------
@@ -223,14 +228,14 @@ async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
     if args.self == bool(args.node):
         raise UsageError("which node? Give its name, or --self.\nSee elastic-etcd drain --help.")
     node = args.node or os.environ.get("PET_NODE_NAME") or options.this_node(os.environ)
-    asked = Drain(node, args.deadline, by=_user(), at=_now())
+    asked = Drain(node, args.deadline, by=user(), at=_now())
 
     def change(view: View) -> Wanted:
         job.run_of(view)
         there = [m for m in view.members if m.node == node]
         if args.self and not there:
             raise ElasticEtcdError(f"this machine's node, {node}, is not in job {job.name}")
-        limits = job.run_of(view).limits
+        limits = job.limits_of(view)
         for member in (m for m in there if m.leaving and args.deadline is not None):
             stands = wanted.leave_deadline(view, member, limits)
             if stands != args.deadline:
@@ -244,7 +249,7 @@ async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
         return _with(view, [asked])
 
     view, changed = await job.change(change)
-    limits = job.run_of(view).limits
+    limits = job.limits_of(view)
     leases = {m.lease for m in view.members if m.node == node}
     seconds = limits.leave_deadline if args.deadline is None else args.deadline
     if args.wait:
@@ -307,7 +312,8 @@ def _pruned(view: View) -> Wanted:
     drains = tuple(d for d in there.drains if not d.lease or d.lease in members)
     run = view.spec.run if view.spec and not view.outcome else ""
     halt = there.stop if there.stop and there.stop.run == run else None
-    return Wanted(drains, halt)
+    scale = there.scale if there.scale and there.scale.run == run else None
+    return Wanted(drains, halt, scale)
 
 
 async def _undrain(job: Job, args: Namespace) -> dict[str, Any]:
@@ -327,11 +333,50 @@ async def _undrain(job: Job, args: Namespace) -> dict[str, Any]:
     return {"node": args.node, "changed": True, "told": told}
 
 
-# --- stop ---------------------------------------------------------------------------------
+# --- scale and stop -----------------------------------------------------------------------
+
+
+async def _scale(job: Job, args: Namespace) -> dict[str, Any]:
+    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
+    by, at = user(), _now()
+
+    def change(view: View) -> Wanted:
+        spec = job.run_of(view)
+        there, own = _pruned(view), spec.limits
+        if own.max_nodes == 1:
+            meets = "its agent meets no others (--nnodes 1)"
+            raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
+        if wanted.scaled(view, spec.run, own).nnodes == asked.nnodes:
+            return view.wanted or Wanted()
+        sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
+        scale = Scale(**sizes, run=spec.run, instead_of=own.nnodes, by=by, at=at)
+        return replace(there, scale=None if asked.nnodes == own.nnodes else scale)
+
+    view, changed = await job.change(change)
+    if args.wait:
+        late = job.run_of(view).limits.patience + _SCALE_PATIENCE
+        await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
+    there = len(_staying(view))
+    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
+    return {
+        "nnodes": asked.nnodes,
+        "changed": changed,
+        "nodes": there,
+        "told": f"job {job.name} {'trains' if args.wait else 'is to train'} on {asked.nnodes} nodes"
+        + ("" if changed else "; it was scaled so before"),
+        "note": "" if asked.largest(there) else few,
+    }
+
+
+def _fits(view: View, asked: Limits) -> bool:
+    """Whether a world trains that has an allowed number of nodes."""
+    now = view.round
+    trains = now is not None and now.phase is Phase.FINAL
+    return trains and now is not None and asked.largest(now.nodes) == now.nodes
 
 
 async def _stop(job: Job, args: Namespace) -> dict[str, Any]:
-    by, at = _user(), _now()
+    by, at = user(), _now()
 
     def change(view: View) -> Wanted:
         run = job.run_of(view).run
@@ -357,7 +402,8 @@ def _ended(view: View, run: str) -> bool:
     return bool(view.outcome and view.outcome.run == run) or not view.members
 
 
-def _user() -> str:
+def user() -> str:
+    """Who asks, and where."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # no such user in this container
@@ -369,4 +415,16 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-COMMANDS = {"drain": drain, "undrain": undrain, "stop": stop}
+async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
+    """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
+    args = Namespace(node=node, deadline=None, wait=False)
+    args.self = False
+    return await {"drain": _drain, "undrain": _undrain}[command](job, args)
+
+
+COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
+    "drain": (drain, _drain),
+    "undrain": (undrain, _undrain),
+    "scale": (scale, _scale),
+    "stop": (stop, _stop),
+}

@@ -688,7 +688,8 @@ def _decide(state: State, view: View, now: float, actions: list[Action]) -> Stat
     phase, join = clock - state.phase_since, clock - state.join_since
     waited = clock - (clock if state.vacant_since is None else state.vacant_since)
     elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited))
-    decision = decide(view, state.local, state.limits, elapsed)
+    limits = wanted.scaled(view, state.local.run, state.limits)
+    decision = decide(view, state.local, limits, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))
         state = replace(state, logged=decision.reason)

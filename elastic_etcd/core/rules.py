@@ -20,7 +20,8 @@ I2 a worker of generation g starts only under the lease with which its agent ack
    stopped as soon as the agent learns that this lease or generation is gone
 I3 no two generations have live workers of the same node at the same time
 I4 a final world has an allowed number of participants, each incarnation once; newcomers end
-   none but for a larger one, and none whose training the coordinator knows to be over
+   none but for a larger one, and none whose training the coordinator knows to be over; one that
+   trains on is of a number that its coordinator knows to be wanted
 I5 every write that moves the round is one Txn fenced by the round's mod revision and the
    writer's create revision
 I6 from every state with min live members, no more crashes and a reachable etcd, a final
@@ -658,17 +659,29 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
     world = frozenset(_leases(view))
     if spoilt := _unread(view, [m for m in view.members if m.lease in world]):
         return _claim(view, local, f"the report of {spoilt} can't be read")
+    # A world that has begun to finish takes nobody in: it would begin anew.
+    other = None if done else _other_size(view, now, local, limits, elapsed)
+    return other or Wait(f"{now.nodes} nodes train")
+
+
+def _other_size(
+    view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed
+) -> Claim | Wait | None:
+    """What follows for a healthy world from the sizes that are wanted, and from who waits."""
+    if limits.largest(now.nodes) != now.nodes and not local.finished:
+        why = f"the job is scaled to {limits.nnodes} nodes"
+        return _claim(view, local, why, planned=True, joins=local.elastic)
+    world = frozenset(_leases(view))
     ready = {ack.lease for ack in view.acks}  # one that hangs must not end a world
     waiting = [m for m in _live(view) if m.lease not in world and m.lease in ready]
-    # A world that has begun to finish takes nobody in: it would begin anew.
     there, size = now.nodes + len(waiting), limits.larger(now.nodes)
-    if waiting and size and not done:
-        if local.finished:
-            return Wait(f"{now.nodes} nodes finish, and take nobody in")
-        if there >= size:
-            return _take_in(view, now, local, waiting, limits, elapsed)
-        return Wait(f"{now.nodes} nodes train, {there} are there, the next size is {size}")
-    return Wait(f"{now.nodes} nodes train")
+    if not waiting or not size:
+        return None
+    if local.finished:
+        return Wait(f"{now.nodes} nodes finish, and take nobody in")
+    if there >= size:
+        return _take_in(view, now, local, waiting, limits, elapsed)
+    return Wait(f"{now.nodes} nodes train, {there} are there, the next size is {size}")
 
 
 def _take_in(

@@ -27,7 +27,7 @@ PREFIX = "/elastic_etcd"
 PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
-        *("hang", "steps", "wanted"),
+        *("hang", "steps", "wanted", "watched", "paces"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -152,6 +152,17 @@ class Keys:
     def wanted(self) -> str:
         return f"{self.root}/wanted"
 
+    @property
+    def watched(self) -> str:
+        return f"{self.root}/watched"
+
+    @property
+    def paces(self) -> str:
+        return f"{self.root}/paces/"
+
+    def pace(self, lease: int) -> str:
+        return f"{self.root}/paces/{hexed(lease)}"
+
     def steps(self, generation: int | None = None) -> str:
         return self._folder("steps", generation)
 
@@ -208,29 +219,17 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
-class Limits(Value, frozen=True):
-    """What the user asked for; times are in seconds.
+class Sizes(Value, frozen=True):
+    """How many nodes a world may have.
 
-    A world has a number of nodes from min to max, one of `sizes` if there are any, and a
-    multiple of `multiple_of`. Both ends are such numbers.
+    A number from min to max, one of `sizes` if there are any, and a multiple of `multiple_of`.
+    Both ends are such numbers.
     """
 
     min_nodes: Nodes
     max_nodes: Nodes
     sizes: Annotated[tuple[Nodes, ...], Meta(max_length=MOST_SIZES)] = ()
     multiple_of: Nodes = 1
-    max_restarts: Number = 3
-    restart_window: Seconds = 3600.0
-    min_uptime: Seconds = 10.0
-    suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
-    hang_action: Literal["report", "restart"] = "report"
-    settle: Seconds = 3.0
-    join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
-    join_interval: Seconds = 0.0
-    join_timeout: Seconds = 600.0
-    cut_off: Seconds | None = None  # from a renewal until no worker is left; None: never
-    leave_deadline: Seconds = GRACE_LEAVE  # of the workers of a node that leaves
-    patience: Seconds = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no flags say."""
@@ -251,11 +250,6 @@ class Limits(Value, frozen=True):
         step = f" --nodes-multiple-of {self.multiple_of}" if self.multiple_of > 1 else ""
         return f"{self.min_nodes}:{self.max_nodes}{step}"
 
-    @property
-    def pages(self) -> int:
-        """On how many pages worlds are: the same for all, so that a node knows its page before."""
-        return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
-
     def largest(self, nodes: int) -> int:
         """The largest world that so many nodes make, 0 if they are too few."""
         if nodes < self.min_nodes:
@@ -272,6 +266,28 @@ class Limits(Value, frozen=True):
         if self.sizes:
             return min(size for size in self.sizes if size > nodes)
         return max(self.min_nodes, nodes + self.multiple_of - nodes % self.multiple_of)
+
+
+class Limits(Sizes, frozen=True):
+    """What the user asked for; times are in seconds."""
+
+    max_restarts: Number = 3
+    restart_window: Seconds = 3600.0
+    min_uptime: Seconds = 10.0
+    suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
+    hang_action: Literal["report", "restart"] = "report"
+    settle: Seconds = 3.0
+    join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
+    join_interval: Seconds = 0.0
+    join_timeout: Seconds = 600.0
+    cut_off: Seconds | None = None  # from a renewal until no worker is left; None: never
+    leave_deadline: Seconds = GRACE_LEAVE  # of the workers of a node that leaves
+    patience: Seconds = GRACE_LEAVE + UNKILLABLE + STOP_PATIENCE  # with survivors that don't ack
+
+    @property
+    def pages(self) -> int:
+        """On how many pages worlds are: the same for all, so that a node knows its page before."""
+        return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
 
     def differing(self, own: "Limits") -> str:
         """The flags whose values here a node has asked for otherwise, "" if there is none."""
@@ -587,16 +603,48 @@ class Halt(Value, frozen=True):
     at: Text = ""
 
 
+class Scale(Sizes, frozen=True, kw_only=True):
+    """How many nodes are to train in `run` from now on, `instead_of` what its spec says."""
+
+    run: Text
+    instead_of: Text
+    by: Text = ""
+    at: Text = ""
+
+
 class Wanted(Value, frozen=True):
     """What people want of a job. They write it, and agents only read it.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
     """
 
-    OPTIONAL: ClassVar = ("drains", "stop")
+    OPTIONAL: ClassVar = ("drains", "stop", "scale")
 
     drains: Annotated[tuple[Drain, ...], Meta(max_length=MOST_DRAINS)] = ()
     stop: Halt | None = None
+    scale: Scale | None = None
+
+
+class Watched(Value, frozen=True):
+    """That somebody looks at the job, as long as their lease lives: nodes say how fast they are.
+
+    Each does so every `seconds`, and more seldom where there are many.
+    """
+
+    seconds: Annotated[float, Meta(ge=0.5, lt=MOST_SECONDS)] = 2.0
+    by: Text = ""
+
+
+class Pace(Value, frozen=True):
+    """How far the slowest worker of a node is in its world, and how fast it was of late."""
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    generation: Number
+    step: Number
+    per_second: Seconds
+    doing: Doing
 
 
 class Outcome(Value, frozen=True):
@@ -611,12 +659,56 @@ class Outcome(Value, frozen=True):
     at: Text = ""
 
 
+class Spent(Value, frozen=True):
+    """Where the seconds of worlds went, as the node that coordinated at their end has measured it.
+
+    Of each world first `rendezvous`, from the end of the one before, then `start` of its workers
+    and their `first_step`; `trained` until the last step, of which `again` is what was lost with
+    it, from the last commit on; `detect`, or `hang`, until it was known to be over, and `stop` of
+    its workers. `unknown` are worlds in which that node did not train, or saw no step. `pause` is
+    the longest from a step of one world to the first of the next.
+    """
+
+    worlds: Number = 1
+    planned: Number = 0  # of these, begun because a node joined or left
+    steps: Number = 0
+    commits: Number = 0
+    rendezvous: Seconds = 0.0
+    start: Seconds = 0.0
+    first_step: Seconds = 0.0
+    trained: Seconds = 0.0
+    again: Seconds = 0.0
+    detect: Seconds = 0.0
+    hang: Seconds = 0.0
+    stop: Seconds = 0.0
+    unknown: Seconds = 0.0
+    pause: Seconds = 0.0
+
+    def plus(self, other: "Spent") -> "Spent":
+        """Both together. What others wrote may be as large as may be, and so may this."""
+        names = self.__struct_fields__
+        both = ((name, getattr(self, name), getattr(other, name)) for name in names)
+        fields: dict[str, Any] = {name: _within(own + its) for name, own, its in both}
+        return Spent(**fields | {"pause": _within(max(self.pause, other.pause))})
+
+
+def _within(value: float) -> float:
+    """A sum that can be written again, in milliseconds where it is of seconds."""
+    if isinstance(value, int):
+        return min(value, LARGEST)
+    return min(round(value, 3), MOST_SECONDS / 2)
+
+
 class History(Value, frozen=True):
-    """Why a world began and ended, and who was in it, for people to read."""
+    """Why a world began and ended, and who was in it, for people to read.
+
+    `spent` is how its time went, once it has ended, `spent_before` that of all older worlds of
+    its run, also those that nobody remembers.
+    """
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "hangs", "outcome"),
+        *("ended", "ended_at", "failures", "hangs", "outcome", "spent", "spent_before"),
     )
 
     generation: Number
@@ -632,6 +724,14 @@ class History(Value, frozen=True):
     failures: tuple[Failure, ...] | UnsetType = UNSET
     hangs: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
+    spent: Spent | UnsetType = UNSET
+    spent_before: Spent | UnsetType = UNSET
+
+    @property
+    def spent_until_now(self) -> Spent | None:
+        """Of the run up to the end of this world; None for its first world, before that."""
+        known = [s for s in (self.spent_before, self.spent) if isinstance(s, Spent)]
+        return known[0].plus(known[1]) if len(known) > 1 else known[0] if known else None
 
 
 # --- their JSON ---------------------------------------------------------------------------

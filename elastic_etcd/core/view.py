@@ -1,8 +1,8 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the ledger, the outcome, what is said of a hang and what people want, one page of the world,
-the coordinator's member key and the agent's own.
+round, the ledger, the outcome, what is said of a hang, what people want and whether they look, one
+page of the world, the coordinator's member key and the agent's own.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from elastic_etcd.core.schema import (
     Steps,
     Value,
     Wanted,
+    Watched,
     decimal,
     decode,
     format_of,
@@ -85,6 +86,7 @@ class View(Struct, frozen=True):
     hang: Hang | None = None
     hang_mod: int = 0
     wanted: Wanted | None = None
+    watched: Watched | None = None
     steps: tuple[Steps, ...] = ()  # of the generation that trains
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
@@ -125,7 +127,7 @@ def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     if isinstance(coverage, Everything):
         return (Get(keys.root + "/", prefix=True),)
     own, page = Get(keys.member(lease)), Get(keys.page(coverage.page))
-    whole = (keys.round, keys.ledger, keys.outcome, keys.hang, keys.wanted)
+    whole = (keys.round, keys.ledger, keys.outcome, keys.hang, keys.wanted, keys.watched)
     watched = (*map(Get, whole), page, own)
     if coverage.coordinator in (None, lease):
         return watched
@@ -155,6 +157,7 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         hang=_value(Hang, kvs.get(keys.hang), bad),
         hang_mod=_mod(kvs.get(keys.hang)),
         wanted=_value(Wanted, kvs.get(keys.wanted), bad),
+        watched=_value(Watched, kvs.get(keys.watched), bad),
     )
     match coverage:
         case Everything():

@@ -1,12 +1,13 @@
 """What people want of a job, and what follows from it for a node.
 
-`elastic-etcd drain`, `undrain` and `stop` write it into one key, which every agent mirrors. It is
-a state and no message: who sees it late, or again, does the same.
+`elastic-etcd drain`, `undrain`, `scale` and `stop` write it into one key, which every agent
+mirrors. It is a state and no message: who sees it late, or again, does the same.
 """
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from elastic_etcd.core.schema import Drain, Halt, Limits, Member, hexed
+from elastic_etcd.core.schema import Drain, Halt, Limits, Member, Sizes, hexed
 from elastic_etcd.core.view import View
 
 
@@ -37,6 +38,17 @@ def halted(view: View, run: str) -> Halt | None:
     """Whether `run` is to stop."""
     halt = view.wanted.stop if view.wanted else None
     return halt if halt and halt.run == run else None
+
+
+def scaled(view: View, run: str, limits: Limits) -> Limits:
+    """The limits of `run`, with how many nodes are to train now.
+
+    Those of a spec that others have replaced since, when nobody was there, count no more.
+    """
+    asked = view.wanted.scale if view.wanted else None
+    if asked is None or (asked.run, asked.instead_of) != (run, limits.nnodes):
+        return limits
+    return replace(limits, **{name: getattr(asked, name) for name in Sizes.__struct_fields__})
 
 
 def leave_deadline(view: View, member: Member, limits: Limits) -> float:

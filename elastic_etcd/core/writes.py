@@ -8,6 +8,7 @@ the wall-clock time for people to read; nothing compares it.
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from elastic_etcd.core import schema, wanted
@@ -32,10 +33,12 @@ from elastic_etcd.core.schema import (
     Master,
     Member,
     Outcome,
+    Pace,
     Page,
     Participant,
     Report,
     Spec,
+    Spent,
     Steps,
     decode,
     encode,
@@ -115,17 +118,22 @@ def join(
         return "the job ended while this node was cut off"
     if known and not (again or view.members) and wanted.halted(view, known.run):
         known = None  # all have left, and the last one died before it wrote the outcome
-    own, others = spec.limits.nnodes, known.limits.nnodes if known else ""
-    if known and view.members and not view.outcome and own != others:
-        return f"--nnodes {own} differs from {others[:256]} of the nodes there"
+    own, asked = spec.limits.nnodes, _asked(view, known) if known else ()
+    if known and view.members and not view.outcome and own not in asked:
+        return f"--nnodes {own} differs from {asked[-1][:256]} of the nodes there"
     fence = _join_fence(keys, seen, member)
-    if known is None or view.outcome or own != others:
+    if known is None or view.outcome or own not in asked:
         begun = _begin_run(keys, view, spec, last)
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
     if _is_deserted(keys, seen) and known.limits != spec.limits:
         known, fence = replace(known, limits=spec.limits), (*fence, *nobody(keys))
     renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
+
+
+def _asked(view: View, known: Spec) -> tuple[str, ...]:
+    """The --nnodes with which a node may join this run: its own, and those it is scaled to."""
+    return known.limits.nnodes, wanted.scaled(view, known.run, known.limits).nnodes
 
 
 def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
@@ -177,11 +185,18 @@ def _mod_of(seen: Snapshot, key: str) -> int:
 
 
 def build(
-    keys: Keys, state: State, write: Write, member: Member, master: Master | None, now: str
+    keys: Keys,
+    state: State,
+    write: Write,
+    member: Member,
+    master: Master | None,
+    now: str,
+    spent: Spent | None = None,
 ) -> Txn:
     """The Txn of `write`, on the view on which it was decided.
 
-    `master` is where this agent would serve the store, for an ack.
+    `master` is where this agent would serve the store, for an ack. `spent` is what this node has
+    measured of the last world, for the history.
     """
     local = state.local
     view = state.view or View(0, Narrow())  # if etcd has more than that, the fence does not hold
@@ -195,15 +210,15 @@ def build(
         case TakeOver() as lead:
             return _write_take_over(keys, view, local, lead)
         case Open() as open_:
-            return _write_open(keys, view, local, open_, now)
+            return _write_open(keys, view, local, open_, now, spent)
         case Freeze() as freeze:
-            return _write_freeze(keys, view, local, freeze)
+            return _write_freeze(keys, view, local, freeze, spent)
         case Ack() as ack:
             return _write_ack(keys, view, local, ack, master)
         case Finalise() as finalise:
             return _write_finalise(keys, view, local, finalise, now, pages(state))
         case Close() as close:
-            return _write_close(keys, view, local, close, now)
+            return _write_close(keys, view, local, close, now, spent)
 
 
 def _write_claim(keys: Keys, view: View, local: Local, claim: Claim) -> Txn:
@@ -229,7 +244,9 @@ def _write_take_over(keys: Keys, view: View, local: Local, lead: TakeOver) -> Tx
     return Txn(_round_fence(keys, view, local), (Put(keys.round, encode(lead.round)),))
 
 
-def _write_open(keys: Keys, view: View, local: Local, opened: Open, now: str) -> Txn:
+def _write_open(
+    keys: Keys, view: View, local: Local, opened: Open, now: str, spent: Spent | None
+) -> Txn:
     """Make the round joinable; settle the last world's history and remove what is old."""
     last = view.ledger.final
     trains = last if opened.round.joins else 0  # until its step is over it may hang
@@ -244,17 +261,18 @@ def _write_open(keys: Keys, view: View, local: Local, opened: Open, now: str) ->
         _round_fence(keys, view, local),
         (
             Put(keys.round, encode(opened.round), local.lease),
-            *_settle_history(keys, view, ended=opened.reason, ended_at=now),
+            *_settle_history(keys, view, spent, ended=opened.reason, ended_at=now),
             *stale[:64],
         ),
     )
 
 
-def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze) -> Txn:
+def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze, spent: Spent | None) -> Txn:
     """From here on no ack is written: their fence is the round's older revision."""
     put = Put(keys.round, encode(freeze.round), local.lease)
     why = freeze.round.reason  # by now it is known whose failure it was
-    return Txn(_round_fence(keys, view, local), (put, *_settle_history(keys, view, ended=why)))
+    settled = _settle_history(keys, view, spent, ended=why)
+    return Txn(_round_fence(keys, view, local), (put, *settled))
 
 
 def _write_finalise(
@@ -271,6 +289,7 @@ def _write_finalise(
         nodes=tuple(p.node for p in finalise.world[:NODES]),
         world_size=final.world_size,
         restarts=final.restarts,
+        spent_before=_spent_before(view, final.run),
     )
     return Txn(
         _round_fence(keys, view, local),
@@ -283,6 +302,18 @@ def _write_finalise(
     )
 
 
+def _spent_before(view: View, run: str) -> Spent | UnsetType:
+    """Of all older worlds of the run; a world of which nothing is known counts as one."""
+    entry = dict(view.history).get(view.ledger.final)
+    if entry is None:
+        return UNSET
+    last = _known_history(view.ledger.final, entry)
+    if last.run != run:
+        return UNSET
+    known = last if last.spent else replace(last, spent=Spent())
+    return known.spent_until_now or UNSET
+
+
 def _write_pages(keys: Keys, finalise: Finalise, pages: int) -> Iterator[Put]:
     found: list[list[Participant]] = [[] for _ in range(pages)]
     for participant in finalise.world:
@@ -291,10 +322,12 @@ def _write_pages(keys: Keys, finalise: Finalise, pages: int) -> Iterator[Put]:
         yield Put(keys.page(number), encode(Page(finalise.round.generation, tuple(on))))
 
 
-def _write_close(keys: Keys, view: View, local: Local, close: Close, now: str) -> Txn:
+def _write_close(
+    keys: Keys, view: View, local: Local, close: Close, now: str, spent: Spent | None
+) -> Txn:
     """Write the outcome and remove all else but history; the closed round goes with its lease."""
     outcome = replace(close.outcome, at=now)
-    settled = _settle_history(keys, view, ended=close.reason, ended_at=now, outcome=outcome)
+    settled = _settle_history(keys, view, spent, ended=close.reason, ended_at=now, outcome=outcome)
     return Txn(
         (*_round_fence(keys, view, local), Compare(keys.spec, "create", local.spec)),
         (
@@ -345,6 +378,13 @@ def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
     return Txn(fence, (Put(key, encode(steps), local.lease),))
 
 
+def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
+    """How fast this node's workers are; None: nobody wants to know it any more."""
+    key = keys.pace(local.lease)
+    fence = (Compare(keys.member(local.lease), "create", local.created),)
+    return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
+
+
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
     """The coordinator's question or its answer, which is also the world's history if it is a hang.
 
@@ -387,12 +427,12 @@ def nobody(keys: Keys) -> tuple[Compare, ...]:
     return (Compare(keys.members, "version", 0, prefix=True),)
 
 
-def stop(keys: Keys, view: View, local: Local, now: str) -> Txn:
-    """Stop the job, which its last member has left."""
+def stop(keys: Keys, view: View, local: Local, now: str, spent: Spent | None = None) -> Txn:
+    """Stop the job, which its last member has left; `spent` is as for `build`."""
     why = wanted.why_stopped(view, local.run)
     stopped = Verdict.STOPPED.outcome(local.run, view.ledger.generation, why, None)
     outcome = replace(stopped, at=now)
-    settled = _settle_history(keys, view, ended=why, ended_at=now, outcome=outcome)
+    settled = _settle_history(keys, view, spent, ended=why, ended_at=now, outcome=outcome)
     then = (Delete(keys.round), *_end_run(keys, outcome), *settled)
     return Txn((*nobody(keys), Compare(keys.spec, "create", local.spec)), then)
 
@@ -420,7 +460,7 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
     )
 
 
-def _settle_history(keys: Keys, view: View, **ended: Any) -> tuple[Put, ...]:
+def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -> tuple[Put, ...]:
     """The last world's history with how it ended: the culprit in full, victims in short."""
     last = view.ledger.final
     entry = dict(view.history).get(last)
@@ -430,6 +470,11 @@ def _settle_history(keys: Keys, view: View, **ended: Any) -> tuple[Put, ...]:
     short = [replace(f, message="") for f in failures[1:]]
     known = _known_history(last, entry)
     known = replace(known, failures=(*failures[:1], *short), **ended)
+    if spent:
+        hung = any(f.hang for f in failures[:1]) or known.hangs
+        known = replace(
+            known, spent=replace(spent, detect=0.0, hang=spent.detect) if hung else spent
+        )
     return (Put(keys.history(last), encode(known)),)
 
 

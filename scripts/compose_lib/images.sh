@@ -49,7 +49,8 @@ import configparser
 setup = configparser.ConfigParser()
 setup.read("setup.cfg")
 extras = setup["options.extras_require"]
-print("setuptools", setup["options"]["install_requires"], extras["embedded"], extras["test"], sep="\n")
+needed = [extras[name] for name in ("embedded", "metrics", "test")]
+print("setuptools", setup["options"]["install_requires"], *needed, sep="\n")
 EOF
 }
 

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.disks import disk_that_may_stand_still, standing_still
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent, Job
 from tests.support.processes import send
@@ -255,6 +257,34 @@ def main():
 
 main()
 """
+SAVES = """
+import pathlib, sys, time
+import torch
+import elastic_etcd as ee
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = ee.ElasticState(model=model, optimizer=optimizer, step=0)
+folder = pathlib.Path(sys.argv[2])
+
+@ee.run
+def train(state):
+    while state.step < 20:
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+        state.check()
+        if state.step == 9:
+            (folder / "trains").touch()
+            while not (folder / "may save").exists():
+                with ee.quiet("waits for the test"):
+                    time.sleep(0.1)
+            state.save(sys.argv[1])
+            print("has saved", flush=True)
+
+train(state)
+"""
 # Rank 1 has a debugger from its beginning, and stands in step 6.
 TRACED = (
     PLAIN.replace("1000):", "9):")
@@ -411,6 +441,34 @@ def test_a_data_loader_that_blocks_is_told(job: Job, flags: Flags) -> None:
     assert len(processes) > 1  # the loader's, too
     fifo.write_text("go on")
     job.exits(n1, 0, 120)
+
+
+def test_a_data_loader_s_worker_that_dies_is_a_failure_and_no_hang(job: Job, flags: Flags) -> None:
+    text = LOADER.replace("open(sys.argv[1]).read()", "os.kill(os.getpid(), 9)")
+    command = script(job, text.replace("import sys", "import os"))
+    n1 = job.start("n1", nproc=2, script=command, max_restarts=0, **flags | STARVED)
+    job.exits(n1, 1, 120)
+    assert re.search(r"DataLoader worker \(pid.*\) is killed by signal: Killed", n1.output)
+    assert "worker 1 on n1 exited 1" in status(job)
+    assert "where it stands is in" not in n1.output
+
+
+def test_who_saves_to_a_disk_that_stands_still_does_not_hang(
+    job: Job, flags: Flags, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with disk_that_may_stand_still(disk, tmp_path / "image"):
+        command = script(job, SAVES, str(disk / "state.pt"), str(job.directory))
+        n1 = job.start("n1", script=command, **flags)
+        job.wait("it trains", (job.directory / "trains").exists, 120)
+        with standing_still(disk):
+            (job.directory / "may save").touch()
+            time.sleep(3 * flags["hang_timeout"] + 2)
+            assert "has saved" not in n1.output
+        job.said(n1, "has saved", 120)
+        job.exits(n1, 0, 120)
+    assert "where it stands is in" not in n1.output
 
 
 def test_who_has_a_debugger_does_not_hang(job: Job, flags: Flags) -> None:

@@ -1,7 +1,8 @@
-"""`elastic-etcd drain`, `undrain` and `stop` on jobs that train, as somebody at a shell does it."""
+"""`elastic-etcd drain`, `undrain`, `scale`, `stop` on jobs that train, as at a shell."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.core.schema import PREFIX
 from tests.support.etcd import EtcdServer
 from tests.support.invariants import each_sample_once
 from tests.support.job import DDP, ELASTIC, ROOT, Agent, Job
@@ -55,6 +57,14 @@ def steer(job: Job, command: str, *arguments: str, code: int = 0, node: str = ""
     return json.loads(done.stdout) if done.stdout else done.stderr
 
 
+def top(job: Job) -> str:
+    """The job as somebody sees it who looks at it for the first time."""
+    argv = [sys.executable, "-m", "elastic_etcd", "top", job.name, "--timeout=60"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [*argv, f"--etcd={job.endpoint}"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("trainer", [DDP, ELASTIC], ids=["plain", "ee.run"])
 def test_s13_a_drained_node_stays_out_until_it_is_undrained(
     job: Job, etcd: EtcdServer, trainer: str
@@ -63,6 +73,11 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
     n1, n2 = (job.start(node, script=script) for node in ("n1", "n2"))
     g = job.trains(2, seconds=90)
     survivor = job.begun(g)["n1"].pid
+    shown = top(job)
+    for node in ("n1", "n2"):
+        assert re.search(rf"{node} +training +\d+ +[1-9]\d* +\d+\.\d+ +\w+", shown), shown
+    paces = ("get", "--prefix", "--keys-only", f"{PREFIX}/{job.name}/paces/")
+    job.wait("nobody looks", lambda: not etcd.ctl(*paces).split())
     assert steer(job, "drain", "n2", "--wait")["left"]
     job.exits(n2, 143, seconds=60)
     g = job.trains(1, after=g, seconds=90)
@@ -80,6 +95,13 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
         assert steps == list(range(1, len(steps) + 1)), "a step was trained twice"
     spare = job.start("n3", script=script)
     job.said(spare, "spare: 2 nodes train", seconds=90)
+    assert steer(job, "scale", "2:3")["nodes"] == 3
+    g = job.trains(3, after=g, seconds=90)
+    assert steer(job, "scale", "1,2", "--wait")["changed"]
+    g = job.trains(2, after=g, seconds=90)
+    assert spare.output.count("spare: 2 nodes train") == 2
+    assert (job.begun(g)["n1"].pid == survivor) == (trainer == ELASTIC)
+    assert steer(job, "status")["limits"]["sizes"] == [1, 2]
     assert steer(job, "stop", "--wait")["state"] == "stopped"
     for agent in (n1, again, spare):
         job.exits(agent, 143, seconds=60)

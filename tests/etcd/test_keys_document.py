@@ -123,7 +123,7 @@ def steer(etcd: EtcdServer, prefix: str, *argv: str) -> None:
 def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     """One that succeeds after a restart, one that fails, one that hangs, one that is stopped.
 
-    From the last one a node is drained.
+    The last one is scaled, and a node is drained from it.
     """
     pair = [launch(etcd, prefix, directory, n, "--nnodes=2") for n in ("node1", "node2")]
     for agent in pair:
@@ -136,13 +136,16 @@ def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
         ends(agent, 1)
     restart = ("--hang-action=restart", "--hang-timeout=1", "--max-restarts=0")
     ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
-    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1")
+    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2")
     said(alone, "group rank 0 of 1")
-    spare = launch(etcd, prefix, directory, "node2", "--nnodes=1")
+    steer(etcd, prefix, "top", "resnet-7")
+    steer(etcd, prefix, "scale", "resnet-7", "1")
+    spare = launch(etcd, prefix, directory, "node2", "--nnodes=1:2")
     said(spare, "spare: 1 nodes train")
     steer(etcd, prefix, "drain", "resnet-7", "node2")
     steer(etcd, prefix, "drain", "resnet-7", "node2", "--deadline=60")
     ends(spare, 128 + signal.SIGTERM)
+    steer(etcd, prefix, "scale", "resnet-7", "1:2")
     steer(etcd, prefix, "stop", "resnet-7")
     ends(alone, 128 + signal.SIGTERM)
 
@@ -245,6 +248,8 @@ def test_leases_are_as_documented(written: list[Written]) -> None:
         elif told[one.kind].startswith("the coordinator's until `final`"):
             final = one.value["phase"] == "final"
             assert hexed(one.lease) == (hexed(0) if final else one.value["coordinator"]), one
+        elif told[one.kind] == "that of who looks":
+            assert one.lease, one
         else:
             assert (told[one.kind], one.lease) == ("none", 0), one
 

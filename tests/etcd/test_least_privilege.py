@@ -72,7 +72,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     ):
         server.ctl(*command.split())
     lines = commands("etcdctl")
-    assert sum("role grant-permission" in line for line in lines) == 4
+    assert sum("role grant-permission" in line for line in lines) == 5
     shell(folder, lines, {**os.environ, "ETCDCTL_ENDPOINTS": server.endpoint})
     yield server
     server.kill()
@@ -174,7 +174,7 @@ def test_who_watches_sees_and_changes_nothing(etcd: EtcdServer, tmp_path: Path) 
     assert "denies user 'watcher'" in told
 
 
-def test_who_steers_a_job_writes_one_key_of_it(etcd: EtcdServer, tmp_path: Path) -> None:
+def test_who_steers_a_job_writes_two_keys_of_it(etcd: EtcdServer, tmp_path: Path) -> None:
     flags = f"--etcd={etcd.endpoint}", "--user=trainer", "--nnodes=1", "--rerun"
     agent = launch(tmp_path, "n1", *flags, "--job=resnet-7", password=PASSWORDS["trainer"])
     spare = launch(tmp_path, "n2", *flags, "--job=resnet-7", password=PASSWORDS["trainer"])
@@ -188,6 +188,10 @@ def test_who_steers_a_job_writes_one_key_of_it(etcd: EtcdServer, tmp_path: Path)
             refused = shown_to(etcd, user, *command)
             assert refused.returncode == 5, refused
             assert f"denies user '{user}' access to {root}/" in refused.stderr
+    for user, shown in (("operator", False), ("watcher", True)):
+        seen = shown_to(etcd, user, "top", "resnet-7")
+        assert seen.returncode == 0, seen
+        assert ("steps are not shown" in seen.stdout) == shown, seen
     for steered in (("drain", "resnet-7", "n2", "--wait"), ("stop", "resnet-7", "--wait")):
         done = shown_to(etcd, "operator", *steered, "--timeout=60")
         assert done.returncode == 0, done

@@ -14,7 +14,13 @@ from elastic_etcd.core.schema import Ledger, Limits, Master, Member, Phase, Roun
 from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
 from elastic_etcd.core.view import Coverage, View, covered, view_of
-from tests.model.invariants import check_budget, check_format, check_joins, check_leavers
+from tests.model.invariants import (
+    check_budget,
+    check_format,
+    check_joins,
+    check_leavers,
+    check_size,
+)
 from tests.model.node import Numbers, owner
 from tests.model.store import KEYS, Store
 
@@ -70,6 +76,7 @@ class Agent:
         happened = ViewChanged(self.views[event]) if isinstance(event, int) else event
         state, actions = lifecycle.step(before, happened, now)
         write = next((a for a in actions if isinstance(a, Write)), None)
+        check_size(state, self.limits)
         check_format(before, happened, actions)
         txn = 0
         if write:

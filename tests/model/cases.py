@@ -36,6 +36,7 @@ LEFT_OUT = ("has waited, the time of a suspect",)
 
 DRAINED = ("is drained", "is undrained", "comes back")
 HALTED = "is told to stop the job"
+FEWER, MORE = (f"is told of {fault} nodes" for fault in ("fewer", "more"))
 
 CUT_OFF = ("hears nothing of etcd", "has waited", "old lease ends, the coordinator's in final")
 
@@ -130,6 +131,9 @@ CASES = [
     Case(2, limits(1, 2), Faults(drain=1, crash=1), (*LOST, "is drained")),
     Case(2, limits(1, 2), Faults(halt=1, crash=1), (*LOST, HALTED)),
     Case(2, limits(1, 2), Faults(halt=1, fail=1), (HALTED,)),
+    Case(2, limits(1, 2), Faults(fewer=1, fail=1), (FEWER,)),
+    Case(2, limits(1, 2), Faults(fewer=1, elastic=1), (FEWER, "is elastic")),
+    Case(2, limits(1, 2), Faults(more=1, crash=1), (*LOST, MORE)),
     Case(3, limits(1, 3), Faults(elastic=2), ("is elastic",)),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(3, limits(2, 2), Faults(crash=1), LOST),
@@ -154,6 +158,10 @@ LARGE = [
     Case(2, limits(1, 2), Faults(drain=2), ("is drained",)),
     Case(2, limits(1, 2), Faults(drain=1, tired=1, hang=1), ("is drained", "has waited")),
     Case(2, limits(1, 2), Faults(drain=1, halt=1), ("is drained", HALTED)),
+    Case(2, limits(1, 2), Faults(fewer=1, crash=1, back=1), (*LOST, FEWER)),
+    Case(2, limits(1, 2), Faults(more=1, leave=1, back=1), (MORE,)),
+    Case(2, limits(1, 2), Faults(fewer=1, drain=1), ("is drained", FEWER)),
+    Case(3, limits(2, 3), Faults(fewer=1), (FEWER,)),
     Case(3, limits(1, 3), Faults(crash=1), LOST),
     Case(3, limits(1, 2), Faults(crash=1), LOST),
     Case(3, limits(2, 3), Faults(leave=1), LEAVING),

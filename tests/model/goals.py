@@ -4,7 +4,15 @@ from functools import cache
 
 from elastic_etcd.core.lifecycle import Finished
 from elastic_etcd.core.schema import Ledger, Outcome, Phase, decode
-from tests.model.invariants import is_done, is_drained, round_of, sizes, wanted_of, world_of
+from tests.model.invariants import (
+    asked,
+    is_done,
+    is_drained,
+    round_of,
+    sizes,
+    wanted_of,
+    world_of,
+)
 from tests.model.node import Node
 from tests.model.store import KEYS, NEWER
 from tests.model.world import System
@@ -37,7 +45,9 @@ class Goals:
         if world is None:
             return True
         there = world | {n.lease for n in self._able(store, nodes)}
-        return not any(len(world) < size <= len(there) for size in sizes(self.limits))
+        allowed = sizes(asked(wanted_of(self.stores[store]), self.limits))
+        larger = any(len(world) < size <= len(there) for size in allowed)
+        return len(world) in allowed and not larger
 
     def _finished(self, node: Node, generation: int) -> bool:
         state = self.agent.states[node.state] if node.state else None
@@ -70,7 +80,8 @@ class Goals:
         """
         if wanted_of(self.stores[store]).stop:
             return any(n.state and n.lease and not n.hung for n in nodes)
-        return len(self._able(store, nodes)) >= self.limits.min_nodes
+        least = asked(wanted_of(self.stores[store]), self.limits).min_nodes
+        return len(self._able(store, nodes)) >= least
 
     def _able(self, store: int, nodes: tuple[Node, ...]) -> list[Node]:
         """The nodes that could train."""

@@ -60,6 +60,14 @@ def is_drained(store: Store, name: str) -> bool:
     return Drain(name) in wanted_of(store).drains
 
 
+def asked(wanted: Wanted | None, limits: Limits) -> Limits:
+    """`limits` with the numbers of nodes that people want."""
+    scale = wanted.scale if wanted else None
+    if scale is None:
+        return limits
+    return replace(limits, min_nodes=scale.min_nodes, max_nodes=scale.max_nodes)
+
+
 @cache
 def world_of(store: Store) -> tuple[Participant, ...]:
     """The last world, in rank order."""
@@ -118,6 +126,21 @@ def check_order(name: str, state: State) -> None:
         return
     if is_told(view, name, local) and not view.outcome:
         raise Violation(f"I12: {name} goes on with generation {local.running}")
+
+
+def check_size(state: State, limits: Limits) -> None:
+    """I4: who coordinates a world of a number that is not wanted has tried to end it."""
+    view, local = state.view, state.local
+    now = view.round if view else None
+    if view is None or now is None or now.phase is not Phase.FINAL or view.outcome:
+        return
+    leads = now.coordinator == local.lease and view.coverage == Everything()
+    done = any(report.done for report in view.reports)
+    busy = local.leaving or local.finished or state.pending or state.tried[:1] == ("Claim",)
+    if not leads or done or busy:
+        return
+    if now.nodes not in sizes(asked(view.wanted, limits)):
+        raise Violation(f"I4: a world of {now.nodes} goes on, which nobody wants")
 
 
 def is_told(view: View, name: str, local: Local) -> bool:
@@ -179,7 +202,8 @@ def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits
         if now.generation <= before.final[0]:
             raise Violation(f"I1: generation {now.generation} has two final worlds")
         participants = world_of(after)
-        _check_world(now, participants, limits)
+        allowed = {*sizes(limits), *sizes(asked(wanted_of(before), limits))}
+        _check_world(now, participants, allowed)
         world = tuple((_unled(now), p) for p in participants)
         after = after._replace(final=(now.generation, world))
     if now.phase is Phase.CLOSED:
@@ -277,19 +301,21 @@ def check_joins(state: State, write: Write, limits: Limits) -> None:
     assert state.view
     live = {m.lease for m in state.view.members if not m.leaving}
     world = {p.lease for p in state.view.world}
+    allowed = sizes(asked(state.view.wanted, limits))
     failed = any(r.failure for r in state.view.reports) or state.view.unread
     if failed or state.view.coverage != Everything() or not world <= live:
         return
-    if not any(len(world) < size <= len(live) for size in sizes(limits)):
+    larger = any(len(world) < size <= len(live) for size in allowed)
+    if not larger and len(world) in allowed:
         raise Violation(f"I4: a world of {len(world)} is ended, though {len(live)} make no larger")
     if state.local.finished:
         raise Violation("I4: a world is ended for newcomers whose training is over")
 
 
-def _check_world(final: Round, world: Sequence[Participant], limits: Limits) -> None:
+def _check_world(final: Round, world: Sequence[Participant], allowed: set[int]) -> None:
     leases = [p.lease for p in world]
-    if len(leases) not in sizes(limits) or len(set(leases)) != len(leases):
-        raise Violation(f"I4: a world of {leases} where {sizes(limits)} are allowed")
+    if len(leases) not in allowed or len(set(leases)) != len(leases):
+        raise Violation(f"I4: a world of {leases} where {allowed} are allowed")
     if final.master is None:
         raise Violation("I8: a final round without its master endpoint")
     if [p.group_rank for p in world] != list(range(final.nodes)):
@@ -305,10 +331,15 @@ def _check_take_over(lease: int, was: Round, now: Round, before: Store) -> None:
 
 
 def _check_end(was: Round | None, now: Round, before: Store, limits: Limits) -> None:
-    """I7: a world ends by a failure, or without a node that is not done, or for newcomers."""
+    """I7: a world ends by a failure, or without a node that is not done, or for newcomers, or for
+    another number of nodes.
+    """
     if was is None or was.phase is not Phase.FINAL:
         return
-    if now.planned and was.nodes < limits.max_nodes:
+    wanted = asked(wanted_of(before), limits)
+    if now.planned and any(was.nodes < x.max_nodes for x in (limits, wanted)):
+        return  # also one that was decided before others were wanted
+    if now.planned and was.nodes not in sizes(wanted):
         return
     missing = [p.lease for p in world_of(before) if not is_live(before, p.lease)]
     needed = [lease for lease in missing if not is_done(before, was.generation, lease)]

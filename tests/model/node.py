@@ -82,6 +82,8 @@ class Faults(NamedTuple):
     newer: int = 0  # an agent of a newer format version writes a key
     drain: int = 0  # somebody drains a node, and may undrain it
     halt: int = 0  # somebody stops the job
+    fewer: int = 0  # somebody scales the job to the smallest number of nodes
+    more: int = 0  # somebody scales the job to the largest number of nodes
 
     def __str__(self) -> str:
         """Those that may happen: "crash=1 back=1"."""

@@ -453,6 +453,10 @@ def who_is_told_to_stop_goes_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wanted, "halted", lambda *_: None)
 
 
+def nobody_scales(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wanted, "scaled", lambda *given: given[-1])
+
+
 TWO, ONE = limits(1, 2), limits(1, 1)
 MUTANTS = [  # which invariant it breaks, and the fault without which nobody would notice
     ("I1", same_generation_again, TWO, Faults(fail=1), ""),
@@ -499,6 +503,8 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I4", newcomers_end_what_comes_after_the_training, TWO, Faults(finish=1), "finish"),
     ("I12", a_drain_is_not_heeded, TWO, Faults(drain=1), "drain"),
     ("I12", who_is_told_to_stop_goes_on, TWO, Faults(halt=1), "halt"),
+    ("I4", nobody_scales, TWO, Faults(fewer=1), "fewer"),
+    ("I4", nobody_scales, TWO, Faults(more=1), "more"),
     ("I9", a_newer_format_is_as_good_as_absent, TWO, Faults(newer=1), "newer"),
 ]
 

@@ -30,7 +30,17 @@ from elastic_etcd.core.lifecycle import (
     WriteDone,
 )
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Drain, Failure, Halt, Limits, Member, Phase, Wanted, encode
+from elastic_etcd.core.schema import (
+    Drain,
+    Failure,
+    Halt,
+    Limits,
+    Member,
+    Phase,
+    Scale,
+    Wanted,
+    encode,
+)
 from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, covered, view_of
@@ -114,6 +124,12 @@ class System:
         if self.faults.halt and not there.stop:
             halted = replace(there, stop=Halt(RUN))
             yield Move("is told to stop the job", self._want(store, halted), node, "halt")
+        asked, least, most = self.limits, self.limits.min_nodes, self.limits.max_nodes
+        for fault, size in (("fewer", least), ("more", most)):
+            if fault in self._may and not there.scale:
+                scale = Scale(size, size, run=RUN, instead_of=asked.nnodes)
+                scaled = replace(there, scale=scale)
+                yield Move(f"is told of {fault} nodes", self._want(store, scaled), node, fault)
 
     def _want(self, store: Store, wanted: Wanted) -> int:
         return self.stores.of(store.apply(Txn((), (Put(KEYS.wanted, encode(wanted)),)))[0])

@@ -19,12 +19,25 @@ from elastic_etcd.core.lifecycle import (
     WorkersHang,
 )
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Drain, Failure, Halt, Phase, Suspect, Wanted, encode
+from elastic_etcd.core.schema import (
+    Drain,
+    Failure,
+    Halt,
+    Phase,
+    Scale,
+    Sizes,
+    Suspect,
+    Wanted,
+    encode,
+)
 from elastic_etcd.core.txn import Delete, Put, Txn
 from elastic_etcd.core.view import View
 from tests.scenarios.simulator import KEYS, Agent, Simulator
 
-JOBS = ("limits", "node", "form", "start", "wait", "etcd", "show", "drain", "undrain", "stop")
+JOBS = (
+    *("limits", "node", "form", "start", "wait", "etcd", "show"),
+    *("drain", "undrain", "scale", "stop"),
+)
 
 
 class Commands(Simulator):
@@ -148,6 +161,15 @@ class Commands(Simulator):
         spec = self.everything().spec
         assert spec
         self._want(replace(self._wanted(), stop=Halt(spec.run, bool(save), by="root")))
+        return iter(())
+
+    def _scale(self, nnodes: str) -> Iterator[str]:
+        spec = self.everything().spec
+        assert spec
+        asked = options.nnodes(nnodes)
+        sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
+        scale = Scale(**sizes, run=spec.run, instead_of=spec.limits.nnodes)
+        self._want(replace(self._wanted(), scale=scale))
         return iter(())
 
     def _wanted(self) -> Wanted:

@@ -34,7 +34,11 @@ GARBAGE = {
 }
 # What is written there disturbs nobody: it is not read, or only later.
 TIMES = {"members": 3, "round": 4, "spec": 2, "ledger": 2, "outcome": 2}
-QUIET = ("acks", "hang", "history", "ledger", "outcome", "steps", "strange", "wanted")
+QUIET = (
+    *("acks", "hang", "history", "ledger", "outcome", "paces", "steps", "strange"),
+    *("wanted", "watched"),
+)
+MORE = {"hang", "outcome", "paces", "reports", "steps", "strange", "wanted", "watched"}
 
 
 @dataclass
@@ -66,7 +70,7 @@ async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdSer
     root = f"{PREFIX}/{job.name}"
     kinds = {name.partition("/")[0] for name in names(etcd, job)}
     assert kinds == {"spec", "members", "ledger", "round", "world", "acks", "history"}
-    for kind in sorted(kinds | {"hang", "outcome", "reports", "steps", "strange", "wanted"}):
+    for kind in sorted(kinds | MORE):
         for _ in range(TIMES.get(kind, 1)):
             name = of_kind(etcd, job, kind, generation)
             how = await writer.write(f"{root}/{name}")
@@ -75,7 +79,7 @@ async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdSer
                 job.goes_on(generation, steps=2)
             else:
                 generation = job.trains(2, after=generation, steps=1)
-            if kind not in ("history", "strange", "acks"):
+            if kind not in ("history", "strange", "acks", "paces"):
                 told = f"ignored, not written by this program: {root}/{name}: "
                 job.wait(f"{what} is told", lambda told=told: told in said(job))  # type: ignore[misc]
             assert all(agent.running() for agent in agents), what
@@ -84,7 +88,7 @@ async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdSer
     assert max(map(len, own)) < 2000, "no line is as long as what was read"
     job.finish(*agents)
     left = {name.partition("/")[0] for name in names(etcd, job)}
-    by_hand = {"members", "strange", "wanted"}
+    by_hand = {"members", "paces", "strange", "wanted", "watched"}
     assert left == {"history", "outcome", *by_hand}, "members: bound to no lease"
     for flags in ((), ("--json",)):
         status(etcd, job, *flags)

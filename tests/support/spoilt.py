@@ -22,6 +22,7 @@ from elastic_etcd.core.schema import (
     RankStep,
     Report,
     Round,
+    Scale,
     Spec,
     Steps,
     Wanted,
@@ -40,6 +41,7 @@ FAILURE = Failure("n2", 1, 0, 42, 1, 12.5, "Traceback", "now")
 ENTRY = History(3, "r", "why", nodes=("n1",), world_size=1)
 MEMBERS = {lease: Member(lease, f"n{lease:x}", 1, "10.0.0.1", run="r") for lease in (A, B)}
 
+SCALE = Scale(1, 4, (1, 4), run="r", instead_of="1:2")
 ROUND = Round(4, Phase.FINAL, A, "why", "r", "n1", 2, 2, MASTER)
 LEDGER = Ledger(4, 4)
 PAGE = Page(4, WORLD)
@@ -62,7 +64,7 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.ack(4, B): encode(Ack(B, MASTER)),
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
-        KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"))),
+        KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),
         KEYS.step(4, B): encode(Steps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
         KEYS.history(last): encode(ENTRY),
     }

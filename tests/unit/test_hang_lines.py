@@ -364,7 +364,7 @@ def test_a_question_is_kept_where_newcomers_wait(joins: bool) -> None:
     now = Round(4, Phase.SETUP, 0xA, "n3 joins", "r", planned=True, joins=joins)
     there = view(round=now, hang=ASKED, hang_mod=5, stepped=(2, 3), ledger=Ledger(4, 3, 2))
     opened = Open("", replace(now, phase=Phase.JOINABLE))
-    txn = writes._write_open(KEYS, there, LOCAL, opened, "")
+    txn = writes._write_open(KEYS, there, LOCAL, opened, "", None)
     gone = {delete.key for delete in txn.then if isinstance(delete, Delete)}
     assert KEYS.steps(2) in gone
     assert gone.isdisjoint({KEYS.hang, KEYS.steps(3)}) == joins

@@ -15,7 +15,7 @@ ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
 GROUND = {
-    *("errors", "init", "process", "progress", "protocol"),
+    *("errors", "init", "process", "progress", "protocol", "ran"),
     *("threads", "times", "trampoline", "version"),
 }
 BELOW_AGENT = {"etcd", "core", *GROUND}
@@ -33,6 +33,10 @@ MAY_IMPORT = {
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
     "torchrun": {"protocol"},  # loaded into torchrun's process
     "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
+    "launcher": {"pickled", "child_failed", "ran", "errors"},  # loaded into its user's program
+    "launcher_agent": {"launch", "agent", *BELOW_AGENT},
+    "pickled": {"errors"},
+    "child_failed": {"ran", "errors"},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
 }
 # The programs that are run by their path, which no import shows, and who runs them.
@@ -42,6 +46,7 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
+    "children/run_function.py": "launcher.py",
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
 }
@@ -51,6 +56,7 @@ CHILDREN = {
     "children/entry.py": {"elastic_etcd.progress"},  # for the type checker, as the next two
     "children/forkserver.py": {"elastic_etcd.children.entry", "elastic_etcd.children.variables"},
     "children/run_script.py": {"elastic_etcd.children.entry"},
+    "children/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),
     "children/guard.py": {
         "elastic_etcd.errors",
@@ -150,7 +156,7 @@ def test_the_ground_floor_needs_no_library_but_msgspec(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "only"),
-    [("grpc", {"etcd"}), ("torch", {"train", "children", "torchrun"})],
+    [("grpc", {"etcd"}), ("torch", {"train", "children", "torchrun", "child_failed"})],
 )
 def test_a_library_is_imported_by_some_parts_only(library: str, only: set[str]) -> None:
     assert {part(file) for file in users(library)} == only
@@ -166,6 +172,7 @@ def users(library: str) -> set[Path]:
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
         ("prometheus_client", "agent/metrics.py"),
+        ("shtab", "cli/completion.py"),
     ],
 )
 def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
@@ -215,6 +222,7 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.protocol", {"torch", "grpc", "asyncio", "socket", "logging"}),
         ("elastic_etcd.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
+        ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
             {"torch", "numpy", "rich", "prometheus_client", "http.client"},

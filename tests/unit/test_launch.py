@@ -340,6 +340,21 @@ def test_shutdown_timeout_from_torchs_variable(parse: Parse) -> None:
     assert parse("--shutdown-timeout=3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 3
 
 
+def test_health_checks_port_from_torchs_variable(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks is not on this machine; it is where --metrics-addr would be."""
+    port = {"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"}
+    assert parse(**port).metrics_addr == ("0.0.0.0", 8080)
+    assert parse("--metrics-addr=9464", **port).metrics_addr == ("127.0.0.1", 9464)
+    assert remarks(**port) == []
+    with pytest.raises(UsageError, match="TORCHELASTIC_HEALTH_CHECK_PORT=http: http is not"):
+        parse(TORCHELASTIC_HEALTH_CHECK_PORT="http")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert parse(**port).metrics_addr is None, "a platform may set it for jobs that have no extra"
+    assert [line for line in remarks(**port) if "elastic_etcd[metrics]" in line]
+
+
 def test_log_level(parse: Parse) -> None:
     assert parse(LOGLEVEL="warning").log_level == "WARNING"
     assert parse(LOGLEVEL="chatty").log_level == "INFO"
@@ -347,7 +362,7 @@ def test_log_level(parse: Parse) -> None:
 
 
 def remarks(*argv: str, **env: str) -> list[str]:
-    return list(launch._remarks(launch._arguments([*argv, "train.py"], env, "x")))
+    return list(launch._remarks(launch._arguments([*argv, "train.py"], env, "x"), env))
 
 
 @pytest.mark.parametrize("dest", options.WITHOUT_MEANING)

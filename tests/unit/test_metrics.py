@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.endpoint import serving
-from elastic_etcd.agent.metrics import Metrics, Recovery, cause_of, nodes, unready
+from elastic_etcd.agent.metrics import Metrics, Recovery, nodes, unready
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
@@ -72,21 +72,6 @@ def test_only_the_coordinator_tells_more_than_who_trains() -> None:
     assert nodes(view) == {"training": 1, "spare": 1, "waiting": 0, "leaving": 1}
     forming = replace(view, round=replace(FINAL, phase=Phase.JOINABLE))
     assert nodes(forming) == {"training": 0, "spare": 0, "waiting": 2, "leaving": 1}
-
-
-@pytest.mark.parametrize(
-    ("reason", "planned", "cause"),
-    [
-        ("n2 joins", True, "join"),
-        ("n2 and n3 join", True, "join"),
-        ("n2 is leaving", True, "leave"),
-        ("n2 is lost", False, "lost"),
-        ("n2 and n3 are lost", False, "lost"),
-        ("worker 1 on n2 exited 1", False, "failure"),
-    ],
-)
-def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
-    assert cause_of(replace(FINAL, reason=reason, planned=planned)) == cause
 
 
 def test_what_is_lost_by_a_change_of_world() -> None:

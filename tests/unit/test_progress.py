@@ -149,6 +149,7 @@ def test_pauses_are_not_the_steps_time() -> None:
     before = page.read()
     assert (within.commits, before.commits) == (1, 1)
     assert 0 < within.commit_seconds == before.commit_seconds
+    assert 0 < within.since_commit < before.since_commit
     page.step(told=False)
     assert within.doing is Doing.QUIET
     assert within.what.startswith("é" * 63)

@@ -15,6 +15,7 @@ from elastic_etcd.core.schema import (
     Limits,
     Member,
     Outcome,
+    Scale,
     Spec,
     Wanted,
     decode,
@@ -59,7 +60,8 @@ class Shell:
             return None
         there = decode(Wanted, text)
         halt = replace(there.stop, by="", at="") if there.stop else None
-        return Wanted(tuple(replace(d, by="", at="") for d in there.drains), halt)
+        scale = replace(there.scale, by="", at="") if there.scale else None
+        return Wanted(tuple(replace(d, by="", at="") for d in there.drains), halt, scale)
 
 
 @pytest.fixture
@@ -109,10 +111,37 @@ def test_an_order_to_stop_does_not_outlive_its_run(shell: Shell) -> None:
     assert shell.wanted == Wanted((Drain("a"),))
 
 
+def test_a_job_is_scaled_and_back(shell: Shell) -> None:
+    told = "job j is to train on 4:8 nodes\nnote: 3 of at least 4 nodes are there: training stops"
+    assert shell.ok("scale", "j", "4:8").startswith(told)
+    scale = Scale(4, 8, run="r", instead_of="2:3")
+    assert shell.wanted == Wanted(scale=scale)
+    assert "it was scaled so before" in shell.ok("scale", "j", "4:8")
+    shell.ok("scale", "j", "4:8", "--nodes-multiple-of", "4")
+    assert shell.wanted == Wanted(scale=replace(scale, multiple_of=4))
+    shell.ok("scale", "j", "2:3")
+    assert shell.wanted is None
+
+
+def test_a_scale_is_of_what_the_run_was_begun_with(shell: Shell) -> None:
+    shell.ok("scale", "j", "3:8")
+    assert "2 of at least 3 nodes are left" in shell.ok("drain", "j", "a")
+    shell.put(shell.keys.spec, encode(Spec("r", Limits(2, 4))))  # all had left, and came with that
+    assert "1 of at least 2 nodes are left" in shell.ok("drain", "j", "b")
+
+
+def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
+    shell.put(shell.keys.spec, encode(Spec("r", Limits(1, 1))))
+    assert shell("scale", "j", "1:2") == (
+        1,
+        "error: job j can't be scaled: its agent meets no others (--nnodes 1)\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "told"),
     [
-        (("drain", "k", "a"), 1, "etcd has no job at "),
+        (("drain", "k", "a"), 1, " has no job at "),
         (("drain", "j", "bb"), 1, "job j has no node bb (did you mean b?)"),
         (("drain", "j", "zebra"), 1, "job j has no node zebra; there are a, b, c"),
         (("drain", "j"), 2, "which node? Give its name, or --self."),
@@ -120,6 +149,9 @@ def test_an_order_to_stop_does_not_outlive_its_run(shell: Shell) -> None:
         (("drain", "j", "a", "--deadline", "soon"), 2, "soon is not a number of seconds"),
         (("undrain", "j", "a"), 1, "node a of job j is not drained"),
         (("stop", "a/b"), 2, "a job id is 1 to 128"),
+        (("scale", "j"), 2, "no nodes given"),
+        (("scale", "j", "3:2"), 2, "3:2: MIN is above MAX; did you mean 2:3?"),
+        (("scale", "j", "2:3", "--nodes-multiple-of", "4"), 2, "no multiple of 4 is from 2 to 3"),
     ],
 )
 def test_what_is_refused(shell: Shell, argv: tuple[str, ...], code: int, told: str) -> None:
@@ -129,7 +161,9 @@ def test_what_is_refused(shell: Shell, argv: tuple[str, ...], code: int, told: s
     assert shell.wanted is None
 
 
-@pytest.mark.parametrize("command", [("drain", "j", "a"), ("stop", "j")], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [("drain", "j", "a"), ("stop", "j"), ("scale", "j", "2:8")], ids=lambda c: c[0]
+)
 def test_a_job_that_is_over(shell: Shell, command: tuple[str, ...]) -> None:
     outcome = Outcome("succeeded", "all are done", "r", 1, 0, at="2026-11-22T10:00:00Z")
     shell.put(shell.keys.outcome, encode(outcome))

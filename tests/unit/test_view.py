@@ -364,7 +364,7 @@ def test_no_key_is_another_one_written_differently(name: str) -> None:
 
 
 def test_what_is_mirrored_does_not_grow_with_the_job() -> None:
-    whole = {KEYS.round, KEYS.ledger, KEYS.outcome, KEYS.hang, KEYS.wanted}
+    whole = {KEYS.round, KEYS.ledger, KEYS.outcome, KEYS.hang, KEYS.wanted, KEYS.watched}
     few = {*whole, KEYS.page(0), KEYS.member(0xB)}
     assert keys_of(covered(KEYS, Narrow(), 0xB)) == few
     assert keys_of(covered(KEYS, Narrow(page=3), 0xB)) == {*few, KEYS.page(3)} - {KEYS.page(0)}

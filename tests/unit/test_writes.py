@@ -3,19 +3,25 @@
 from typing import Any
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import ReportEnd, State, Writable, Write
-from elastic_etcd.core.rules import Freeze, Local
+from elastic_etcd.core.rules import Finalise, Freeze, Local
 from elastic_etcd.core.schema import (
+    LARGEST,
     Failure,
     History,
     Keys,
     Ledger,
+    Master,
     Member,
+    Participant,
     Phase,
     Report,
     Round,
+    Spent,
     decode,
     encode,
 )
@@ -33,9 +39,14 @@ def view(**more: Any) -> View:
     return View(9, Everything(), ledger=Ledger(3, final=3), ledger_mod=7, outcome_mod=8, **more)
 
 
-def written(what: Writable, seen: View | None) -> Txn:
+def written(what: Writable, seen: View | None, spent: Spent | None = None) -> Txn:
     state = State(LOCAL, 1, view=seen)
-    return writes.build(KEYS, state, Write(what, 1, 3), Member(1, "n", 1), None, "now")
+    return writes.build(KEYS, state, Write(what, 1, 3), Member(1, "n", 1), None, "now", spent)
+
+
+def history(txn: Txn, generation: int) -> History:
+    put = next(p for p in txn.then if isinstance(p, Put) and p.key == KEYS.history(generation))
+    return decode(History, put.value)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +86,50 @@ def test_t23_a_world_without_an_entry_gets_none() -> None:
     """Its own is written when it is final, so it has been removed, or is too old."""
     txn = written(FREEZE, view(reports=REPORTS, history=((2, encode(History(2))),)))
     assert [put.key for put in txn.then if isinstance(put, Put)] == [KEYS.round]
+
+
+SPENT = Spent(steps=7, trained=70.0, detect=2.5, stop=1.0, pause=4.0)
+
+
+def test_what_was_measured_of_a_world_is_in_its_history() -> None:
+    entry = encode(History(3, run="r"))
+    seen = view(reports=REPORTS, history=((3, entry),))
+    assert history(written(FREEZE, seen, SPENT), 3).spent == SPENT
+    known = encode(History(3, run="r", spent=SPENT))
+    unseen = view(history=((3, known),))  # of a coordinator that has not trained
+    assert history(written(FREEZE, unseen), 3).spent == SPENT
+    hung = replace(FAILURES[0], hang="rank 0 on n is in step 8")
+    seen = view(reports=(Report(1, 0, hung),), history=((3, entry),))
+    spent = history(written(FREEZE, seen, SPENT), 3).spent
+    assert spent == replace(SPENT, detect=0.0, hang=2.5)
+
+
+WORLD = (Participant(1, "n", 1, 0, 0),)
+FINALISE = Finalise(
+    "all are ready",
+    Round(4, Phase.FINAL, 1, "why", "r", "n", 1, 1, Master("n", 80)),
+    Ledger(),
+    WORLD,
+)
+
+
+@pytest.mark.parametrize(
+    ("last", "before"),
+    [
+        (History(3, run="r", spent=SPENT), SPENT),
+        (History(3, run="r"), Spent()),  # by a coordinator that knew nothing
+        (
+            History(3, run="r", spent=SPENT, spent_before=Spent(3, 1, trained=30.0, pause=9.0)),
+            replace(SPENT, worlds=4, planned=1, trained=100.0, pause=9.0),
+        ),
+        (History(3, run="older", spent=SPENT), UNSET),
+        (History(3, run="r", spent=replace(SPENT, worlds=LARGEST, trained=9e11)), ...),
+    ],
+)
+def test_a_world_begins_with_the_sum_of_those_before(last: History, before: object) -> None:
+    found = history(written(FINALISE, view(history=((3, encode(last)),))), 4).spent_before
+    if before is ...:  # still one that can be read
+        assert isinstance(found, Spent)
+        assert found.plus(found).worlds == LARGEST
+    else:
+        assert found == before

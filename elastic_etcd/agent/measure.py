@@ -1,0 +1,223 @@
+"""Where the seconds of this node's worlds go: for the job's history, and for --metrics-addr.
+
+It reads the workers' pages when a world begins and when it ends, and not while it trains. All
+times are of this agent's clock.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from elastic_etcd.core.lifecycle import Finished, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Phase, Round, Spent
+from elastic_etcd.progress import Doing, Page, Progress
+
+_SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
+_FINER = 0.1  # than so much of what is measured
+
+
+class HasPages(Protocol):
+    """Who runs the workers."""
+
+    @property
+    def pages(self) -> Sequence[Page]: ...
+
+
+class Phases(Protocol):
+    """Who is told how long each phase of a change of world takes; see metrics.Recovery."""
+
+    def end_world(self, now: float, idle: float) -> None: ...
+
+    def pass_phase(self, phase: str, now: float) -> None: ...
+
+    def begin_world(self, cause: str, now: float) -> None: ...
+
+    def train(self, now: float) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class Measure:
+    """Measures one world after the other; `of` is what is known of the last one.
+
+    `see` is told of every state, before what follows from it is done. `recovery`, if there is one,
+    is told of each phase.
+    """
+
+    def __init__(self, workers: HasPages) -> None:
+        self.recovery: Phases | None = None
+        self._workers = workers
+        self._loop = asyncio.get_running_loop()
+        self._state = State(Local(run=""), 0)
+        self._since = self._loop.time()  # when began what is under way
+        self._generation = 0  # of the world that has ended last
+        self._spent = Spent()  # on it, or on the one that trains
+        self._other: Round | None = None  # a world that trains without this node
+        self._began = self._ended = 0.0
+        self._trains = False  # here
+        self._started = False
+        self._first: float | None = None  # when the first step of the world was done
+        self._last: float | None = None  # when the newest step here was done, in any world
+        self._commits = False  # ever
+        self._looking: asyncio.TimerHandle | None = None
+
+    def of(self, generation: int) -> Spent | None:
+        """Where the seconds of this world went; None if it is not the last one that this node saw.
+
+        Of one whose workers are still stopping it is what is known by now.
+        """
+        return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
+
+    def see(self, state: State) -> None:
+        """The agent is this from here on."""
+        was, self._state = self._state.local, state
+        own, now = state.local, self._loop.time()
+        if own.lease and not was.lease and not was.ran:
+            self._since = now
+        over = own.stopping or not own.running or isinstance(state.result, Finished)
+        if self._trains and over:
+            self._end_world(was.running, now)
+        if was.running and not own.running:
+            self._spent, self._since = self._measured(now), now
+            if self.recovery:
+                self.recovery.pass_phase("stop", now)
+        if own.running and own.running != was.running:
+            self._begin_world(now)
+        if not own.running:
+            self._follow_others(now)
+
+    def _follow_others(self, now: float) -> None:
+        """A world without this node's workers; of that only its seconds are known."""
+        if self.recovery and is_spare(self._state):
+            self.recovery.forget()
+        current = self._state.view.round if self._state.view else None
+        if current and current.generation == self._generation:
+            current = None
+        final = current if current and current.phase is Phase.FINAL else None
+        before, self._other = self._other, final
+        if before and (final is None or final.generation != before.generation):
+            self._generation = before.generation
+            self._spent = Spent(planned=int(before.planned), unknown=now - self._since)
+            self._since = now
+        if final and (before is None or before.generation != final.generation):
+            self._since = now
+
+    # --- a world of this node's -----------------------------------------------------------
+
+    def _begin_world(self, now: float) -> None:
+        assert self._state.view
+        begun = self._state.view.round
+        assert begun
+        if self.recovery:
+            self.recovery.begin_world(cause_of(begun), now)
+        self._other = None
+        self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
+        self._since = self._began = now
+        self._trains, self._started, self._first = True, False, None
+        self._look_later(now)
+
+    def _look(self) -> None:
+        """Look for the first step again and again, the less often the longer it takes."""
+        now = self._loop.time()
+        self._look_now(now)
+        if self._first is None:
+            self._look_later(now)
+
+    def _look_later(self, now: float) -> None:
+        pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
+        self._looking = self._loop.call_later(pause, self._look)
+
+    def _look_now(self, now: float) -> None:
+        pages = self._read()
+        if not self._started and pages and all(page.doing is not Doing.STARTING for page in pages):
+            self._started = True
+            self._spent = replace(self._spent, start=now - self._since)
+            self._since = now
+            if self.recovery:
+                self.recovery.pass_phase("start", now)
+        if pages and all(page.steps for page in pages):
+            pause = now - self._last if self._last is not None else 0.0
+            self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
+            self._first = self._since = now
+            if self.recovery:
+                self.recovery.train(now)
+
+    def _end_world(self, generation: int, now: float) -> None:
+        if self._looking:
+            self._looking.cancel()
+        if self._first is None:
+            self._look_now(now)
+        self._trains, self._generation, self._ended = False, generation, now
+        self._spent = self._measured(now)
+        if self.recovery is None:
+            return
+        if isinstance(self._state.result, Finished):
+            self.recovery.forget()
+        else:
+            self.recovery.end_world(now, _idle(self._read()))
+
+    def _measured(self, now: float) -> Spent:
+        """On the world that has ended, of which some workers may still run."""
+        pages, end = self._read(), self._ended
+        finished = isinstance(self._state.result, Finished)
+        if self._first is None:
+            return self._without_step(end - self._since, finished=finished, stop=now - end)
+        idle = _idle(pages)
+        last = end if finished else max(self._first, now - idle)
+        self._last = last
+        commits = [page for page in pages if page.commits]
+        self._commits = self._commits or bool(commits)
+        trained, again = last - self._first, 0.0
+        if commits and not finished:
+            again = min(trained, max(0.0, min(page.since_commit for page in commits) - idle))
+        elif self._commits and not finished:
+            again = trained
+        return replace(
+            self._spent,
+            steps=min(page.steps for page in pages),
+            commits=max(page.commits for page in pages),
+            trained=trained,
+            again=again,
+            detect=max(0.0, end - last),
+            stop=now - max(end, last),
+        )
+
+    def _without_step(self, seconds: float, *, finished: bool, stop: float) -> Spent:
+        """One that has done what it has to; a script whose steps nobody sees; or a bad start."""
+        spent = replace(self._spent, stop=stop)
+        if finished:
+            return replace(spent, trained=seconds)
+        if self._last is None and not self._started:
+            return replace(spent, unknown=seconds)
+        if self._started:
+            return replace(spent, first_step=seconds)
+        return replace(spent, start=seconds)
+
+    def _read(self) -> list[Progress]:
+        return [page.read() for page in self._workers.pages]
+
+
+def _idle(pages: Sequence[Progress]) -> float:
+    """Seconds since the newest step was done."""
+    return min((page.seconds for page in pages if page.steps), default=0.0)
+
+
+def cause_of(begun: Round) -> str:
+    """What ended the world before this one: failure, lost, leave or join."""
+    if begun.planned:
+        return "leave" if begun.reason.endswith(" leaving") else "join"
+    return "lost" if begun.reason.endswith(" lost") else "failure"
+
+
+def is_spare(state: State) -> bool:
+    """Whether a world trains that has no place for this node."""
+    own, view = state.local, state.view
+    now = view.round if view else None
+    if view is None or now is None or now.phase is not Phase.FINAL:
+        return False
+    # A page may come after its round.
+    known = view.page.generation == now.generation if view.page else len(view.world) == now.nodes
+    return known and own.acked == now.generation and view.part(own.lease) is None

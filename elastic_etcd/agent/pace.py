@@ -1,0 +1,71 @@
+"""How fast this node's workers are, told through etcd while somebody looks at the job."""
+
+import asyncio
+from time import monotonic
+
+from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core import schema, writes
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.schema import Pace
+
+_A_SECOND = 20  # paces that reach the coordinator, at most
+
+
+class PaceTeller:
+    """`tell()` runs for ever, and `see` is told of every state."""
+
+    def __init__(self, membership: Membership, workers: Workers) -> None:
+        self._membership = membership
+        self._workers = workers
+        self._news = asyncio.Event()
+        self._state: State | None = None
+        self._before = (0, 0, 0.0)  # generation, steps, and when that was
+        self._told = False  # it may be in etcd
+
+    def see(self, state: State) -> None:
+        """The agent is this from here on."""
+        was, self._state = self._state, state
+        if self._period() and not (was and was.view and was.view.watched):
+            self._news.set()
+
+    async def tell(self) -> None:
+        """Put this node's pace into etcd again and again, as long as it is watched."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while period := self._period():
+                await self._put(self._pace())
+                await asyncio.sleep(period)
+            await self._put(None)
+
+    def _period(self) -> float:
+        """Seconds until the next one; 0: nobody looks."""
+        state = self._state
+        if state is None or state.view is None or not state.local.lease:
+            return 0.0
+        view = state.view
+        nodes = view.round.nodes if view.round else 0
+        return max(view.watched.seconds, nodes / _A_SECOND) if view.watched else 0.0
+
+    async def _put(self, pace: Pace | None) -> None:
+        state = self._state
+        if state and state.local.lease and (pace or self._told):
+            self._told = pace is not None
+            txn = writes.put_pace(self._membership.keys, state.local, pace)
+            await self._membership.publish(txn)
+
+    def _pace(self) -> Pace | None:
+        """None where no worker runs."""
+        assert self._state
+        local, found = self._state.local, [now for _, now in self._workers.progress()]
+        if not local.running or not found:
+            return None
+        slowest = min(found, key=lambda now: now.steps)
+        generation, steps, at = self._before
+        now = monotonic()
+        self._before = local.running, slowest.steps, now
+        same = generation == local.running and slowest.steps >= steps
+        rate = (slowest.steps - steps) / (now - at) if same and now > at else 0.0
+        doing = schema.Doing[slowest.doing.name]
+        return Pace(local.lease, local.running, slowest.steps, round(rate, 3), doing)

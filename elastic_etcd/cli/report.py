@@ -1,0 +1,99 @@
+"""`elastic-etcd report JOB`: the goodput of its newest run, and where the rest of its time went."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from elastic_etcd.agent import report
+from elastic_etcd.cli import look
+from elastic_etcd.core.schema import History, Phase, decode, plain
+from elastic_etcd.errors import ElasticEtcdError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterable, Sequence
+
+    from elastic_etcd.cli import options
+    from elastic_etcd.core.view import View
+
+_EPILOG = f"""\
+Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
+  detect         from a world's last step until it was known to be over
+  hang           the same, where it hung
+  stop           until no worker was left of it
+  rendezvous     until the next world began; of the first one, since its coordinator was there
+  start          until its workers trained, or made their process group
+  first step     until their first step had ended
+  trained again  steps after the last commit of a world that was lost
+
+{look.CODES}"""
+
+
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd report JOB`."""
+    text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
+    made = look.parser("report", text, _EPILOG)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; gives the exit code."""
+    return look.run(parser, argv, _report)
+
+
+async def _report(job: look.Job, args: Namespace) -> None:
+    found = describe(job.name, await job.view(), time.time())
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    state = f": {found['state']}" if found["state"] else ""
+    print(look.in_one_line(f"job {job.name}, run {found['run']}{state}"))
+    for line in report.lines(found):
+        print(f"  {line}")
+    if found["going_on"]:
+        since = f"{found['going_on']:.1f} s in generation {found['generation']}"
+        print(f"  {since}, which goes on, count as trained")
+
+
+def describe(job: str, view: View, now: float) -> dict[str, Any]:
+    """The shape of `--json`; `now` is in seconds since 1970. Raises ElasticEtcdError."""
+    entries = worlds(view)
+    if not entries:
+        raise ElasticEtcdError(f"job {job} has had no world yet")
+    found = report.of_run(entries[-1], _going_on(view, entries[-1], now))
+    of_each = [
+        {"generation": e.generation, "began": e.began or "", "spent": plain(e.spent)}
+        for e in entries
+        if e.spent
+    ]
+    return {"job": job, **found, "by_world": of_each}
+
+
+def worlds(view: View) -> list[History]:
+    """Those of the newest run that are remembered, in order."""
+    entries = list(_readable(text for _, text in view.history))
+    return [e for e in entries if e.run == entries[-1].run]
+
+
+def _readable(texts: Iterable[str]) -> Iterable[History]:
+    for text in texts:
+        try:
+            yield decode(History, text)
+        except ValueError:  # `elastic-etcd events` says so
+            continue
+
+
+def _going_on(view: View, last: History, now: float) -> float:
+    """How long the world that trains has done so, by its coordinator's clock and this one's."""
+    current = view.round
+    trains = current and (current.generation, current.phase) == (last.generation, Phase.FINAL)
+    if not trains or not view.members or not last.began_at:
+        return 0.0
+    try:
+        return max(0.0, now - datetime.fromisoformat(last.began_at).timestamp())
+    except (ValueError, OverflowError):
+        return 0.0

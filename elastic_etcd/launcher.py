@@ -1,0 +1,263 @@
+"""torch's `elastic_launch` over etcd v3: start a job from Python, and get what its workers return.
+
+    from elastic_etcd.launcher import LaunchConfig, elastic_launch
+
+    values = elastic_launch(LaunchConfig(nproc_per_node=2), train)(0.1)  # {rank: value}
+
+The agent is a child process with the launcher's own command line (launcher_agent.py), so it works
+in any thread and beside a running event loop, and no other thread than the main one has a signal
+handled. The function and what it returns travel as files. docs/python.md says how to use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from elastic_etcd import pickled
+from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
+from elastic_etcd.ran import Ran, RunResult, WorkerFailure
+
+if TYPE_CHECKING:
+    from elastic_etcd.child_failed import ChildFailedError
+
+__all__ = ["ChildFailedError", "LaunchConfig", "RunResult", "elastic_launch"]
+
+_RUN_FUNCTION = Path(__file__).with_name("children") / "run_function.py"
+# By the exit code of the agent, docs/failures.md.
+_ERRORS: dict[int, type[ElasticEtcdError]] = {2: UsageError, 4: RendezvousTimeout, 5: EtcdError}
+
+log = logging.getLogger("elastic_etcd")
+
+
+@dataclass
+class LaunchConfig:
+    """What torch's LaunchConfig says, with its names, for a job over etcd v3.
+
+    None, and what is not given, is the launcher's default (`python -m elastic_etcd.launch --help`).
+    A field of torch's that has no meaning here is accepted; a line of the log says why it has none.
+    Fields that differ from torch's, or have another meaning:
+
+    `rdzv_endpoint`: etcd's endpoints, HOST:PORT,...; without any the job has an etcd of its own.
+    `run_id`: the job, the same on all nodes; random if it is not given.
+    `nproc_per_node`: a number, or gpu, cpu, xpu, auto.
+    `rdzv_configs`: what --rdzv-conf may say: join_timeout, last_call_timeout, cacert, cert, key.
+    `max_restarts`: failures of workers that the job survives, over all nodes.
+    `start_method`: prefork or exec; torch's words mean prefork.
+    `logs_specs`: torch's, of which `log_dir`, `redirects`, `tee` and `local_ranks_filter` count;
+    they can be given by these names, too. Streams are torch's Std, a dictionary by local rank, or
+    as on the command line.
+    `flags`: any other flags of the launcher, as on its command line.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int | str = 1
+    logs_specs: Any = None
+    run_id: str = ""
+    role: str | None = None
+    rdzv_endpoint: str = ""
+    rdzv_backend: str | None = None
+    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int | None = None
+    monitor_interval: float | None = None
+    start_method: str | None = None
+    log_line_prefix_template: str | None = None
+    metrics_cfg: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str | None = None
+    numa_options: Any = None
+    signals_to_handle: str | None = None
+    duplicate_stdout_filters: Sequence[str] | None = None
+    duplicate_stderr_filters: Sequence[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
+    log_dir: str | os.PathLike[str] | None = None
+    redirects: Any = None
+    tee: Any = None
+    local_ranks_filter: Sequence[int] | set[int] | None = None
+    flags: Sequence[str] = ()
+
+    def command_line(self) -> list[str]:
+        """The flags of the launcher that say the same."""
+        given = {
+            "nnodes": f"{self.min_nodes}:{self.max_nodes}",
+            "nproc-per-node": self.nproc_per_node,
+            "job": self.run_id or None,
+            "etcd": self.rdzv_endpoint or None,
+            "rdzv-conf": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
+            "join-timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
+            "log-dir": self._logs("log_dir", "_root_log_dir"),
+            "redirects": _streams(self._logs("redirects", "_redirects")),
+            "tee": _streams(self._logs("tee", "_tee")),
+            "local-ranks-filter": _joined(self._logs("local_ranks_filter", "_local_ranks_filter")),
+            "numa-binding": self.numa_options,
+            "duplicate-stdout-filters": _joined(self.duplicate_stdout_filters),
+            "duplicate-stderr-filters": _joined(self.duplicate_stderr_filters),
+        }
+        for name in (
+            *("role", "rdzv_backend", "max_restarts", "monitor_interval", "start_method"),
+            *("local_addr", "event_log_handler", "signals_to_handle", "shutdown_timeout"),
+        ):
+            given[name.replace("_", "-")] = getattr(self, name)
+        flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+        switch = ["--virtual-local-rank"] if self.virtual_local_rank else []
+        return [*flags, *switch, *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        """The agent's environment: this process's, and what has no flag."""
+        env = dict(os.environ)
+        if self.log_line_prefix_template is not None:
+            env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self.log_line_prefix_template
+        return env
+
+    def _logs(self, name: str, of_specs: str) -> Any:
+        """A field of ours, or what torch's LogsSpecs has of it."""
+        own = getattr(self, name)
+        return getattr(self.logs_specs, of_specs, None) if own is None else own
+
+
+def _streams(choice: Any) -> str | None:
+    """Torch's Std, or a dictionary of them by local rank, as the launcher's flags have it."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if isinstance(choice, Mapping):
+        return ",".join(f"{rank}:{int(std)}" for rank, std in choice.items()) or None
+    return str(int(choice))
+
+
+def _joined(items: Sequence[Any] | set[int] | None) -> str | None:
+    return None if items is None else ",".join(map(str, sorted(items)))
+
+
+class elastic_launch:  # noqa: N801 - it is torch's name
+    """`elastic_launch(config, entrypoint)(*args)` runs a job's node here, and waits for its end.
+
+    `entrypoint` is a function, which each worker calls with `args`, or a program, which gets them
+    as its command line. A call gives {rank: value} of this node's ranks; a program has no values.
+
+    It raises ChildFailedError (torch's) where a worker failed for good, UsageError for what can't
+    work, RendezvousTimeout, EtcdError, and ElasticEtcdError where the job was stopped, or this node
+    made to leave it. On Ctrl-C, on SIGTERM in the main thread (SystemExit(143), if the program does
+    not handle it), and on any other exception of a signal handler's, the node leaves the job; what
+    was raised is raised again when its workers are gone.
+    """
+
+    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        result = self.run(*args)
+        if result.exit_code == 0:
+            return result.return_values
+        name = pickled.name_of(self._entrypoint)
+        if result.cause is not None:
+            from elastic_etcd.child_failed import child_failed  # noqa: PLC0415 - it loads torch
+
+            raise child_failed(name, result)
+        kind = _ERRORS.get(result.exit_code, ElasticEtcdError)
+        raise kind(f"{name}: the job has not succeeded ({result.outcome}): {result.reason}")
+
+    def run(self, *args: Any) -> RunResult:
+        """As a call, but a job that failed, or was stopped, is a result, too."""
+        if self._config.metrics_cfg:
+            log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
+        with tempfile.TemporaryDirectory(prefix="elastic_etcd-") as folder:
+            ran = self._run(Path(folder), args)
+            if not ran.outcome:
+                raise _ERRORS.get(ran.exit_code, ElasticEtcdError)(ran.error)
+            succeeded = ran.exit_code == 0
+            values = pickled.load_values(Path(folder), ran.generation) if succeeded else {}
+        failures = tuple(map(_with_file, ran.failures))
+        return RunResult(
+            outcome=ran.outcome,
+            reason=ran.reason,
+            exit_code=ran.exit_code,
+            generations=tuple(ran.generations),
+            restarts=ran.restarts,
+            failures=failures,
+            cause=failures[ran.cause] if ran.cause >= 0 else None,
+            return_values=values,
+        )
+
+    def _run(self, folder: Path, args: Sequence[Any]) -> Ran:
+        if isinstance(self._entrypoint, str):
+            command = ["--no-python", self._entrypoint, *map(str, args)]
+        else:
+            file = pickled.save_function(folder, self._entrypoint, args)
+            command = [str(_RUN_FUNCTION), str(file)]
+        # -P: nothing in the directory of the user's program is taken for a module of ours.
+        program = [sys.executable, "-P", "-m", "elastic_etcd.launcher_agent"]
+        with _outliving_sigterm():
+            agent = subprocess.Popen(
+                [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
+                env=self._config.environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
+            )
+            code = _wait(agent)
+        try:
+            return msgspec.json.decode((folder / "ran.json").read_bytes(), type=Ran)
+        except (OSError, msgspec.MsgspecError):
+            text = (
+                f"the agent (pid {agent.pid}) ended with {code}, and did not say how the job went"
+            )
+            return Ran(exit_code=1, error=text)
+
+
+@contextmanager
+def _outliving_sigterm() -> Iterator[None]:
+    """Where SIGTERM would end this program at once, have it raise SystemExit in here.
+
+    A scheduler that gives a job time to save kills what is left when its program has ended.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _wait(agent: subprocess.Popen[bytes]) -> int:
+    """Wait for the agent's end. When that is interrupted it leaves, and once more: at once."""
+    try:
+        return agent.wait()
+    except BaseException:
+        while agent.poll() is None:
+            agent.terminate()
+            with suppress(BaseException):
+                agent.wait()
+        raise
+
+
+def _with_file(failure: WorkerFailure) -> WorkerFailure:
+    """Without its error file where the worker has written none."""
+    return failure if Path(failure.error_file).is_file() else replace(failure, error_file="")
+
+
+def __getattr__(name: str) -> Any:
+    """ChildFailedError, which loads torch, is loaded when it is asked for."""
+    if name != "ChildFailedError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from elastic_etcd.child_failed import ChildFailedError  # noqa: PLC0415 - as above
+
+    return ChildFailedError

@@ -1,0 +1,88 @@
+"""The etcd of examples/kubernetes/etcd.yaml: its environment makes a cluster that probes find."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import yaml
+
+from elastic_etcd import trampoline
+from elastic_etcd.etcd.embedded import free_ports
+from tests.support.debian import NotToBeHad
+from tests.support.etcd import START_TIMEOUT, debian_etcd
+from tests.support.job import ROOT
+from tests.support.prometheus import get
+
+MANIFEST = ROOT / "examples" / "kubernetes" / "etcd.yaml"
+OLDEST = (3, 5, 11)  # that answers the probes
+
+
+def container() -> dict[str, Any]:
+    (etcd,) = [e for e in yaml.safe_load_all(MANIFEST.read_text()) if e["kind"] == "StatefulSet"]
+    (found,) = etcd["spec"]["template"]["spec"]["containers"]
+    return found  # type: ignore[no-any-return] # YAML
+
+
+def environment(name: str, ports: dict[str, int], directory: Path) -> dict[str, str]:
+    """Of a member, with a port of this machine for each address of the cluster."""
+    env: dict[str, str] = {}
+    for each in container()["env"]:
+        text = each["value"].replace("$(ETCD_NAME)", name) if "value" in each else name
+        text = text.replace("0.0.0.0", f"{name}.etcd").replace(
+            "/var/lib/etcd", str(directory / name)
+        )
+        env[each["name"]] = re.sub(
+            r"etcd-\d\.etcd:\d+", lambda found: f"127.0.0.1:{ports[found[0]]}", text
+        )
+    return env
+
+
+def test_the_statefulset_is_a_cluster_whose_probes_answer(tmp_path: Path) -> None:
+    try:
+        program = debian_etcd("sid")
+    except NotToBeHad as reason:
+        pytest.skip(str(reason))
+    (version,) = re.findall(r":v(\d+)\.(\d+)\.(\d+)", container()["image"])
+    assert tuple(map(int, version)) >= OLDEST
+    names = [f"etcd-{index}" for index in range(3)]
+    addresses = [f"{name}.etcd:{port}" for name in names for port in (2379, 2380, 2381)]
+    ports = dict(zip(addresses, free_ports(len(addresses)), strict=True))
+    logs = [tmp_path / f"{name}.log" for name in names]
+    with ExitStack() as scope:
+        for name, log in zip(names, logs, strict=True):
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", program],
+                env=environment(name, ports, tmp_path),
+                stdout=scope.enter_context(log.open("wb")),
+                stderr=subprocess.STDOUT,
+            )
+            scope.callback(process.wait)
+            scope.callback(process.kill)
+        for name in names:
+            for probe in ("startup", "readiness", "liveness"):
+                asked = container()[f"{probe}Probe"]["httpGet"]
+                assert asked["port"] == "metrics"
+                answers(f"127.0.0.1:{ports[f'{name}.etcd:2381']}", asked["path"])
+        said = "".join(log.read_text() for log in logs)
+    assert "unrecognized" not in said, said
+
+
+def answers(address: str, path: str) -> None:
+    """Wait until 200 is the answer."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        try:
+            status, text = get(address, path)
+        except URLError as error:
+            status, text = 0, str(error)
+        if status == 200:
+            return
+        assert time.monotonic() < deadline, f"{path}: {status} {text}"
+        time.sleep(0.1)

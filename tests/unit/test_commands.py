@@ -1,0 +1,87 @@
+"""What all commands of `elastic-etcd` have in common, and how a shell completes them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.__main__ import _USAGE, main
+
+COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
+OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion")]
+WITHOUT_JSON = {"top"}  # a screen; what it shows is in status --json
+# What bash does when somebody presses the tab key after these words.
+TAB = """
+source "$1" && shift
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+how=$(complete -p elastic-etcd)
+how=${how#*-F }
+${how%% *} elastic-etcd "${@: -1}" "${@: -2:1}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^exit codes:\n  0 ", told, re.MULTILINE)
+    assert "_" not in " ".join(re.findall(r"--[\w-]+", told)), "each flag once"
+    if command in OF_A_JOB:
+        assert ("--json" in told) == (command not in WITHOUT_JSON)
+
+
+@pytest.mark.parametrize("command", OF_A_JOB)
+def test_a_wrong_variable_is_told_as_a_wrong_flag_is(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_PREFIX", "no-slash")
+    assert main([command, "j"]) == 2
+    assert "error: PET_PREFIX=no-slash in the environment" in capsys.readouterr().err
+
+
+@pytest.fixture
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["completion", "bash"]) == 0
+    path = tmp_path / "completion"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def completed(script: Path, *words: str) -> set[str]:
+    argv = ["bash", "--norc", "-c", TAB, "bash", str(script), "elastic-etcd", *words]
+    done = subprocess.run(argv, cwd=script.parent, check=True, capture_output=True, text=True)
+    assert not done.stderr
+    return set(done.stdout.split())
+
+
+def test_bash_completes_commands_flags_and_values(script: Path) -> None:
+    assert completed(script, "") == set(COMMANDS)
+    assert completed(script, "und") == {"undrain"}
+    assert completed(script, "drain", "--se") == {"--self"}
+    assert completed(script, "launch", "--nproc") == {"--nproc-per-node"}, "each flag once"
+    assert completed(script, "launch", "--hang-action", "") == {"report", "restart"}
+    assert completed(script, "launch", "--rdzv-b") == set(), "it has no meaning here"
+    assert completed(script, "status", "--cacert", "comp") == {"completion"}, "a file"
+    assert completed(script, "launch", "comp") == {"completion"}, "a training script"
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    told = capsys.readouterr().out
+    assert all(command in told for command in COMMANDS)
+
+
+def test_what_completion_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert "choose from" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'elastic_etcd[completion]'" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""`elastic-etcd events`: from a job's keys to torch's events."""
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from torch.distributed.elastic import events as torchs
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+from elastic_etcd.agent.events import event, news, past
+from elastic_etcd.core.schema import Keys, Member, Phase, encode
+from tests.support.etcd import EtcdServer
+from tests.support.jobs import FAILURE, FINAL, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
+
+DAY = "2026-11-21"
+
+
+def shorts(values: dict[str, str]) -> list[str]:
+    return [e.name.rpartition(".")[2] for e in past("j", view(values))]
+
+
+def test_what_a_job_went_through() -> None:
+    assert shorts(RUNNING) == ["RENDEZVOUS", "FAILED", "STOPPED", "RENDEZVOUS", "hang", "drain"]
+    assert shorts(OVER) == ["RENDEZVOUS", "FAILED", "STOPPED", "RENDEZVOUS", "hang", "SUCCEEDED"]
+    alone = {KEYS.outcome: OVER[KEYS.outcome]}
+    assert shorts(alone) == ["SUCCEEDED"]
+    assert shorts({KEYS.history(7): "garbage"}) == ["malformed"]
+    lines = [e.line() for e in past("j", view(RUNNING))]
+    assert [tuple(re.split("  +", line)) for line in lines[:3]] == [
+        (f"{DAY}T10:00:03.000", "RENDEZVOUS", "generation 1: world of 2 on n1, n2: the job begins"),
+        (f"{DAY}T10:01:05.500", "FAILED", f"generation 1: {FAILURE} after 61.5 s"),
+        (f"{DAY}T10:01:05.510", "STOPPED", f"generation 1: {FAILURE} (trained 60.0 s, 600 steps)"),
+    ]
+    assert lines[4].startswith("-     ")  # nobody knows when
+
+
+def test_they_are_torchs() -> None:
+    """In its form, and with the metadata that its agent gives."""
+    handler = SimpleNamespace(get_run_id=lambda: "j", get_backend=lambda: "etcd-v3")
+    spec = SimpleNamespace(
+        rdzv_handler=handler, role="r", max_restarts=3, get_entrypoint_name=lambda: "train.py"
+    )
+    group = SimpleNamespace(spec=spec, group_world_size=2, group_rank=0)
+    agent: Any = SimpleNamespace(
+        _worker_group=group, _total_execution_time=0, _remaining_restarts=2
+    )
+    worker: Any = SimpleNamespace(
+        local_rank=0, role_rank=1, role_world_size=2, global_rank=1, id="4388"
+    )
+    known = SimpleElasticAgent._construct_event(
+        agent, "FAILED", torchs.EventSource.WORKER, worker, exit_code=1, worker_pid=4388
+    )
+    ours = next(e for e in past("j", view(RUNNING)) if e.name.endswith("FAILED"))
+    read = torchs.Event.deserialize(ours.json())
+    assert (read.name, read.source) == (known.name, known.source)
+    assert read.metadata.keys() == known.metadata.keys()
+    for name in ("run_id", "global_rank", "worker_id", "state", "rdzv_backend"):
+        assert read.metadata[name] == known.metadata[name]
+    more, theirs = (json.loads(str(e.metadata["metadata"])) for e in (read, known))
+    assert {n: more[n] for n in ("local_rank", "exit_code", "worker_pid")} == {
+        n: theirs[n] for n in ("local_rank", "exit_code", "worker_pid")
+    }
+    assert read.metadata["raw_error"] == FAILURE.message
+    assert read.timestamp == 1795255265500
+
+
+@pytest.mark.parametrize("at", ["yesterday", "", "9999-12-31T23:59:59-23:59", "0001-01-01"])
+def test_what_is_no_time_is_unknown(at: str) -> None:
+    """Whoever may write keys writes them."""
+    assert event("X", "it", job="j", at=at).line().partition(" ")[0] in (
+        "-",
+        "9999-12-31T23:59:59.000",
+    )
+
+
+def test_what_only_shows_as_it_happens() -> None:
+    def told(before: dict[str, str], after: dict[str, str]) -> list[str]:
+        return [e.told for e in news("j", view(before), view(after), 1)]
+
+    more = {KEYS.member(0xC): encode(Member(0xC, "n3", 1, run="r"))}
+    assert told(RUNNING, RUNNING) == []
+    assert told(RUNNING, RUNNING | more) == ["n3 is there"]
+    assert told(RUNNING | more, RUNNING) == ["n3 is gone"]
+    leaves = {KEYS.member(0xC): encode(Member(0xC, "n3", 1, run="r", leaving=True))}
+    assert told(RUNNING | more, RUNNING | leaves) == ["n3 is leaving"]
+    assert told(RUNNING, RUNNING | leaves) == ["n3 is there", "n3 is leaving"]
+    over = {KEYS.round: encode(replace(FINAL, coordinator=0xB, node="n2"))}
+    assert told(RUNNING, RUNNING | over) == ["generation 2: n2 coordinates from here on"]
+    claimed = {KEYS.round: encode(replace(FINAL, generation=3, phase=Phase.SETUP, reason="why"))}
+    assert told(RUNNING, RUNNING | claimed) == ["generation 3 is setup: why"]
+
+
+@pytest.mark.timeout(120)
+def test_followed_to_the_end(etcd: EtcdServer, prefix: str) -> None:
+    keys = Keys(f"{prefix}/j")
+    for key, value in RUNNING.items():
+        etcd.ctl("put", key.replace(KEYS.root, keys.root), value)
+    command = [sys.executable, "-m", "elastic_etcd", "events", "j", "--follow"]
+    command += ["--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout
+        before = [next(shown.stdout) for _ in range(6)]
+        assert HOSTILE not in "".join(before)
+        assert "<script>\\x1b[2J\\n&" in before[3]
+        etcd.ctl("put", keys.member(0xC), encode(Member(0xC, "n3", 1, run="r")))
+        assert next(shown.stdout).endswith("node.joined     n3 is there\n")
+        for lease in (0xA, 0xB, 0xC):
+            etcd.ctl("del", keys.member(lease))
+        etcd.ctl("put", keys.outcome, encode(OUTCOME))
+        after = shown.stdout.read().splitlines()
+        assert [line.split()[1] for line in after] == ["node.gone"] * 3 + ["SUCCEEDED"]
+    assert shown.returncode == 0

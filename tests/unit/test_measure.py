@@ -1,0 +1,157 @@
+"""Where the seconds of a node's worlds go, from its states and its workers' pages."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_etcd.agent.measure import Measure, cause_of
+from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Master, Participant, Phase, Round, Spent
+from elastic_etcd.core.schema import Page as WorldPage
+from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.progress import Doing, Page, _sealed_memory
+from tests.support.aio import elapse
+
+OWN, OTHER = 0xA, 0xB
+FIRST = Round(1, Phase.FINAL, OWN, "the job begins", "r", "n1", 1, 1, Master("n1", 80))
+PARTS = ("rendezvous", "start", "first_step", "trained", "detect", "stop", "unknown")
+
+
+def state(now: Round | None, owner: int = OWN, **own: Any) -> State:
+    world = WorldPage(now.generation if now else 0, (Participant(owner, "n", 1, 0, 0),))
+    view = View(9, Narrow(), round=now, page=world)
+    return State(Local("r", OWN, **own), 1, Life.MEMBER, view=view)
+
+
+def claimed(generation: int, **more: Any) -> Round:
+    return Round(generation, Phase.SETUP, OWN, "worker 0 on n1 exited 1", "r", "n1", **more)
+
+
+class Node:
+    """An agent's states one after the other, and its worker's page."""
+
+    def __init__(self) -> None:
+        self.page = Page(_sealed_memory())
+        workers: Any = SimpleNamespace(pages=(self.page,))
+        self.measure = Measure(workers)
+        self.measure.see(state(None))
+
+    async def begin(self, final: Round) -> None:
+        self.page.clear()
+        self.measure.see(state(final, running=final.generation, ran=final.generation))
+        await elapse(0.05)
+
+    async def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.page.step(told=True)
+            await elapse(0.05)
+
+    def commit(self) -> None:
+        with self.page.during(Doing.COMMIT):
+            pass
+
+    async def end(self, generation: int) -> Spent:
+        """It fails, and its workers are stopped."""
+        now, ran = claimed(generation + 1), {"ran": generation}
+        self.measure.see(state(now, running=generation, stopping=True, **ran))
+        early = self.measure.of(generation)
+        await elapse(0.05)
+        self.measure.see(state(now, **ran))
+        spent = self.measure.of(generation)
+        assert early
+        assert spent
+        assert (early.trained, early.stop) == (spent.trained, 0.0)
+        return spent
+
+
+async def test_every_second_of_a_world_has_its_place() -> None:
+    loop = asyncio.get_running_loop()
+    node, began = Node(), loop.time()
+    await elapse(0.05)
+    await node.begin(FIRST)
+    await node.steps(3)
+    node.commit()
+    await node.steps(2)
+    spent = await node.end(1)
+    took = loop.time() - began
+    assert node.measure.of(2) is None
+    assert (spent.worlds, spent.planned, spent.steps, spent.commits) == (1, 0, 5, 1)
+    assert spent.trained > spent.again > 0
+    assert spent.pause == spent.unknown == 0.0
+    assert sum(getattr(spent, part) for part in PARTS) == pytest.approx(took, abs=0.01)
+    assert min(spent.rendezvous, spent.start, spent.detect, spent.stop) > 0
+
+
+async def test_the_pause_lasts_over_a_world_without_a_step() -> None:
+    node = Node()
+    await node.begin(FIRST)
+    node.commit()
+    await node.steps(2)
+    await node.end(1)
+    await node.begin(replace(FIRST, generation=2))
+    bad = await node.end(2)
+    assert bad.start > 0
+    assert bad.trained == bad.pause == bad.steps == 0
+    await node.begin(replace(FIRST, generation=3))
+    await node.steps(2)
+    good = await node.end(3)
+    assert good.pause > bad.rendezvous + bad.start + bad.stop + good.rendezvous
+    assert good.again == good.trained  # nothing was committed
+
+
+async def test_what_comes_after_the_last_step_of_a_good_end_is_training() -> None:
+    node = Node()
+    await node.begin(FIRST)
+    await node.steps(2)
+    await elapse(0.1)
+    over = state(FIRST, running=1, ran=1)
+    node.measure.see(replace(over, result=Finished()))
+    spent = node.measure.of(1)
+    assert spent
+    assert spent.trained > 0.15
+    assert spent.detect == spent.again == 0.0
+
+
+async def test_a_script_whose_steps_nobody_sees() -> None:
+    node = Node()
+    await node.begin(FIRST)
+    spent = await node.end(1)
+    assert spent.unknown > 0
+    assert spent.start == spent.first_step == spent.trained == 0.0
+
+
+async def test_a_spare_knows_how_long_others_have_trained() -> None:
+    node = Node()
+    others = replace(FIRST, coordinator=OTHER, generation=4)
+    node.measure.see(state(others, OTHER, acked=4))
+    await elapse(0.05)
+    node.measure.see(state(claimed(5)))
+    spent = node.measure.of(4)
+    assert spent
+    assert spent.unknown >= 0.05
+    await elapse(0.05)
+    await node.begin(replace(FIRST, generation=5, planned=True))
+    await node.steps(1)
+    taken = await node.end(5)
+    assert taken.planned == 1
+    assert 0.05 <= taken.rendezvous < 10
+    assert taken.pause == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "planned", "cause"),
+    [
+        ("n2 joins", True, "join"),
+        ("n2 and n3 join", True, "join"),
+        ("n2 is leaving", True, "leave"),
+        ("n2 is lost", False, "lost"),
+        ("n2 and n3 are lost", False, "lost"),
+        ("worker 1 on n2 exited 1", False, "failure"),
+    ],
+)
+def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
+    assert cause_of(replace(FIRST, reason=reason, planned=planned)) == cause

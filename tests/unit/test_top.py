@@ -1,0 +1,147 @@
+"""`elastic-etcd top`: on a real terminal of 80 columns and 24 lines, and without one."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from elastic_etcd.core.schema import (
+    Doing,
+    Drain,
+    History,
+    Keys,
+    Ledger,
+    Limits,
+    Master,
+    Member,
+    Pace,
+    Page,
+    Participant,
+    Phase,
+    Round,
+    Spec,
+    Wanted,
+    Watched,
+    decode,
+    encode,
+)
+from tests.support.etcd import EtcdServer
+
+NAMES = [f"node{n}" for n in range(1, 31)]
+HOSTILE = "\x1b[31mnode2[bold]"
+SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def keys(etcd: EtcdServer, prefix: str) -> Iterator[Keys]:
+    """A job of thirty nodes, without agents; two of them say how fast they are."""
+    keys, leases = Keys(f"{prefix}/j"), range(100, 130)
+    world = [Participant(100 + n, name, 1, n, n) for n, name in enumerate(NAMES)]
+    now = Round(2, Phase.FINAL, 100, "node7 is lost", "r", "node1", 30, 30, Master("h", 1))
+    began = "2026-11-22T10:00:00.000+00:00", "2026-11-22T10:05:03.500+00:00"
+    values = {
+        keys.spec: Spec("r", Limits(2, 64)),
+        keys.ledger: Ledger(2, 2, 30),
+        keys.round: now,
+        keys.page(0): Page(2, tuple(world)),
+        keys.history(1): History(1, "r", "the job begins", began[0], ended_at=began[1]),
+        keys.history(2): History(2, "r", "node7 is lost", began[1].replace("03.5", "04.0")),
+        keys.pace(100): Pace(100, 2, 1041, 4.5, Doing.STEP),
+        keys.pace(101): Pace(101, 2, 1041, 4.25, Doing.COMMIT),
+        keys.pace(102): Pace(102, 1, 7, 4.25, Doing.STEP),  # of an older world
+    }
+    for key, value in values.items():
+        etcd.ctl("put", key, encode(value))
+    for lease, name in zip(leases, NAMES, strict=True):
+        etcd.ctl("put", keys.member(lease), encode(Member(lease, name, 1, run="r")))
+    yield keys
+    etcd.ctl("del", "--prefix", prefix)
+
+
+def command(etcd: EtcdServer, keys: Keys, *flags: str) -> list[str]:
+    where = (f"--etcd={etcd.endpoint}", f"--prefix={keys.root.removesuffix('/j')}", "--timeout=60")
+    return [sys.executable, "-m", "elastic_etcd", "top", "j", *where, *flags]
+
+
+class Screen:
+    """A terminal with `top` in it, and what it has printed."""
+
+    def __init__(self, terminal: int, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.text = ""
+        self._terminal = terminal
+
+    def shows(self, *texts: str) -> None:
+        deadline = time.monotonic() + 90
+        while not all(text in SEQUENCE.sub("", self.text) for text in texts):
+            assert time.monotonic() < deadline, self.text[-4000:]
+            self.text += os.read(self._terminal, 1 << 16).decode()
+
+    def press(self, keys: str) -> None:
+        self.text = ""
+        os.write(self._terminal, keys.encode())
+
+
+@contextmanager
+def terminal(argv: list[str]) -> Iterator[Screen]:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    env = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        try:
+            yield Screen(ours, process)
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
+    with terminal(command(etcd, keys)) as top:
+        top.shows("job j: final, generation 2", "node1 ", "4.50", "commit", "of 30 nodes")
+        top.shows("10:05:04 generation 2: node7 is lost (0.5 s)", "q: quit")
+        lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
+        assert max(map(len, lines)) <= 80
+        assert "node30" not in top.text
+        watched = decode(Watched, etcd.ctl("get", "--print-value-only", keys.watched))
+        assert watched.seconds == 2.0
+        top.press("j\x1b[Bjkd")  # down three times, up once
+        top.shows("drain node3? y: yes")
+        top.press("n")
+        top.shows("nothing is done")
+        top.press("dy")
+        top.shows("node node3 of job j is to leave within 30 s", "node3 is drained by")
+        there = decode(Wanted, etcd.ctl("get", "--print-value-only", keys.wanted))
+        assert [(d.node, d.lease) for d in there.drains] == [("node3", "")]
+        top.press("q")
+        assert top.process.wait(90) == 0
+    assert not etcd.ctl("get", keys.watched), "its lease has ended"
+
+
+def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
+    etcd.ctl("put", keys.wanted, encode(Wanted((Drain(HOSTILE),))))
+    shown = subprocess.run(command(etcd, keys), capture_output=True, text=True, check=True).stdout
+    assert "\\x1b[31mnode2[bold] is drained" in shown
+    assert "\x1b" not in shown
+    assert all(f" {name} " in shown for name in NAMES)
+    assert re.search(r"node2 +training +1 +1041 +4\.25 +commit", shown)
+    assert re.search(r"node3 +training +2 +- +- +-", shown)
+    assert "q: quit" not in shown
+    for argv, code, told in (
+        (["--etcd=127.0.0.1:1", "--timeout=0.5"], 5, "127.0.0.1:1"),
+        (["--prefix=/nobody"], 1, " has no job at /nobody/j"),
+        (["--onse"], 2, "--once"),
+    ):
+        failed = subprocess.run(
+            command(etcd, keys, *argv), capture_output=True, text=True, check=False
+        )
+        assert (failed.returncode, told in failed.stderr) == (code, True), failed
