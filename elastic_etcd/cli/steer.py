@@ -101,8 +101,8 @@ def drain() -> options.Parser:
     parser.add_argument(
         "--self",
         action="store_true",
-        help="this machine's node (PET_NODE_NAME, else its host name), and only the agent that is "
-        "there now: the next one that is started joins",
+        help="this machine's node (PET_NODE_NAME or SLURMD_NODENAME, else its host name), and "
+        "only the agent that is there now: the next one that is started joins",
     )
     parser.add_argument(
         "--deadline",
@@ -228,7 +228,7 @@ class Job(look.Job):
 async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
     if args.self == bool(args.node):
         raise UsageError("which node? Give its name, or --self.\nSee elastic-etcd drain --help.")
-    node = args.node or os.environ.get("PET_NODE_NAME") or os.uname().nodename
+    node = args.node or os.environ.get("PET_NODE_NAME") or options.this_node(os.environ)
     asked = Drain(node, args.deadline, by=user(), at=_now())
 
     def change(view: View) -> Wanted:

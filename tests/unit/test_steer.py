@@ -89,6 +89,7 @@ def test_drains_come_and_go(shell: Shell) -> None:
 def test_a_machine_drains_the_agent_that_is_there(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "c")
     monkeypatch.setenv("PET_NODE_NAME", "b")
     shell.ok("drain", "j", "--self")
     assert shell.wanted == Wanted((Drain("b", lease="000000000000000b"),))
