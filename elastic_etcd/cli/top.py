@@ -181,7 +181,7 @@ class Screen:
         """The job is this from here on."""
         view = view_of(snapshot, keys, Everything())
         self._state = status.describe(self._job, view)
-        self._paces = _paces(snapshot, keys, view)
+        self._paces = paces(snapshot, keys, view)
         self._chosen = max(0, min(self._chosen, len(self._nodes) - 1))
 
     @property
@@ -246,7 +246,7 @@ class Screen:
         return table
 
 
-def _paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
+def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
     """How fast the nodes are whose workers run, as far as they have said it."""
     found = {}
     for member in view.members:
