@@ -170,7 +170,7 @@ class Looker:
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
         self.told = False
-        self._refused = ""
+        self.refused = ""
         self._trouble = ""
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
@@ -179,9 +179,9 @@ class Looker:
     async def look(self, seen: Snapshot) -> None:
         """Say so, if nobody does."""
         if self._keys.watched in seen.kvs:
-            self.told, self._refused = True, ""
+            self.told, self.refused = True, ""
             return
-        if self._refused:
+        if self.refused:
             return
         try:
             if self._session is None or self._session.lost.done():
@@ -192,7 +192,7 @@ class Looker:
             await self._client.txn(Txn((), (put,)), self._timeout)
             self.told = True
         except EtcdDenied as error:
-            self._refused = f"steps are not shown: {error}"
+            self.refused = f"steps are not shown: {error}"
         except EtcdError as error:
             self._trouble = f"etcd: {error}"
         else:
@@ -204,7 +204,7 @@ class Looker:
         since = self._session.silent_since if self._session else None
         if since is not None:
             return f"no answer from etcd for {now() - since:.0f} s: this may be old"
-        return self._refused or self._trouble
+        return self.refused or self._trouble
 
     async def end(self) -> None:
         """The key goes with its lease."""
@@ -228,7 +228,7 @@ class Screen:
         """The job is this from here on."""
         view = view_of(snapshot, keys, Everything())
         self._state = status.describe(self._job, view)
-        self._paces = _paces(snapshot, keys, view)
+        self._paces = paces(snapshot, keys, view)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
@@ -296,7 +296,7 @@ class Screen:
         return table
 
 
-def _paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
+def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
     """How fast the nodes are whose workers run, as far as they have said it."""
     found = {}
     for member in view.members:

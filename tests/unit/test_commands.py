@@ -29,7 +29,7 @@ def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
     assert ended.value.code == 0
     told = capsys.readouterr().out
-    assert re.search(r"^exit codes:\n  0 ", told, re.MULTILINE)
+    assert re.search(r"^exit codes:\n  \d+ ", told, re.MULTILINE)
     assert "_" not in " ".join(re.findall(r"--[\w-]+", told)), "each flag once"
     if command in OF_A_JOB:
         assert ("--json" in told) == (command not in WITHOUT_JSON)
