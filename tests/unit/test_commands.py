@@ -10,7 +10,7 @@ import pytest
 from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
-OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion")]
+OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion", "serve")]
 WITHOUT_JSON = ("top", "timeline")  # a screen, and a file that says by its name what it is
 # What bash does when somebody presses the tab key after these words.
 TAB = """
