@@ -24,7 +24,7 @@ class Account:
     def see(self, before: State, event: Event, now: State) -> None:
         """The agent was `before`, and is `now` after this event."""
         if now.view:
-            self._final = now.view.ledger.final
+            self._final = max(self._final, now.view.ledger.final)  # it goes with the job
         running = now.local.running
         if running and running != before.local.running:
             assert now.view
