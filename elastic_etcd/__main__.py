@@ -17,6 +17,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
+       elastic-etcd serve [options]                          all jobs on pages for a browser
        elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command in ("status", "top", "events", "report", "timeline", "completion"):
+    if command in ("status", "top", "events", "report", "timeline", "serve", "completion"):
         return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above

@@ -102,7 +102,7 @@ def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namesp
     if conf:  # as defaults, so that a flag given by itself is the stronger one
         parser.set_defaults(**conf)
         args = parser.parse_args(argv)
-    args.node_name = args.node_name or os.uname().nodename
+    args.node_name = args.node_name or options.this_node(env)
     args.log_level = args.log_level or _log_level(env)
     return args
 

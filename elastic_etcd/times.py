@@ -35,6 +35,7 @@ SYNC_PATIENCE = 8.0  # a rank's wait for the others' word at which step all stop
 GOODBYE = 3.0  # for a parked worker to end by itself
 
 # The end of workers.
+SIGTERM_TWICE = 1.0  # Slurm sends it to a step and to its job, one after the other: that is once
 # From SIGTERM, or the word to park, to SIGKILL.
 GRACE_FAILURE = 3.0  # what there is to save may be spoilt, and all nodes wait for the last worker
 GRACE_PARK = 20.0  # to park after a failure: NCCL's communicators are aborted; the default

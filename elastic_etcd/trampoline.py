@@ -11,7 +11,8 @@ import os
 import sys
 
 PR_SET_PDEATHSIG = 1
-SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25  # the signal module costs 5 ms to import
+SIGKILL, SIGUSR2, SIGPIPE, SIGXFSZ = 9, 12, 13, 25  # the signal module costs 5 ms to import
+SIG_IGN = ctypes.c_void_p(1)
 
 
 def main(argv: list[str]) -> int:
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
         return 1
     for number in (SIGPIPE, SIGXFSZ):  # Python ignores them, and exec would pass that on
         libc.signal(number, None)  # None: SIG_DFL
+    libc.signal(SIGUSR2, SIG_IGN)  # a scheduler's word to drain, which may reach all of a node
     try:
         os.execvp(command[0], command)  # noqa: S606  (the user's command, as it stands)
     except OSError as error:

@@ -92,7 +92,7 @@ from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol import Change, Interrupt
 from elastic_etcd.threads import in_thread
-from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT
+from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.account import Account
@@ -158,8 +158,8 @@ async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account
             events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        served = (metrics, account, events)
-        return await run_agent(config, client, guardian, logs, embedded, memory, *served)
+        told = (metrics, account, events)
+        return await run_agent(config, client, guardian, logs, embedded, memory, *told)
 
 
 async def run_agent(
@@ -192,13 +192,13 @@ async def run_agent(
         tasks.create(pace.tell())
         if metrics:
             metrics.follow(membership, workers, measure)
-        if account:
-            account.follow(logs)
         if events:
             measure.followers.append(events)
+        if account:
+            account.follow(logs)
         observers = (hangs, pace, metrics) if metrics else (hangs, pace)
-        told = (observers, account, events)
-        return Agent(config, inbox, tasks, membership, workers, guardian, measure, *told)
+        own = (measure, observers, account, events)
+        return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
     return await live(build)
 
@@ -297,6 +297,7 @@ class Agent:
         self._exit: Exit | LeaveAtOnce | None = None
         self._first = False  # its workers of the last world had rank 0
         self._asked = False  # to leave, by a signal
+        self._asked_at = 0.0
         self._signal = signal.SIGTERM  # the one on which this node leaves
         self._watch: Watch | None = None
         self._goes_at: float | None = None  # this machine, as a notice says
@@ -308,9 +309,10 @@ class Agent:
         handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
         for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
-        if signal.SIGUSR1 not in handled:
-            self._loop.add_signal_handler(signal.SIGUSR1, self._asked_for_record)
-            handled.append(signal.SIGUSR1)
+        others = {signal.SIGUSR1: self._asked_for_record, signal.SIGUSR2: self._asked_to_drain}
+        for number in others.keys() - set(handled):
+            self._loop.add_signal_handler(number, others[number])
+            handled.append(number)
         if self._config.preemption_watch:
             from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
 
@@ -530,13 +532,22 @@ class Agent:
         if order.save:
             self._workers.tell_leaving()
 
+    def _asked_to_drain(self) -> None:
+        """By a scheduler that is about to end this node's job; its SIGTERM is no second signal."""
+        if not self._state.local.leaving:
+            log.info("SIGUSR2: leaving; a signal does not hurry it, a second one does")
+        self._begin_to_leave()
+
     def _signalled(self, number: signal.Signals) -> None:
         if self._asked:
+            since = self._loop.time() - self._asked_at
+            if number == self._signal == signal.SIGTERM and since < SIGTERM_TWICE:
+                return
             log.warning("leaving at once")
             self._inbox.put(LeaveAtOnce(128 + number))
             return
         log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
-        self._asked = True
+        self._asked, self._asked_at = True, self._loop.time()
         self._signal = number
         self._begin_to_leave()
 

@@ -1,6 +1,7 @@
 """How fast this node's workers are, told through etcd while somebody looks at the job."""
 
 import asyncio
+import random
 from time import monotonic
 
 from elastic_etcd.agent.membership import Membership
@@ -9,7 +10,7 @@ from elastic_etcd.core import schema, writes
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import Pace
 
-_A_SECOND = 20  # paces that reach the coordinator, at most
+_A_SECOND = 20  # paces of all nodes
 
 
 class PaceTeller:
@@ -20,13 +21,13 @@ class PaceTeller:
         self._workers = workers
         self._news = asyncio.Event()
         self._state: State | None = None
-        self._before = (0, 0, 0.0)  # generation, steps, and when that was
+        self._before: tuple[int, int, float] | None = None  # generation, steps, and when that was
         self._told = False  # it may be in etcd
 
     def see(self, state: State) -> None:
         """The agent is this from here on."""
-        was, self._state = self._state, state
-        if self._period() and not (was and was.view and was.view.watched):
+        was, self._state = self._period(), state
+        if self._period() != was:
             self._news.set()
 
     async def tell(self) -> None:
@@ -34,13 +35,28 @@ class PaceTeller:
         while True:
             await self._news.wait()
             self._news.clear()
+            self._pace()
             while period := self._period():
-                await self._put(self._pace())
-                await asyncio.sleep(period)
+                # Not all nodes at once.
+                changes = await self._changes_within(period * random.uniform(0.5, 1))  # noqa: S311
+                pace = None if changes else self._pace()
+                if pace:
+                    await self._put(pace)
             await self._put(None)
+            self._before = None
+
+    async def _changes_within(self, seconds: float) -> bool:
+        """Whether the period becomes another one before so many seconds are over."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
 
     def _period(self) -> float:
-        """Seconds until the next one; 0: nobody looks."""
+        """Seconds until the next one, at most; 0: nobody looks."""
         state = self._state
         if state is None or state.view is None or not state.local.lease:
             return 0.0
@@ -56,16 +72,16 @@ class PaceTeller:
             await self._membership.publish(txn)
 
     def _pace(self) -> Pace | None:
-        """None where no worker runs."""
+        """None where no worker runs, or its world has just begun."""
         assert self._state
         local, found = self._state.local, [now for _, now in self._workers.progress()]
         if not local.running or not found:
             return None
         slowest = min(found, key=lambda now: now.steps)
-        generation, steps, at = self._before
-        now = monotonic()
-        self._before = local.running, slowest.steps, now
-        same = generation == local.running and slowest.steps >= steps
-        rate = (slowest.steps - steps) / (now - at) if same and now > at else 0.0
+        before, at = self._before, monotonic()
+        self._before = local.running, slowest.steps, at
+        if before is None or before[0] != local.running or before[1] > slowest.steps:
+            return None
+        rate = (slowest.steps - before[1]) / max(at - before[2], 0.001)
         doing = schema.Doing[slowest.doing.name]
         return Pace(local.lease, local.running, slowest.steps, round(rate, 3), doing)

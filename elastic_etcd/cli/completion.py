@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import events, options, report, status, steer, timeline, top
+from elastic_etcd.cli import events, options, report, serve, status, steer, timeline, top
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _script(shell: str) -> str:
 
 
 def _commands() -> list[options.Parser]:
-    looking = [each.parser() for each in (status, top, events, report, timeline)]
+    looking = [each.parser() for each in (status, top, events, report, serve, timeline)]
     steering = [make() for make, _ in steer.COMMANDS.values()]
     return [options.build_parser({}, "elastic-etcd launch"), *looking, *steering, parser()]
 

@@ -28,15 +28,16 @@ exit codes:
 
 
 def parser(command: str, description: str, epilog: str, arguments: str = "JOB") -> options.Parser:
-    """For a command that takes a job and etcd's flags; its other arguments are added later."""
+    """For a command that takes a job, or none, and etcd's flags; the rest is added later."""
     made = options.Parser(
         prog=f"elastic-etcd {command}",
-        usage=f"elastic-etcd {command} [options] {arguments}",
+        usage=f"elastic-etcd {command} [options] {arguments}".rstrip(),
         description=description,
         epilog=epilog,
         formatter_class=options.Help,
     )
-    made.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
+    if arguments:
+        made.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
     group = options.Group(made, "etcd", os.environ)
     options.connection(group)
     group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
@@ -74,12 +75,26 @@ def run(
     command: Callable[[Job, Any], Awaitable[None]],
 ) -> int:
     """Do `command`, which prints; gives the exit code."""
+
+    async def of_job(client: Client, args: Namespace) -> int:
+        await command(Job(client, args), args)
+        return 0
+
+    return with_etcd(made, argv, of_job)
+
+
+def with_etcd(
+    made: Callable[[], options.Parser],
+    argv: Sequence[str],
+    command: Callable[[Client, Any], Awaitable[int]],
+) -> int:
+    """The same for a command that is about no job in particular, and gives an exit code."""
     try:
         args = made().parse_args(argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        asyncio.run(_look(config, args, command))
+        code = asyncio.run(_look(config, args, command))
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -88,14 +103,16 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
         return 130
+    else:
+        return code
     return 0
 
 
 async def _look(
-    config: EtcdConfig, args: Namespace, command: Callable[[Job, Any], Awaitable[None]]
-) -> None:
+    config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
+) -> int:
     async with Client(config) as client:
-        await command(Job(client, args), args)
+        return await command(client, args)
 
 
 def in_one_line(text: str) -> str:

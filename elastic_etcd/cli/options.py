@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import os
 import re
 import signal
 from argparse import ArgumentTypeError
@@ -231,7 +232,8 @@ def _job(group: Group) -> None:
         "--node-name",
         type=name,
         metavar="NAME",
-        help="this node's name in logs (default: host name)",
+        help="this node's name in logs (default: its name in Slurm, SLURMD_NODENAME, else its host "
+        "name)",
     )
     group.flag(
         "--advertise",
@@ -578,6 +580,11 @@ def in_multiples(asked: Limits, step: int) -> Limits:
         both = f"--nnodes {least}:{most} --nodes-multiple-of {step}"
         raise UsageError(f"{both}: no multiple of {step} is from {least} to {most}")
     return structs.replace(asked, min_nodes=first, max_nodes=last, multiple_of=step)
+
+
+def this_node(env: Mapping[str, str]) -> str:
+    """What this machine's node is called where nobody has said so."""
+    return env.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def job_id(text: str) -> str:

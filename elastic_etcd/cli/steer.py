@@ -25,6 +25,7 @@ from elastic_etcd.core import wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
     MOST_DRAINS,
+    MOST_SCALED,
     Drain,
     Halt,
     Phase,
@@ -100,8 +101,8 @@ def drain() -> options.Parser:
     parser.add_argument(
         "--self",
         action="store_true",
-        help="this machine's node (PET_NODE_NAME, else its host name), and only the agent that is "
-        "there now: the next one that is started joins",
+        help="this machine's node (PET_NODE_NAME or SLURMD_NODENAME, else its host name), and "
+        "only the agent that is there now: the next one that is started joins",
     )
     parser.add_argument(
         "--deadline",
@@ -227,7 +228,7 @@ class Job(look.Job):
 async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
     if args.self == bool(args.node):
         raise UsageError("which node? Give its name, or --self.\nSee elastic-etcd drain --help.")
-    node = args.node or os.environ.get("PET_NODE_NAME") or os.uname().nodename
+    node = args.node or os.environ.get("PET_NODE_NAME") or options.this_node(os.environ)
     asked = Drain(node, args.deadline, by=user(), at=_now())
 
     def change(view: View) -> Wanted:
@@ -346,6 +347,9 @@ async def _scale(job: Job, args: Namespace) -> dict[str, Any]:
         if own.max_nodes == 1:
             meets = "its agent meets no others (--nnodes 1)"
             raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
+        if asked.max_nodes > (most := own.pages * MOST_SCALED):
+            told = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
+            raise ElasticEtcdError(f"job {job.name} was begun with {told}")
         if wanted.scaled(view, spec.run, own).nnodes == asked.nnodes:
             return view.wanted or Wanted()
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}

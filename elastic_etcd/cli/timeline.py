@@ -70,7 +70,8 @@ class Saved(NamedTuple):
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
-    made = look.parser("timeline", "Draws what each node did in the newest run.", _EPILOG)
+    text = "Draws what each node did in the newest run."
+    made = look.parser("timeline", text, _EPILOG, "JOB --out FILE")
     made.add_argument(
         "--out", type=_file, required=True, metavar="FILE", help="to write: .svg, or .json"
     )

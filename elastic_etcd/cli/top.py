@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
 import termios
 import tty
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group
@@ -21,8 +22,9 @@ from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, View, view_of
-from elastic_etcd.errors import ElasticEtcdError, EtcdError
+from elastic_etcd.errors import ElasticEtcdError, EtcdDenied, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.retry import now
 from elastic_etcd.etcd.session import Session
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 _EVENTS = 10  # lines of the history
 _TTL = 10  # seconds; so long nodes go on to say how fast they are, when this was killed
 _PERIOD = 2.0
+_ONCE = 10.0  # seconds at most, until it is printed once
+_WIDE = 240  # columns where there is no terminal
+_PAUSE = 0.1  # seconds between two frames, at least
 _FRAME = 1.0  # seconds between two frames, where nothing happens
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
 _KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
@@ -77,11 +82,12 @@ async def _top(job: look.Job, args: Namespace) -> None:
             await _live(screen, mirror, changed, looker, steer.Job(job.client, args))
             return
         await looker.look(seen)
-        await asyncio.sleep(2 * _PERIOD if looker.told else 0)
+        await asyncio.sleep(min(2 * _PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0)
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
-        screen.note = looker.refused
-        Console(highlight=False).print(screen.render(1 << 20))
+        screen.note = looker.note
+        width = None if sys.stdout.isatty() else _WIDE
+        Console(highlight=False, width=width).print(screen.render(1 << 20))
 
 
 async def _live(
@@ -92,6 +98,7 @@ async def _live(
     mirror.failed.add_done_callback(lambda _: changed.set())
     with (
         _keys_of(pressed, changed),
+        _signals(pressed, changed),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
@@ -100,16 +107,18 @@ async def _live(
             if snapshot := mirror.snapshot():
                 await looker.look(snapshot)
                 screen.see(snapshot, job.keys)
-            screen.note = looker.refused
+            screen.note = looker.note
             live.update(screen.render(console.height), refresh=True)
-            try:
+            await asyncio.sleep(_PAUSE)
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_FRAME):
                     await changed.wait()
-            except TimeoutError:
-                pass
             changed.clear()
             while not pressed.empty():
-                if await screen.press(pressed.get_nowait(), job):
+                key = pressed.get_nowait()
+                if key in signal.Signals.__members__:
+                    raise SystemExit(128 + signal.Signals[key])
+                if await screen.press(key, job):
                     return
 
 
@@ -120,7 +129,10 @@ def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[No
     before = termios.tcgetattr(terminal)
 
     def read() -> None:
-        for key in _KEY.findall(os.read(terminal, 1024).decode(errors="replace")):
+        text = b""
+        with suppress(OSError):  # the terminal has gone
+            text = os.read(terminal, 1024)
+        for key in _KEY.findall(text.decode(errors="replace")) or ["q"]:
             pressed.put_nowait(key)
         changed.set()
 
@@ -133,20 +145,43 @@ def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[No
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
+@contextmanager
+def _signals(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
+    """Who ends this quits, so that the terminal is as it was; it can't be stopped."""
+    loop, ends = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: signal.Signals) -> None:
+        pressed.put_nowait(number.name)
+        changed.set()
+
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    for number in ends:
+        loop.add_signal_handler(number, end, number)
+    try:
+        yield
+    finally:
+        for number in ends:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTSTP, before)
+
+
 class Looker:
     """Tells the job that somebody looks, under a lease of its own."""
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
         self.told = False
         self.refused = ""
+        self._trouble = ""
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
         self._scope = AsyncExitStack()
 
     async def look(self, seen: Snapshot) -> None:
         """Say so, if nobody does."""
-        if self._keys.watched in seen.kvs or self.refused:
-            self.told = not self.refused
+        if self._keys.watched in seen.kvs:
+            self.told, self.refused = True, ""
+            return
+        if self.refused:
             return
         try:
             if self._session is None or self._session.lost.done():
@@ -156,8 +191,20 @@ class Looker:
             put = Put(self._keys.watched, value, self._session.lease)
             await self._client.txn(Txn((), (put,)), self._timeout)
             self.told = True
-        except EtcdError as error:
+        except EtcdDenied as error:
             self.refused = f"steps are not shown: {error}"
+        except EtcdError as error:
+            self._trouble = f"etcd: {error}"
+        else:
+            self._trouble = ""
+
+    @property
+    def note(self) -> str:
+        """What whoever looks had better know."""
+        since = self._session.silent_since if self._session else None
+        if since is not None:
+            return f"no answer from etcd for {now() - since:.0f} s: this may be old"
+        return self.refused or self._trouble
 
     async def end(self) -> None:
         """The key goes with its lease."""
@@ -174,52 +221,55 @@ class Screen:
         self._state: dict[str, Any] = {}
         self._paces: dict[str, Pace] = {}  # by node
         self._chosen = 0
-        self._asks = ""  # the node that is to be drained, if the next key says so
+        self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._said = ""
 
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
         """The job is this from here on."""
         view = view_of(snapshot, keys, Everything())
         self._state = status.describe(self._job, view)
-        self._paces = _paces(snapshot, keys, view)
-        self._chosen = max(0, min(self._chosen, len(self._nodes) - 1))
+        self._paces = paces(snapshot, keys, view)
+        self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
-    def _nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[dict[str, Any]]:
+        """As status has them."""
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
     async def press(self, key: str, job: steer.Job) -> bool:
         """Do what the key means; gives whether to quit."""
-        asked, self._asks = self._asks, ""
-        if asked:
-            self._said = await _steered(job, "drain", asked) if key == "y" else "nothing is done"
+        (command, asked), self._asks = self._asks, ("", "")
+        if command:
+            self._said = await _steered(job, command, asked) if key == "y" else "nothing is done"
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
-        self._chosen = max(0, min(self._chosen, len(self._nodes) - 1))
-        node = self._nodes[self._chosen]["node"] if self._nodes else ""
-        drained = [d["node"] for d in (self._state["wanted"] or {}).get("drains", ())]
+        self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
+        node = self.nodes[self._chosen]["node"] if self.nodes else ""
+        drains = (self._state["wanted"] or {}).get("drains", ())
+        drained = [drain["node"] for drain in drains if not drain["lease"]]
         if key == "d" and node:
-            self._asks = node
+            self._asks = "drain", node
         if key == "u" and drained:
-            self._said = await _steered(job, "undrain", node if node in drained else drained[0])
+            self._asks = "undrain", node if node in drained else drained[0]
         return key in ("q", "Q", "\x03")
 
     def render(self, height: int) -> Group:
         """As many lines as there is room for: the head's, then the nodes', then the events'."""
         head = [*status.summary(self._state), *filter(None, [self.note])]
         foot = self._foot()
+        head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2
         events = status.events(self._state)[-_EVENTS:]
-        rows = max(1, min(len(self._nodes), room - min(len(events), 3) - 1))
+        rows = max(1, min(len(self.nodes), room - min(len(events), 3) - 1))
         shown_events = events[-max(0, room - rows - 1) :] if room > rows + 1 else []
         return Group(*map(_line, head), self._table(rows), *map(_line, ["", *shown_events, *foot]))
 
     def _foot(self) -> list[str]:
         if self._once:
             return []
-        if self._asks:
-            return [f"drain {self._asks}? y: yes, any other key: no"]
+        if self._asks[0]:
+            return [f"{' '.join(self._asks)}? y: yes, any other key: no"]
         return [self._said, _KEYS] if self._said else [_KEYS]
 
     def _table(self, rows: int) -> Table:
@@ -227,8 +277,8 @@ class Screen:
         for name in ("", "node", "state", "ranks", "step", "steps/s", "doing", "why"):
             justify: Literal["right", "left"] = "right" if name.startswith("step") else "left"
             table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
-        first = max(0, min(self._chosen - rows + 1, len(self._nodes) - rows))
-        for number, node in list(enumerate(self._nodes))[first : first + rows]:
+        first = max(0, min(self._chosen - rows + 1, len(self.nodes) - rows))
+        for number, node in list(enumerate(self.nodes))[first : first + rows]:
             pace = self._paces.get(node["node"])
             cells = [
                 ">" if number == self._chosen and not self._once else "",
@@ -241,12 +291,12 @@ class Screen:
                 node["why"],
             ]
             table.add_row(*(Text(shown(cell)) for cell in cells))
-        if len(self._nodes) > rows:
-            table.caption = f"{rows} of {len(self._nodes)} nodes"
+        if len(self.nodes) > rows:
+            table.caption = f"{rows} of {len(self.nodes)} nodes"
         return table
 
 
-def _paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
+def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
     """How fast the nodes are whose workers run, as far as they have said it."""
     found = {}
     for member in view.members:

@@ -80,8 +80,9 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     can't be compared, it is those that stand in no collective, if they are no more than those that
     wait in one. Else it can't be known: nobody moves. A rank that does what may take long excuses
     those that wait for it, and so does one whose agent gives no answer: what it does is not known,
-    and the agent's lease may be about to end. One that moves again in their step, as after
-    `ee.quiet`, excuses those that all wait in a collective: it is asked about when it stands.
+    and the agent's lease may be about to end. One that moves again in their step or the
+    one before, as after `ee.quiet`, excuses those that all wait in a collective: it is asked about
+    when it stands.
     """
     still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
     if not still:
@@ -131,8 +132,8 @@ def _excuses(step: RankStep | None, low: float, longest: float) -> bool:
 
 
 def _comes(step: RankStep, low: float, seconds: float) -> bool:
-    """Whether it moves, and is as far as those that stand."""
-    return _moves(step, seconds) and step.step == low
+    """Whether it moves, and is as far as those that wait for it, or about to be."""
+    return _moves(step, seconds) and low - 1 <= step.step <= low
 
 
 def _tells_nothing(step: RankStep, longest: float) -> bool:

@@ -35,6 +35,7 @@ LONGEST = 1 << 16  # characters of a text
 MOST_WORKERS = 4096  # of one node
 MOST_PAGES = 120  # of a world: etcd takes 128 operations in one Txn
 ON_A_PAGE = 64  # participants at most, until there are MOST_PAGES
+MOST_SCALED = 1024  # on a page, where a run has been scaled since it was begun
 MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
 MOST_SECONDS = 1e12
@@ -288,6 +289,11 @@ class Limits(Sizes, frozen=True):
     def pages(self) -> int:
         """On how many pages worlds are: the same for all, so that a node knows its page before."""
         return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
+
+    def with_sizes(self, of: Sizes) -> "Limits":
+        """The same for these numbers of nodes."""
+        sizes = {name: getattr(of, name) for name in Sizes.__struct_fields__}
+        return msgspec.structs.replace(self, **sizes)
 
     def differing(self, own: "Limits") -> str:
         """The flags whose values here a node has asked for otherwise, "" if there is none."""
@@ -631,7 +637,7 @@ class Watched(Value, frozen=True):
     Each does so every `seconds`, and more seldom where there are many.
     """
 
-    seconds: Annotated[float, Meta(ge=0.5, lt=MOST_SECONDS)] = 2.0
+    seconds: Annotated[float, Meta(ge=0.5, le=60.0)] = 2.0
     by: Text = ""
 
 

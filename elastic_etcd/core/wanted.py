@@ -5,9 +5,8 @@ mirrors. It is a state and no message: who sees it late, or again, does the same
 """
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from elastic_etcd.core.schema import Drain, Halt, Limits, Member, Sizes, hexed
+from elastic_etcd.core.schema import Drain, Halt, Limits, Member, hexed
 from elastic_etcd.core.view import View
 
 
@@ -48,7 +47,7 @@ def scaled(view: View, run: str, limits: Limits) -> Limits:
     asked = view.wanted.scale if view.wanted else None
     if asked is None or (asked.run, asked.instead_of) != (run, limits.nnodes):
         return limits
-    return replace(limits, **{name: getattr(asked, name) for name in Sizes.__struct_fields__})
+    return limits.with_sizes(asked)
 
 
 def leave_deadline(view: View, member: Member, limits: Limits) -> float:

@@ -125,8 +125,9 @@ def join(
     if known is None or view.outcome or own not in asked:
         begun = _begin_run(keys, view, spec, last)
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
-    if _is_deserted(keys, seen) and known.limits != spec.limits:
-        known, fence = replace(known, limits=spec.limits), (*fence, *nobody(keys))
+    limits = spec.limits.with_sizes(known.limits)  # this node's own may be what it is scaled to
+    if _is_deserted(keys, seen) and known.limits != limits:
+        known, fence = replace(known, limits=limits), (*fence, *nobody(keys))
     renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
 

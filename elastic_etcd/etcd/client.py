@@ -227,13 +227,20 @@ class Client:
         return (await self.list(*ranges, timeout=timeout)).snapshot
 
     async def list(
-        self, *ranges: Get, timeout: float | None = None, values: bool = True
+        self,
+        *ranges: Get,
+        timeout: float | None = None,
+        values: bool = True,
+        most: int | None = None,
     ) -> Listing:
-        """As `range`, with the cluster's identity; without `values` each is empty."""
+        """As `range`, with the cluster's identity; without `values` each is empty.
+
+        Raises TooLarge for more than `most` keys.
+        """
         deadline = _deadline(timeout)
         while True:
             try:
-                return await self._pages(ranges, deadline, values=values)
+                return await self._pages(ranges, deadline, values=values, most=most)
             except Compacted:  # between two pages; the first page's revision is a new one
                 continue
 
@@ -379,7 +386,9 @@ class Client:
             self.give_up(attempt.connection)
         raise fault from error
 
-    async def _pages(self, ranges: tuple[Get, ...], deadline: float, *, values: bool) -> Listing:
+    async def _pages(
+        self, ranges: tuple[Get, ...], deadline: float, *, values: bool, most: int | None
+    ) -> Listing:
         """The first page of every range in one request, the others at its revision."""
         wire.check_size(len(ranges))
         what = ", ".join(get.key for get in ranges)
@@ -388,12 +397,15 @@ class Client:
         found: dict[str, KeyValue] = {}
         for get, request, first in zip(ranges, asked, pages, strict=True):
             page = first
-            found |= wire.key_values(page)
-            while page.more and not get.limit:
+            while True:
+                found |= wire.key_values(page)
+                if most and len(found) > most:
+                    raise faults.too_many(what, most)
+                if not page.more or get.limit:
+                    break
                 request.key = page.kvs[-1].key + b"\0"
                 request.revision = header.revision
                 page, _ = await self.call(RANGE, request, what, deadline)
-                found |= wire.key_values(page)
         return Listing(Snapshot(header.revision, found), header.cluster_id, header.raft_term)
 
     async def _first_pages(

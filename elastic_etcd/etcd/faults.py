@@ -199,6 +199,11 @@ def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUn
     )
 
 
+def too_many(what: str, most: int) -> TooLarge:
+    """There are more keys than the caller has room for: an exception to raise."""
+    return TooLarge(f"{what}: there are more than {most} keys")
+
+
 def brief(details: str) -> str:
     """The last, most specific part of gRPC's text."""
     last = details.rpartition("last error: ")[2]

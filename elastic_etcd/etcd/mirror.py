@@ -38,7 +38,8 @@ class Mirror:
     `changed()` is called in the event loop after the first list and after each batch of
     events; `snapshot()` then gives the copy. Keys of different ranges that one Txn wrote may
     arrive in two batches. While etcd is away the mirror waits, and also while it refuses what it
-    has served before. What it refuses at first becomes the exception of the future `failed`.
+    has served before. What it refuses at first becomes the exception of the future `failed`, as
+    does TooLarge where there are more than `most` keys.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Mirror:
         ranges: tuple[Get, ...],
         changed: Callable[[], None],
         reconcile: float = 30.0,
+        most: int | None = None,
     ) -> None:
         self.failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
         self.repairs = 0
@@ -55,6 +57,7 @@ class Mirror:
         self._ranges = ranges
         self._changed = changed
         self._period = reconcile
+        self._most = most
         self._what = ", ".join(get.key for get in ranges)
         self._kvs: dict[str, KeyValue] = {}
         self._revision = 0  # of the newest list or event
@@ -108,7 +111,7 @@ class Mirror:
     async def _watch(self) -> Never:
         """As `_follow`; raises Compacted, too."""
         if self._history is None:
-            self._adopt(await self._client.list(*self._ranges))
+            self._adopt(await self._client.list(*self._ranges, most=self._most))
         patience = self._attempts.growing(OPEN_TIMEOUT)
         async with self._client.stream(WATCH, self._what, HAS_LEADER) as stream:
             try:
@@ -149,6 +152,8 @@ class Mirror:
         for event in response.events:
             if event.kv.mod_revision >= start:  # older: a reconcile was faster
                 self._apply(event)
+        if self._most and len(self._kvs) > self._most:
+            raise faults.too_many(self._what, self._most)
         last = response.events[-1].kv.mod_revision
         self._next[index] = max(start, last + 1)
         self._revision = max(self._revision, last)
@@ -205,7 +210,7 @@ class Mirror:
 
     async def _agrees(self, *, values: bool) -> bool:
         """Whether the copy is as etcd's list, by revisions; one with values corrects it."""
-        listing = await self._client.list(*self._ranges, values=values)
+        listing = await self._client.list(*self._ranges, values=values, most=self._most)
         if self._history is None:
             return True  # about to be listed anyway
         if listing.snapshot.revision < self._revision:

@@ -144,8 +144,8 @@ def test_a_rank_of_ee_run_that_hangs_is_told(job: Job, flags: Flags) -> None:
     job.abandoned = True
     n1.terminate()
     job.said(n1, "leaving; once more")
-    n1.terminate()
-    job.exits(n1, 143)
+    n1.terminate(signal.SIGINT)
+    job.exits(n1, 130)
 
 
 def test_what_is_slow_is_no_hang(job: Job, flags: Flags) -> None:

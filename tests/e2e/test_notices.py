@@ -1,6 +1,7 @@
 """A node whose machine is about to be taken away leaves, and its script saves, as on a signal."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,17 @@ def test_a_node_leaves_when_its_cloud_says_so(job: Job, tmp_path: Path) -> None:
         assert not service.approved.is_set()
         leaves(job, n1, n2, tmp_path)
         assert service.approved.is_set()
+
+
+def test_sigusr2_to_all_of_a_node_drains_it(job: Job, tmp_path: Path) -> None:
+    n1, n2 = pair(job, tmp_path)
+    for number in (signal.SIGUSR2, signal.SIGUSR2):  # a scheduler may reach every process of a job
+        send(number, [*n1.others(), n1.pid])
+    job.said(n1, "SIGUSR2: leaving", seconds=90)
+    send(signal.SIGTERM, [n1.pid])  # Slurm, at the job's time limit
+    time.sleep(0.1)
+    leaves(job, n1, n2, tmp_path)  # which sends it again
+    assert "leaving at once" not in n1.output
 
 
 def test_the_time_until_the_machine_goes_counts(job: Job, tmp_path: Path) -> None:

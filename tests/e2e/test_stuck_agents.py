@@ -17,7 +17,7 @@ STUCK = f"""
 import signal, time
 def stands_still(*_):
     time.sleep({4 * TTL})
-signal.signal(signal.SIGUSR2, stands_still)
+signal.signal(signal.SIGPROF, stands_still)
 """
 
 
@@ -28,7 +28,7 @@ def test_r8_a_stuck_agent_says_where_and_counts_as_lost(
     n1 = job.start("n1")
     n2 = job.start("n2", env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"})
     g = job.trains(2, seconds=60)
-    send(signal.SIGUSR2, [n2.pid])
+    send(signal.SIGPROF, [n2.pid])
     job.said(n2, "the agent's loop has stood still for")
     assert "in stands_still (" in n2.output, n2.output
     alone = job.trains(1, after=g, seconds=60)

@@ -15,28 +15,31 @@ class NotToBeHad(Exception):
 
 
 @functools.cache
-def unpacked(package: str, suite: str, folder: str) -> Path:
-    """The root of a package of a Debian suite, in this folder of a cache. Raises NotToBeHad."""
+def unpacked(packages: str, suite: str, folder: str, *, missing: bool = False) -> Path:
+    """The root of packages of a Debian suite, in this folder of a cache. Raises NotToBeHad.
+
+    With `missing` it also has the packages that these need and this machine has not.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     root = Path(home, "elastic_etcd-tests", folder)
     if not (root / "usr/bin").exists():
         try:
-            _fetch(package, suite, root)
+            _fetch(packages, suite, root, missing=missing)
         except (OSError, subprocess.SubprocessError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip()
-            reason = f"no {package} of Debian {suite}: {said.splitlines()[-1]}"
+            reason = f"no {packages} of Debian {suite}: {said.splitlines()[-1]}"
             raise NotToBeHad(reason) from None
     return root
 
 
-def _fetch(package: str, suite: str, root: Path) -> None:
+def _fetch(packages: str, suite: str, root: Path, *, missing: bool) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent) as aside:
-        _unpack(package, suite, Path(aside))
+        _unpack(packages, suite, Path(aside), missing=missing)
         Path(aside, "root").rename(root)
 
 
-def _unpack(package: str, suite: str, aside: Path) -> None:
+def _unpack(packages: str, suite: str, aside: Path, *, missing: bool) -> None:
     """Into the folder `root`, with lists of packages that are used for nothing else."""
     for name in ("lists/partial", "archives/partial"):
         (aside / name).mkdir(parents=True)
@@ -53,9 +56,13 @@ def _unpack(package: str, suite: str, aside: Path) -> None:
         "-oAcquire::http::Timeout=10",
     ]
     _run([*apt, "-qq", "update"], aside)
-    _run([*apt, "-qq", "download", package], aside)
-    (archive,) = aside.glob(f"{package}_*.deb")
-    _run(["dpkg", "-x", str(archive), "root"], aside)
+    if missing:  # of another suite than this machine's they often don't go together: then it fails
+        only = ("--download-only", "--no-install-recommends", "--reinstall", "-oDebug::NoLocking=1")
+        _run([*apt, "-qqy", *only, "install", *packages.split()], aside)
+    else:
+        _run([*apt, "-qq", "download", *packages.split()], aside)
+    for archive in (*aside.glob("*.deb"), *aside.glob("archives/*.deb")):
+        _run(["dpkg", "-x", str(archive), "root"], aside)
 
 
 def _mirror() -> str:

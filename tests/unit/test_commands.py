@@ -10,7 +10,7 @@ import pytest
 from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
-OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion")]
+OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion", "serve")]
 WITHOUT_JSON = ("top", "timeline")  # a screen, and a file that says by its name what it is
 # What bash does when somebody presses the tab key after these words.
 TAB = """
@@ -29,7 +29,7 @@ def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
     assert ended.value.code == 0
     told = capsys.readouterr().out
-    assert re.search(r"^exit codes:\n  0 ", told, re.MULTILINE)
+    assert re.search(r"^exit codes:\n  \d+ ", told, re.MULTILINE)
     assert "_" not in " ".join(re.findall(r"--[\w-]+", told)), "each flag once"
     if command in OF_A_JOB:
         assert ("--json" in told) == (command not in WITHOUT_JSON)

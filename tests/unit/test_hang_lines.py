@@ -206,6 +206,10 @@ def test_who_waits_for_one_that_moves_again_is_not_behind() -> None:
         False,
         None,
     )
+    before = hangs.judged(ASKED, world(2, rank(1, 1041, STEP, 1.0)))
+    assert (before.alarm, before.rank) == (False, None)
+    far = hangs.judged(ASKED, world(2, rank(1, 1040, STEP, 1.0)))  # no collective waits for that
+    assert (far.alarm, far.rank) == (True, 0)
     further = hangs.judged(ASKED, world(2, rank(1, 1043, STEP, 1.0)))
     assert further.line == "rank 0 on n1 is in step 1042 for 71 s, 1 goes on"
     stands = hangs.judged(ASKED, world(3, moves, rank(2, 1042, STEP)))

@@ -172,6 +172,8 @@ def users(library: str) -> set[Path]:
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
         ("prometheus_client", "agent/metrics.py"),
+        ("starlette", "cli/web.py"),
+        ("uvicorn", "cli/serve.py"),
         ("shtab", "cli/completion.py"),
     ],
 )

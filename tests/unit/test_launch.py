@@ -1,6 +1,7 @@
 """The command line means what torchrun's means, compared with torchrun's own parser."""
 
 import logging
+import os
 import re
 import signal
 import sys
@@ -411,3 +412,10 @@ def test_the_readme_has_every_flag_with_a_meaning() -> None:
     short = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
     missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in readme]
     assert missing == []
+
+
+def test_a_node_is_called_as_in_slurm(parse: Parse) -> None:
+    assert parse().node == os.uname().nodename
+    assert parse(SLURMD_NODENAME="gpu7").node == "gpu7"
+    assert parse(SLURMD_NODENAME="gpu7", PET_NODE_NAME="a").node == "a"
+    assert parse("--node-name", "b", SLURMD_NODENAME="gpu7").node == "b"

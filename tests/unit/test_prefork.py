@@ -200,7 +200,13 @@ async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None
     async with forking(tmp_path) as server:
         await server.warm()
         assert server.pid is not None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
             os.kill(server.pid, number)
         pid = server.pid
         assert await run(server, tmp_path, "print(1)") == "1\n"

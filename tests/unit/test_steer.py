@@ -89,6 +89,7 @@ def test_drains_come_and_go(shell: Shell) -> None:
 def test_a_machine_drains_the_agent_that_is_there(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "c")
     monkeypatch.setenv("PET_NODE_NAME", "b")
     shell.ok("drain", "j", "--self")
     assert shell.wanted == Wanted((Drain("b", lease="000000000000000b"),))
@@ -149,6 +150,7 @@ def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
         (("undrain", "j", "a"), 1, "node a of job j is not drained"),
         (("stop", "a/b"), 2, "a job id is 1 to 128"),
         (("scale", "j"), 2, "no nodes given"),
+        (("scale", "j", "2:1025"), 1, "--nnodes 2:3, which can be scaled to 1024 nodes"),
         (("scale", "j", "3:2"), 2, "3:2: MIN is above MAX; did you mean 2:3?"),
         (("scale", "j", "2:3", "--nodes-multiple-of", "4"), 2, "no multiple of 4 is from 2 to 3"),
     ],

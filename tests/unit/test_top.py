@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -78,17 +79,18 @@ class Screen:
     def __init__(self, terminal: int, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.text = ""
-        self._terminal = terminal
+        self.terminal = terminal
+        self.before = termios.tcgetattr(terminal)
 
     def shows(self, *texts: str) -> None:
         deadline = time.monotonic() + 90
         while not all(text in SEQUENCE.sub("", self.text) for text in texts):
             assert time.monotonic() < deadline, self.text[-4000:]
-            self.text += os.read(self._terminal, 1 << 16).decode()
+            self.text += os.read(self.terminal, 1 << 16).decode()
 
     def press(self, keys: str) -> None:
         self.text = ""
-        os.write(self._terminal, keys.encode())
+        os.write(self.terminal, keys.encode())
 
 
 @contextmanager
@@ -112,7 +114,10 @@ def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
         lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) <= 80
         assert "node30" not in top.text
-        watched = decode(Watched, etcd.ctl("get", "--print-value-only", keys.watched))
+        deadline = time.monotonic() + 90
+        while not (text := etcd.ctl("get", "--print-value-only", keys.watched)).strip():
+            assert time.monotonic() < deadline
+        watched = decode(Watched, text)
         assert watched.seconds == 2.0
         top.press("j\x1b[Bjkd")  # down three times, up once
         top.shows("drain node3? y: yes")
@@ -122,9 +127,23 @@ def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
         top.shows("node node3 of job j is to leave within 30 s", "node3 is drained by")
         there = decode(Wanted, etcd.ctl("get", "--print-value-only", keys.wanted))
         assert [(d.node, d.lease) for d in there.drains] == [("node3", "")]
-        top.press("q")
+        top.press("u")
+        top.shows("undrain node3? y: yes")
+        top.press("nq")
         assert top.process.wait(90) == 0
     assert not etcd.ctl("get", keys.watched), "its lease has ended"
+
+
+def test_a_terminal_is_left_as_it_was(etcd: EtcdServer, keys: Keys) -> None:
+    with terminal(command(etcd, keys)) as top:
+        top.shows("q: quit")
+        top.text = ""
+        top.process.send_signal(signal.SIGTSTP)
+        top.process.terminate()
+        assert top.process.wait(90) == 143
+        top.text += os.read(top.terminal, 1 << 16).decode()
+        assert "\x1b[?1049l" in top.text
+        assert termios.tcgetattr(top.terminal) == top.before
 
 
 def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:

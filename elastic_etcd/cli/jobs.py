@@ -1,0 +1,339 @@
+"""The jobs under a prefix, as `elastic-etcd serve` shows them: a copy of etcd that follows it.
+
+All that is kept has a bound: the keys of the copy, the jobs with a chart, a chart's points.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from array import array
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Never, Self
+
+from msgspec import Struct
+
+from elastic_etcd.cli import status
+from elastic_etcd.cli.top import Looker, paces
+from elastic_etcd.core.schema import PARTS, Keys, valid_job
+from elastic_etcd.core.txn import Get, Snapshot
+from elastic_etcd.core.view import Everything, view_of
+from elastic_etcd.errors import EtcdError
+from elastic_etcd.etcd.mirror import Mirror
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from elastic_etcd.core.txn import KeyValue
+    from elastic_etcd.etcd.client import Client
+
+MOST_KEYS = 100_000  # of all jobs together
+MOST_CHARTS = 1000  # jobs that have one
+MOST_POINTS = 400  # of a chart
+_SAMPLE = 2.0  # seconds between two points, as long as there is room
+_ASK = 2.0  # seconds between two questions whether etcd is there
+_AGAIN = 30.0  # seconds until what etcd has refused is tried again
+_RECONCILE = 120.0  # there may be many keys
+_PATIENCE = 1.0  # with an etcd that is to be told that nobody looks any more
+
+
+class Series:
+    """The world sizes and steps/s of a job, since this program knows it.
+
+    When there are MOST_POINTS every other one goes, and from then on half as many are taken.
+    """
+
+    def __init__(self) -> None:
+        self._times, self._sizes, self._rates = array("d"), array("d"), array("d")
+        self._every, self._turn = 1, 0
+
+    def add(self, at: float, size: int, rate: float | None) -> None:
+        """At `at`, in seconds, so many ranks train so fast, None: nobody knows how fast."""
+        self._turn += 1
+        if self._turn % self._every:
+            return
+        self._times.append(at)
+        self._sizes.append(size)
+        self._rates.append(-1.0 if rate is None else rate)
+        if len(self._times) == MOST_POINTS:
+            self._every *= 2
+            for kept in (self._times, self._sizes, self._rates):
+                del kept[::2]
+
+    def points(self) -> list[tuple[int, int, float | None]]:
+        """Of each the milliseconds since 1970, the ranks, and steps/s."""
+        every = zip(self._times, self._sizes, self._rates, strict=True)
+        return [
+            (int(at * 1000), int(size), rate if rate >= 0 else None) for at, size, rate in every
+        ]
+
+
+class Known(Struct, frozen=True):
+    """What a job is, and of which keys: how many, the newest one's revision, and what was noted."""
+
+    mark: tuple[int, int, str]
+    state: dict[str, Any]
+    text: bytes  # the same as JSON
+
+
+class Looking:
+    """How many look at a job, and what tells its nodes so."""
+
+    def __init__(self, task: asyncio.Task[Never]) -> None:
+        self.people = 0
+        self.task = task
+
+
+class Jobs:
+    """`async with Jobs(client, prefix, timeout) as jobs`: as they are in etcd, while this is open.
+
+    `news` is set when something changes, and is another event from then on; `over` is set once
+    nobody is to be told any more. `keeper` ends with a fault of this program only. Raises EtcdError
+    where etcd does not serve the prefix at first.
+    """
+
+    def __init__(self, client: Client, prefix: str, timeout: float) -> None:
+        self.prefix = prefix
+        self.news, self.over = asyncio.Event(), asyncio.Event()
+        self._client, self._timeout = client, timeout
+        self._snapshot = Snapshot(0, {})
+        self._jobs: dict[str, dict[str, KeyValue]] = {}
+        self._known: dict[str, Known] = {}
+        self._series: dict[str, Series] = {}
+        self._looking: dict[str, Looking] = {}
+        self._notes: dict[str, str] = {}  # by job, why its nodes are not told that somebody looks
+        self._tellers: set[asyncio.Task[Never]] = set()
+        self._charts: dict[str, bytes] = {}
+        self._overview = b""
+        self._answered = _now()
+        self._away: dict[str, str] | None = None
+        self._refused: dict[str, str] | None = None
+
+    async def __aenter__(self) -> Self:
+        some = Get(f"{self.prefix}/", prefix=True, limit=1)
+        await self._client.range(some, timeout=self._timeout)
+        self.keeper = asyncio.create_task(self._keep(), name="jobs")
+        read = asyncio.create_task(self.news.wait())
+        await asyncio.wait({self.keeper, read}, return_when=asyncio.FIRST_COMPLETED)
+        read.cancel()
+        if self.keeper.done():
+            self.keeper.result()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = {self.keeper, *self._tellers}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_PATIENCE)
+
+    def end(self) -> None:
+        """Nobody is to be told any more."""
+        self.over.set()
+        self._tell()
+
+    # --- what they are --------------------------------------------------------------------
+
+    def overview(self) -> bytes:
+        """All jobs as JSON, in short."""
+        if not self._overview:
+            found = [
+                _in_short(known.state) for known in map(self.known, sorted(self._jobs)) if known
+            ]
+            self._overview = _json({"prefix": self.prefix, "jobs": found})
+        return self._overview
+
+    def known(self, job: str) -> Known | None:
+        """A job; None if there is none of that name."""
+        kvs = self._jobs.get(job)
+        if kvs is None:
+            return None
+        note = self._notes.get(job, "")
+        mark = len(kvs), max(kv.mod for kv in kvs.values()), note
+        known = self._known.get(job)
+        if known is None or known.mark != mark:
+            state = _state(job, Snapshot(self._snapshot.revision, kvs), self._keys(job), note)
+            known = self._known[job] = Known(mark, state, _json(state))
+        return known if known.state["known"] else None
+
+    def chart(self, job: str) -> bytes:
+        """World size and steps/s of a job over time, as JSON."""
+        if job not in self._series:
+            return b'{"points":[]}'
+        if job not in self._charts:
+            self._charts[job] = _json({"points": self._series[job].points()})
+        return self._charts[job]
+
+    def etcd(self) -> bytes:
+        """Whether etcd is there, as JSON: since when not, and what is wrong."""
+        return _json({"away": self._away or self._refused})
+
+    def _keys(self, job: str) -> Keys:
+        return Keys(f"{self.prefix}/{job}")
+
+    # --- following etcd -------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for work in (self._follow, self._ask, self._sample):
+                    tasks.create_task(work(), name=work.__name__)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _follow(self) -> Never:
+        """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
+        everything = (Get(f"{self.prefix}/", prefix=True),)
+        read = False
+        while True:
+            changed = asyncio.Event()
+
+            def ended(_: object, changed: asyncio.Event = changed) -> None:
+                changed.set()
+
+            mirror = Mirror(self._client, everything, changed.set, _RECONCILE, MOST_KEYS)
+            mirror.failed.add_done_callback(ended)
+            async with mirror:
+                while not mirror.failed.done():
+                    await changed.wait()
+                    changed.clear()
+                    if snapshot := mirror.snapshot():
+                        self._see(snapshot)
+                        read = True
+            error = mirror.failed.exception()
+            if not isinstance(error, EtcdError) or not read:
+                mirror.failed.result()
+            self._refused = {"since": _now(), "why": str(error)}
+            self._tell()
+            await asyncio.sleep(_AGAIN)
+
+    def _see(self, snapshot: Snapshot) -> None:
+        self._refused = None
+        self._snapshot = snapshot
+        self._jobs = _by_job(snapshot.kvs, self.prefix)
+        self._known = {job: known for job, known in self._known.items() if job in self._jobs}
+        self._series = {job: kept for job, kept in self._series.items() if job in self._jobs}
+        self._tell()
+
+    def _tell(self) -> None:
+        self._overview = b""
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    async def _ask(self) -> Never:
+        """Find out whether etcd is there; a watch alone may be silent for long."""
+        some = Get(f"{self.prefix}/", prefix=True, limit=1)
+        while True:
+            was = self._away
+            try:
+                await self._client.range(some, timeout=self._timeout)
+                self._answered, self._away = _now(), None
+            except EtcdError as error:
+                why = str(error).partition("\n")[0]
+                self._away = was or {"since": self._answered, "why": why}
+            if was is not self._away:
+                self._tell()
+            await asyncio.sleep(_ASK)
+
+    async def _sample(self) -> Never:
+        """Add a point to each chart again and again."""
+        while True:
+            await asyncio.sleep(_SAMPLE)
+            for job in self._jobs:
+                known = self.known(job)
+                if known and (job in self._series or len(self._series) < MOST_CHARTS):
+                    series = self._series.setdefault(job, Series())
+                    series.add(
+                        time.time(), known.state["world_size"], known.state["steps_per_second"]
+                    )
+            self._charts.clear()
+            self._tell()
+
+    # --- telling the nodes ----------------------------------------------------------------
+
+    @asynccontextmanager
+    async def looking(self, job: str) -> AsyncIterator[None]:
+        """While this is open the job's nodes know that somebody looks."""
+        if job not in self._looking:
+            task = asyncio.create_task(self._look(job), name=f"look at {job}")
+            self._looking[job] = Looking(task)
+            self._tellers.add(task)
+            task.add_done_callback(self._tellers.discard)
+        looking = self._looking[job]
+        looking.people += 1
+        try:
+            yield
+        finally:
+            looking.people -= 1
+            if not looking.people:
+                del self._looking[job]
+                looking.task.cancel()
+
+    async def _look(self, job: str) -> Never:
+        keys = self._keys(job)
+        while True:
+            looker = Looker(self._client, keys, self._timeout)
+            try:
+                while not looker.refused:
+                    news = self.news
+                    if (known := self.known(job)) and known.state["nodes"]:
+                        await looker.look(Snapshot(self._snapshot.revision, self._jobs[job]))
+                    await news.wait()
+                self._notes[job] = looker.refused
+                self._tell()
+                await asyncio.sleep(_AGAIN)
+            finally:
+                self._notes.pop(job, None)
+                await looker.end()
+
+
+def _by_job(kvs: Mapping[str, KeyValue], prefix: str) -> dict[str, dict[str, KeyValue]]:
+    """The keys of each job; what else lies under the prefix is left out."""
+    found: dict[str, dict[str, KeyValue]] = {}
+    start = len(prefix) + 1
+    for key, kv in kvs.items():
+        job, _, rest = key[start:].partition("/")
+        if rest.partition("/")[0] in PARTS:
+            found.setdefault(job, {})[key] = kv
+    return {job: own for job, own in found.items() if valid_job(job)}
+
+
+def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
+    """A job as `status --json` has it, and what `top` adds to that."""
+    view = view_of(seen, keys, Everything())
+    state = status.describe(job, view)
+    told = paces(seen, keys, view)
+    for node in state["nodes"]:
+        pace = told.get(node["node"])
+        node["pace"] = pace and {
+            "step": pace.step,
+            "per_second": pace.per_second,
+            "doing": str(pace.doing),
+        }
+    rates = [pace.per_second for pace in told.values()]
+    return state | {
+        "known": bool(view.round or view.outcome or view.members or view.history or view.wanted),
+        "world_size": sum(p.nproc for p in view.world) if view.trains else 0,
+        "steps_per_second": statistics.median(rates) if rates else None,
+        "summary": [*status.summary(state), *filter(None, [note])],
+        "events": status.events(state),
+    }
+
+
+def _in_short(state: dict[str, Any]) -> dict[str, Any]:
+    names = ("job", "phase", "generation", "reason", "restarts", "limits", "world_size", "outcome")
+    nodes = [node["state"] for node in state["nodes"]]
+    short = {name: state[name] for name in (*names, "steps_per_second")}
+    if short["outcome"]:
+        short["outcome"] = {"state": short["outcome"]["state"]}
+    return short | {"nodes": {each: nodes.count(each) for each in sorted(set(nodes))}}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,333 @@
+"""`elastic-etcd serve`: by HTTP as anybody may speak it, and in a real browser."""
+
+import asyncio
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_etcd.cli.jobs import MOST_POINTS, Series
+from elastic_etcd.cli.web import MOST_STREAMS
+from elastic_etcd.core.schema import (
+    Doing,
+    Failure,
+    History,
+    Keys,
+    Ledger,
+    Limits,
+    Master,
+    Member,
+    Outcome,
+    Pace,
+    Page,
+    Participant,
+    Phase,
+    Round,
+    Spec,
+    Value,
+    encode,
+)
+from elastic_etcd.core.txn import Get, Put, Txn
+from elastic_etcd.errors import EtcdRefused
+from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.mirror import Mirror
+from tests.support.chromium import chromium
+from tests.support.debian import NotToBeHad
+from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.timeout(600)
+
+ATTACK = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
+TRACEBACK = "Traceback (most recent call last):\n<script>alert(1)</script>RuntimeError: no luck\n"
+DEADLINE = 90.0
+ANSWERS = 60.0
+
+
+def running(keys: Keys, nodes: int, first: str = "node1") -> dict[str, Value]:
+    """The keys of a job that trains."""
+    names = [first, *(f"node{n}" for n in range(2, nodes + 1))]
+    world = tuple(Participant(100 + n, name, 1, n, n) for n, name in enumerate(names))
+    master = Master("h", 1)
+    now = Round(2, Phase.FINAL, 100, "node7 is lost", "r", first, nodes, nodes, master)
+    began = "2026-11-22T10:00:00.000+00:00", "2026-11-22T10:05:03.500+00:00"
+    members = {
+        keys.member(100 + n): Member(100 + n, name, 1, run="r") for n, name in enumerate(names)
+    }
+    return {
+        keys.spec: Spec("r", Limits(1, 64)),
+        keys.ledger: Ledger(2, 2, nodes),
+        keys.round: now,
+        keys.page(0): Page(2, world),
+        keys.history(1): History(1, "r", "the job begins", began[0], ended_at=began[1]),
+        keys.history(2): History(2, "r", "node7 is lost", began[1].replace("03.5", "04.0")),
+        keys.pace(100): Pace(100, 2, 1041, 4.5, Doing.STEP),
+        **members,
+    }
+
+
+def ended(keys: Keys) -> dict[str, Value]:
+    failure = Failure(ATTACK, 1, 1, 4211, 1, 92.5, TRACEBACK)
+    outcome = Outcome("failed", "no restarts left", "r", 4, 3, failure, "2026-11-22T10:06:00+00:00")
+    return {keys.outcome: outcome}
+
+
+async def write(etcd: EtcdServer, values: Mapping[str, Value | str]) -> None:
+    puts = [Put(k, v if isinstance(v, str) else encode(v)) for k, v in values.items()]
+    async with Client(etcd.config) as client:
+        await client.txn(Txn((), tuple(puts)), 60)
+
+
+class Server:
+    """A `serve` that runs, and requests to it."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        assert process.stdout
+        self.url = process.stdout.readline().split()[-1]
+        self.host = self.url.removeprefix("http://").rstrip("/")
+
+    def ask(
+        self, path: str, method: str = "GET", **headers: str
+    ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(self.host, timeout=ANSWERS)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=named)
+        return connection.getresponse(), connection
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+        answer, connection = self.ask(path, method, **headers)
+        with closing(connection), answer:
+            return answer.status, answer.read().decode()
+
+    def json(self, path: str) -> Any:
+        status, text = self.get(path)
+        assert status == 200, text
+        return json.loads(text)
+
+    @contextmanager
+    def stream(self, path: str) -> Iterator[Iterator[tuple[str, Any]]]:
+        """What comes as server-sent events, by their names."""
+        answer, connection = self.ask(path)
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+
+        def events() -> Iterator[tuple[str, Any]]:
+            name = ""
+            for line in answer:
+                kind, _, rest = line.decode().rstrip("\n").partition(": ")
+                if kind == "event":
+                    name = rest
+                elif kind == "data":
+                    yield name, json.loads(rest)
+
+        with closing(connection), answer:
+            yield events()
+
+
+@contextmanager
+def serving(etcd: EtcdServer, prefix: str, *flags: str) -> Iterator[Server]:
+    where = (f"--etcd={etcd.endpoint}", f"--prefix={prefix}", "--listen=0", *flags)
+    command = [sys.executable, "-m", "elastic_etcd", "serve", *where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
+
+
+def waits_for(what: str, look: Any) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not look():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
+    keys, other = Keys(f"{prefix}/j"), Keys(f"{prefix}/over")
+    garbage = {
+        f"{prefix}/<b>/round": "x",
+        f"{prefix}/j/round/x": "{",
+        f"{prefix}/team/k/round": "x",
+    }
+    await write(etcd, running(keys, 3, ATTACK) | ended(other))
+    await write(etcd, garbage)
+    with serving(etcd, prefix, "--allow-host=training.example") as server:
+        found = server.json("/api/jobs")["jobs"]
+        assert [(job["job"], job["world_size"]) for job in found] == [("j", 3), ("over", 0)]
+        state = server.json("/api/jobs/j")
+        assert state["nodes"][0]["node"] == ATTACK
+        assert state["nodes"][0]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
+        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost (0.5 s)"
+        assert server.json("/api/jobs/over")["outcome"]["failure"]["message"] == TRACEBACK
+        assert server.get("/api/jobs/none")[0] == server.get("/jobs/none")[0] == 404
+        assert server.get("/api/jobs/a%20b/events")[0] == 404
+
+        answer, connection = server.ask("/jobs/j", "HEAD")
+        with closing(connection), answer:
+            policy = answer.headers["Content-Security-Policy"]
+        assert answer.status == 200
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        assert server.get("/api/jobs/j/events", "HEAD") == (200, "")
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+            assert server.get("/api/jobs/j", method)[0] == 405
+        for host, status in (
+            ("localhost:1", 200),
+            ("training.example", 200),
+            ("evil.example", 421),
+            ("127.0.0.1.evil.example:8484", 421),
+            ("[::1]:8484", 421),
+        ):
+            assert server.get("/api/jobs", Host=host)[0] == status, host
+        assert server.get("/api/jobs", Sec_Fetch_Site="cross-site")[0] == 403
+        assert server.get("/", Sec_Fetch_Site="cross-site")[0] == 200
+
+        with server.stream("/api/events") as events:
+            assert next(events)[0] == "etcd"
+            assert len(next(events)[1]["jobs"]) == 2
+            assert not etcd.ctl("get", keys.watched), "nobody looks at a job"
+        with server.stream("/api/jobs/j/events") as events:
+            names = {next(events)[0] for _ in range(3)}
+            assert names == {"etcd", "job", "chart"}
+            waits_for("it says that somebody looks", lambda: etcd.ctl("get", keys.watched))
+            lost = History(3, "r", "node9 is lost")
+            await write(etcd, {keys.history(3): lost})
+            states = (state for name, state in events if name == "job")
+            assert any("node9 is lost" in state["events"][-1] for state in states)
+        waits_for("nobody looks any more", lambda: not etcd.ctl("get", keys.watched))
+
+        with ExitStack() as streams:
+            for _ in range(MOST_STREAMS):
+                next(streams.enter_context(server.stream("/api/events")))
+            assert server.get("/api/events", "HEAD")[0] == 503
+            assert server.get("/api/jobs")[0] == 200
+        waits_for("there is room again", lambda: server.get("/api/events", "HEAD")[0] == 200)
+
+
+async def test_etcd_is_away_and_comes_back(own_etcd: EtcdServer, prefix: str) -> None:
+    own_etcd.start()
+    keys = Keys(f"{prefix}/j")
+    await write(own_etcd, running(keys, 1))
+    with (
+        serving(own_etcd, prefix, "--timeout=2") as server,
+        server.stream("/api/jobs/j/events") as events,
+    ):
+        told = (data["away"] for name, data in events if name == "etcd")
+        assert next(told) is None
+        waits_for("its nodes are told", lambda: own_etcd.ctl("get", keys.watched))
+        own_etcd.kill()
+        away = next(told)
+        assert away["since"].startswith("20")
+        assert own_etcd.endpoint in away["why"]
+        assert server.json("/api/jobs/j")["world_size"] == 1
+        own_etcd.start()
+        assert next(told) is None
+        await write(own_etcd, {keys.history(3): History(3, "r", "node9 is lost")})
+        waits_for("it goes on", lambda: len(server.json("/api/jobs/j")["history"]) == 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it(etcd: EtcdServer, prefix: str, number: signal.Signals) -> None:
+    keys = Keys(f"{prefix}/j")
+    await write(etcd, running(keys, 1))
+    with serving(etcd, prefix) as server, server.stream("/api/jobs/j/events") as events:
+        next(events)
+        waits_for("its nodes are told", lambda: etcd.ctl("get", keys.watched))
+        server.process.send_signal(number)
+        assert server.process.wait(DEADLINE) == 128 + number
+        assert all(events), "the stream has ended"
+    assert not etcd.ctl("get", keys.watched), "its lease has ended"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "told"),
+    [
+        (["--etcd=127.0.0.1:1", "--timeout=0.5", "--listen=0"], 5, "127.0.0.1:1"),
+        (["--etcd=127.0.0.1:1", "--listen=:80"], 2, "--listen: :80: say 0.0.0.0:80"),
+        (["j"], 2, "unrecognized arguments: j"),
+    ],
+)
+def test_what_can_not_be_served(argv: list[str], code: int, told: str) -> None:
+    command = [sys.executable, "-m", "elastic_etcd", "serve", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, told in done.stderr) == (code, True), done
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_the_extra_that_is_missing_is_told(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\n"
+    code += "from elastic_etcd.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", "--etcd=127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done
+    assert "pip install 'elastic_etcd[web]'" in done.stderr
+
+
+async def test_a_prefix_with_too_many_keys(etcd: EtcdServer, prefix: str) -> None:
+    await write(etcd, {f"{prefix}/{n}": "x" for n in range(4)})
+    async with Client(etcd.config) as client:
+        whole = Get(f"{prefix}/", prefix=True)
+        assert len((await client.list(whole, most=4)).snapshot.kvs) == 4
+        with pytest.raises(EtcdRefused, match="more than 3 keys"):
+            await client.list(whole, most=3)
+        changed = asyncio.Event()
+        async with Mirror(client, (whole,), changed.set, most=4) as mirror:
+            await changed.wait()
+            await write(etcd, {f"{prefix}/one_more": "x"})
+            await asyncio.wait({mirror.failed}, timeout=DEADLINE)
+            assert "more than 4 keys" in str(mirror.failed.exception())
+
+
+def test_a_chart_has_a_bound() -> None:
+    series = Series()
+    for second in range(100_000):
+        series.add(second, second % 7, None if second % 2 else 1.5)
+    points = series.points()
+    assert len(points) < MOST_POINTS
+    gaps = {b[0] - a[0] for a, b in pairwise(points)}
+    assert len(gaps) == 1, "as far from each other"
+    assert points[-1][0] > 99_000 * 1000
+
+
+async def test_in_a_browser(etcd: EtcdServer, prefix: str, tmp_path: Path) -> None:
+    keys, other = Keys(f"{prefix}/j"), Keys(f"{prefix}/over")
+    await write(etcd, running(keys, 64, ATTACK))
+    await write(etcd, ended(other))
+    with ExitStack() as scope:
+        try:
+            page = scope.enter_context(chromium(tmp_path))
+        except NotToBeHad as reason:
+            pytest.skip(str(reason))
+        with serving(etcd, prefix) as server:
+            page.open(server.url)
+            page.shows("document.querySelectorAll('tbody tr').length === 2")
+            began = time.monotonic()
+            page.open(f"{server.url}jobs/j")
+            page.shows("document.body && document.body.innerText.includes('node64')")
+            print(f"64 nodes are shown after {time.monotonic() - began:.2f} s")
+            page.evaluate("window.loaded = 1")
+            began = time.monotonic()
+            await write(etcd, {keys.history(3): History(3, "r", "node9 is lost")})
+            page.shows("document.body.innerText.includes('generation 3: node9 is lost')")
+            print(f"an event is shown after {time.monotonic() - began:.2f} s")
+            assert page.evaluate("window.loaded") == 1, "without loading it again"
+            shown = page.evaluate("document.querySelector('td.name').textContent")
+            assert shown == r"<img src=x onerror=alert(1)>\u{202e}\u{1b}[31m"
+            page.open(f"{server.url}jobs/over", width=390, dark=True)
+            page.shows("document.querySelector('pre') !== null")
+            assert page.evaluate("document.querySelector('pre').textContent") == TRACEBACK
+            assert page.evaluate("document.querySelectorAll('img, main script').length") == 0
+            assert page.evaluate("document.documentElement.scrollWidth") == 390
+            assert page.complaints() == []
+            asked = set(page.requests())
+            assert len(asked) > 5
+            assert {url for url in asked if not url.startswith(server.url)} <= {"about:blank"}
