@@ -32,6 +32,7 @@ _WHAT = struct.Struct("=128s")
 _WHAT_AT = 64
 _COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when the last one ended
 _COMMITS_AT = 192
+_INIT_AT = 256  # when it began to do that
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
@@ -58,7 +59,8 @@ class Progress(NamedTuple):
     `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
     this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
     by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
-    together, and the last one ended `since_commit` seconds ago.
+    together, and the last one ended `since_commit` seconds ago. INIT began `since_init` seconds
+    ago, 0 where it has not.
     """
 
     doing: Doing
@@ -70,6 +72,7 @@ class Progress(NamedTuple):
     commits: int = 0
     commit_seconds: float = 0.0
     since_commit: float = 0.0
+    since_init: float = 0.0
 
 
 class Page:
@@ -98,6 +101,8 @@ class Page:
         start = monotonic_ns()
         _WHAT.pack_into(self._memory, _WHAT_AT, what.encode(errors="replace"))
         _HEAD.pack_into(self._memory, 0, doing, start, steps, began, told)
+        if doing is Doing.INIT:
+            _ONE.pack_into(self._memory, _INIT_AT, start)
         try:
             yield
         finally:
@@ -125,6 +130,7 @@ class Page:
         (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
+        (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
         now = monotonic_ns()
         return Progress(
             doing=Doing(min(doing, Doing.DONE)),
@@ -136,6 +142,7 @@ class Page:
             commits=commits,
             commit_seconds=spent * _NS,
             since_commit=max(0, now - ended) * _NS,
+            since_init=max(0, now - init) * _NS if init else 0.0,
         )
 
 

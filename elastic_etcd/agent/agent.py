@@ -628,10 +628,10 @@ class Agent:
 
     async def _report(self) -> None:
         """Say where the time of the run went, if etcd answers soon."""
-        from elastic_etcd.agent.report import lines, of_run  # noqa: PLC0415 - once, at the end
+        from elastic_etcd.agent.report import at_end  # noqa: PLC0415 - once, at the end
 
         entry = await self._membership.history(self._state.local.ran)
-        for line in lines(of_run(entry)) if entry else ():
+        for line in at_end(entry) if entry else ():
             log.info("%s", line)
 
 

@@ -5,7 +5,7 @@ its node. Where torch has a name for it that is used; all others begin with `ela
 """
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,14 +23,13 @@ _NAMED = 8  # nodes of a world, in a line
 class Event(Struct, frozen=True):
     """One event; `timestamp` is in milliseconds since 1970, 0 where nobody knows.
 
-    `key` tells it from all others of its job, `told` is for people to read.
+    `told` is for people to read.
     """
 
     name: str
     source: str
     timestamp: int
     metadata: dict[str, Any]
-    key: Hashable
     told: str
 
     def json(self) -> str:
@@ -58,7 +57,6 @@ def event(
     *,
     job: str,
     at: str | int = "",
-    key: Hashable = (),
     node: str | None = None,
     failure: Failure | None = None,
     role: str | None = None,
@@ -93,7 +91,7 @@ def event(
         "duration_ms": None if seconds is None else round(1e3 * seconds, 3),
     }
     source = "WORKER" if failure else "AGENT"
-    return Event(name, source, _milliseconds(at), metadata, (name, key), told)
+    return Event(name, source, _milliseconds(at), metadata, told)
 
 
 def _milliseconds(at: str | int) -> int:
@@ -116,7 +114,7 @@ def past(job: str, view: View) -> Iterator[Event]:
             entry = decode(History, text)
         except ValueError as error:
             told = f"generation {generation}: unreadable: {error}"
-            yield event("malformed", told, job=job, key=generation, generation=generation)
+            yield event("malformed", told, job=job, generation=generation)
         else:
             yield from _of_world(job, entry)
     if view.outcome and not any(_ends(text) == view.outcome for _, text in view.history):
@@ -142,7 +140,6 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
             "RENDEZVOUS",
             f"generation {generation}: {world}: {entry.began}",
             at=entry.began_at or "",
-            key=generation,
             node=entry.coordinator or None,
             seconds=spent.rendezvous if spent else None,
             reason=entry.began,
@@ -154,17 +151,15 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
         )
     for line in entry.hangs or ():
         told = f"generation {generation}: {line}"
-        yield event("hang", told, key=(generation, line), reason=line, **common)
+        yield event("hang", told, reason=line, **common)
     for failure in entry.failures or ():
         told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
-        which = (generation, failure.node, failure.rank, failure.pid)
-        yield event("FAILED", told, at=failure.at, key=which, failure=failure, **common)
+        yield event("FAILED", told, at=failure.at, failure=failure, **common)
     if isinstance(entry.ended, str) and not entry.outcome:
         yield event(
             "STOPPED",
             f"generation {generation}: {entry.ended}{_lasted(spent)}",
             at=entry.ended_at or "",
-            key=generation,
             node=entry.coordinator or None,
             reason=entry.ended,
             **common,
@@ -196,7 +191,6 @@ def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) ->
         f"the job {outcome.state}: {outcome.reason}",
         job=job,
         at=outcome.at,
-        key=("outcome", outcome.run, outcome.generation),
         total=lasted,
         restarts=restarts,
         reason=outcome.reason,
@@ -211,11 +205,14 @@ def _of_wanted(job: str, view: View) -> Iterator[Event]:
         return
     for drain in view.wanted.drains:
         told = f"{drain.node} is drained{f' by {drain.by}' if drain.by else ''}"
-        which = (drain.node, drain.lease, drain.at)
-        yield event("drain", told, job=job, at=drain.at, key=which, node=drain.node)
+        yield event("drain", told, job=job, at=drain.at, node=drain.node)
     if halt := view.wanted.stop:
         told = f"the job is to stop{f' by {halt.by}' if halt.by else ''}"
-        yield event("stop", told, job=job, at=halt.at, key=halt.run, run=halt.run)
+        yield event("stop", told, job=job, at=halt.at, run=halt.run)
+    if scale := view.wanted.scale:
+        by = f" by {scale.by}" if scale.by else ""
+        told = f"the job is scaled to {scale.nnodes} nodes{by}"
+        yield event("scale", told, job=job, at=scale.at, run=scale.run, nnodes=scale.nnodes)
 
 
 def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
@@ -223,7 +220,7 @@ def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
     old, new = ({m.lease: m for m in view.members} for view in (before, after))
     for lease, member in new.items():
         was = old.get(lease)
-        at: dict[str, Any] = {"job": job, "at": now, "key": lease, "node": member.node}
+        at: dict[str, Any] = {"job": job, "at": now, "node": member.node}
         if was is None:
             yield event("node.joined", f"{member.node} is there", **at)
         if member.leaving and not (was and was.leaving):
@@ -231,17 +228,16 @@ def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
     for lease, member in old.items():
         if lease not in new:
             told = f"{member.node} is gone"
-            yield event("node.gone", told, job=job, at=now, key=lease, node=member.node)
+            yield event("node.gone", told, job=job, at=now, node=member.node)
     was_round, current = before.round, after.round
     if current is None or current == was_round:
         return
     generation, phase = current.generation, current.phase.value
-    key = (generation, phase, current.coordinator)
-    if was_round is None or key[:2] != (was_round.generation, was_round.phase.value):
+    if was_round is None or (generation, phase) != (was_round.generation, was_round.phase.value):
         told = f"generation {generation} is {phase}: {current.reason}"
-    elif key[2] != was_round.coordinator:
+    elif current.coordinator != was_round.coordinator:
         told = f"generation {generation}: {current.node} coordinates from here on"
     else:
         return
-    which: dict[str, Any] = {"key": key, "generation": generation, "phase": phase}
+    which: dict[str, Any] = {"generation": generation, "phase": phase}
     yield event("round", told, job=job, at=now, node=current.node, **which)

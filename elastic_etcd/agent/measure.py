@@ -17,6 +17,7 @@ from elastic_etcd.progress import Doing, Page, Progress
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
+_NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training all the same
 
 
 class HasPages(Protocol):
@@ -58,6 +59,7 @@ class Measure:
         self._other: Round | None = None  # a world that trains without this node
         self._began = self._ended = 0.0
         self._trains = False  # here
+        self._finished = False  # and was done with it
         self._started = False
         self._first: float | None = None  # when the first step of the world was done
         self._last: float | None = None  # when the newest step here was done, in any world
@@ -73,15 +75,20 @@ class Measure:
 
     def see(self, state: State) -> None:
         """The agent is this from here on."""
-        was, self._state = self._state.local, state
-        own, now = state.local, self._loop.time()
-        if own.lease and not was.lease and not was.ran:
+        before, self._state = self._state, state
+        was, own, now = before.local, state.local, self._loop.time()
+        if own.lease and not was.lease and not was.ran and not self._other:
             self._since = now
         over = own.stopping or not own.running or isinstance(state.result, Finished)
         if self._trains and over:
             self._end_world(was.running, now)
+        elif self._finished and (final := _final(before)) and final.generation == self._generation:
+            self._spent = replace(self._spent, trained=self._spent.trained + now - self._since)
+            self._since = now  # the others have trained on
         if was.running and not own.running:
-            self._spent, self._since = self._measured(now), now
+            ended = replace(self._spent, stop=now - self._since)
+            self._spent = ended if self._finished else self._measured(now)
+            self._since = now
             for each in self.followers:
                 each.pass_phase("stop", now)
         if own.running and own.running != was.running:
@@ -94,10 +101,11 @@ class Measure:
         if is_spare(self._state):
             for each in self.followers:
                 each.forget()
-        current = self._state.view.round if self._state.view else None
-        if current and current.generation == self._generation:
-            current = None
-        final = current if current and current.phase is Phase.FINAL else None
+        if self._state.view is None:  # it joins again
+            return
+        final = _final(self._state)
+        if final and final.generation == self._generation:
+            final = None
         before, self._other = self._other, final
         if before and (final is None or final.generation != before.generation):
             self._generation = before.generation
@@ -118,6 +126,7 @@ class Measure:
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
         self._trains, self._started, self._first = True, False, None
+        self._finished = False
         self._look_later(now)
 
     def _look(self) -> None:
@@ -135,10 +144,11 @@ class Measure:
         pages = self._read()
         if not self._started and pages and all(page.doing is not Doing.STARTING for page in pages):
             self._started = True
-            self._spent = replace(self._spent, start=now - self._since)
-            self._since = now
+            entered = max(self._since, now - min(page.since_init for page in pages))
+            self._spent = replace(self._spent, start=entered - self._since)
+            self._since = entered
             for each in self.followers:
-                each.pass_phase("start", now)
+                each.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
@@ -152,28 +162,29 @@ class Measure:
         if self._first is None:
             self._look_now(now)
         self._trains, self._generation, self._ended = False, generation, now
+        self._finished = isinstance(self._state.result, Finished)
         self._spent = self._measured(now)
-        finished, idle = isinstance(self._state.result, Finished), _idle(self._read())
+        if self._finished:
+            self._since = now
+        idle = now - _trained_until(self._read(), now, now)
         for each in self.followers:
-            if finished:
+            if self._finished:
                 each.forget()
             else:
                 each.end_world(now, idle)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""
-        pages, end = self._read(), self._ended
-        finished = isinstance(self._state.result, Finished)
+        pages, end, finished = self._read(), self._ended, self._finished
         if self._first is None:
             return self._without_step(end - self._since, finished=finished, stop=now - end)
-        idle = _idle(pages)
-        last = end if finished else max(self._first, now - idle)
+        last = end if finished else max(self._first, _trained_until(pages, now, end))
         self._last = last
         commits = [page for page in pages if page.commits]
         self._commits = self._commits or bool(commits)
         trained, again = last - self._first, 0.0
         if commits and not finished:
-            again = min(trained, max(0.0, min(page.since_commit for page in commits) - idle))
+            again = min(trained, max(0.0, min(page.since_commit for page in commits) - now + last))
         elif self._commits and not finished:
             again = trained
         return replace(
@@ -201,14 +212,24 @@ class Measure:
         return [page.read() for page in self._workers.pages]
 
 
-def _idle(pages: Sequence[Progress]) -> float:
-    """Seconds since the newest step was done."""
-    return min((page.seconds for page in pages if page.steps), default=0.0)
+def _trained_until(pages: Sequence[Progress], now: float, end: float) -> float:
+    """When the newest step was done; what is no step, and under way at the end, is until then."""
+    trained = [page for page in pages if page.steps]
+    last = now - min((page.seconds for page in trained), default=0.0)
+    return max(last, end) if any(page.doing in _NO_STEP for page in trained) else last
+
+
+def _final(state: State) -> Round | None:
+    """The round whose world trains."""
+    now = state.view.round if state.view else None
+    return now if now and now.phase is Phase.FINAL else None
 
 
 def cause_of(begun: Round) -> str:
-    """What ended the world before this one: failure, lost, leave or join."""
+    """What ended the world before this one: failure, lost, leave, join or scale."""
     if begun.planned:
+        if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
+            return "scale"
         return "leave" if begun.reason.endswith(" leaving") else "join"
     return "lost" if begun.reason.endswith(" lost") else "failure"
 

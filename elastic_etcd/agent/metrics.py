@@ -36,7 +36,7 @@ from elastic_etcd.progress import Page, Progress
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
-CAUSES = ("failure", "lost", "leave", "join")
+CAUSES = ("failure", "lost", "leave", "join", "scale")
 _RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 _REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 

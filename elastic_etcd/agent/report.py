@@ -40,6 +40,11 @@ def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
     }
 
 
+def at_end(entry: History) -> Iterator[str]:
+    """What is said of the run by whose agent had rank 0 in this world, if that was the last one."""
+    return lines(of_run(entry)) if entry.outcome else iter(())
+
+
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The same in words."""
     if found["goodput"] is None:

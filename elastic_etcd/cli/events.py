@@ -13,7 +13,7 @@ from elastic_etcd.etcd.mirror import first
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from elastic_etcd.agent.events import Event
     from elastic_etcd.cli import options
@@ -66,15 +66,15 @@ def _is_over(view: View) -> bool:
 
 
 class _Told:
-    """Prints each event once."""
+    """Prints each event once, and once more when more is known of it."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._known: set[Hashable] = set()
+        self._known: set[str] = set()
 
     def tell(self, events: Iterable[Event]) -> None:
         for event in events:
-            if event.key in self._known:
-                continue
-            self._known.add(event.key)
-            print(event.json() if self._as_json else in_one_line(event.line()), flush=True)
+            line = event.json() if self._as_json else in_one_line(event.line())
+            if line not in self._known:
+                self._known.add(line)
+                print(line, flush=True)

@@ -8,16 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from elastic_etcd.agent.events import event, news, past
-from elastic_etcd.core.schema import Keys, Member, Phase, encode
+from elastic_etcd.cli.events import _Told
+from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
-from tests.support.jobs import FAILURE, FINAL, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
+from tests.support.jobs import FAILURE, FINAL, FIRST, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
 
 DAY = "2026-11-21"
+SETTLED = ["RENDEZVOUS", "STOPPED"]
 
 
 def shorts(values: dict[str, str]) -> list[str]:
@@ -37,6 +40,29 @@ def test_what_a_job_went_through() -> None:
         (f"{DAY}T10:01:05.510", "STOPPED", f"generation 1: {FAILURE} (trained 60.0 s, 600 steps)"),
     ]
     assert lines[4].startswith("-     ")  # nobody knows when
+
+
+def test_the_job_is_scaled() -> None:
+    wanted = Wanted(scale=Scale(min_nodes=1, max_nodes=4, run="r", instead_of="1:2", by="ann"))
+    *_, last = past("j", view(RUNNING | {KEYS.wanted: encode(wanted)}))
+    assert (last.name, last.told) == ("elastic_etcd.scale", "the job is scaled to 1:4 nodes by ann")
+
+
+@pytest.mark.parametrize(("as_json", "again"), [(False, ["STOPPED"]), (True, SETTLED)])
+def test_what_becomes_known_later_is_told(
+    capsys: pytest.CaptureFixture[str], *, as_json: bool, again: list[str]
+) -> None:
+    """A world's cause, and where its time went, are known when the next one begins."""
+    early = replace(FIRST, ended="n2 is gone", spent=UNSET)
+    told = _Told(as_json=as_json)
+    told.tell(past("j", view(RUNNING | {KEYS.history(1): encode(early)})))
+    capsys.readouterr()
+    for _ in range(2):
+        told.tell(past("j", view(RUNNING)))
+    printed = capsys.readouterr().out.splitlines()
+    assert [name for line in printed for name in SETTLED if name in line] == again
+    assert len(printed) == len(again)
+    assert str(FAILURE) in printed[-1]
 
 
 def test_they_are_torchs() -> None:

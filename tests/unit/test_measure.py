@@ -1,6 +1,7 @@
 """Where the seconds of a node's worlds go, from its states and its workers' pages."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.measure import Measure, cause_of
+from elastic_etcd.agent.metrics import CAUSES
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Participant, Phase, Round, Spent
@@ -119,6 +121,64 @@ async def test_what_comes_after_the_last_step_of_a_good_end_is_training() -> Non
     assert spent.detect == spent.again == 0.0
 
 
+async def test_what_others_still_train_when_this_node_is_done_is_training() -> None:
+    node = Node()
+    await node.begin(FIRST)
+    await node.steps(1)
+    ran = state(FIRST, running=1, ran=1)
+    node.measure.see(replace(ran, result=Finished()))
+    await elapse(0.2)
+    done = replace(state(FIRST, ran=1), result=Finished())
+    node.measure.see(done)
+    early = node.measure.of(1)
+    await elapse(0.2)
+    node.measure.see(done)
+    spent = node.measure.of(1)
+    assert early
+    assert spent
+    assert early.trained >= 0.2
+    assert spent.trained >= early.trained + 0.19
+    assert spent.detect == spent.again == 0.0
+    node.measure.see(replace(done, view=state(claimed(2)).view))
+    over = asyncio.get_running_loop().time()
+    await elapse(0.1)
+    node.measure.see(replace(done, view=state(claimed(2)).view))
+    await node.begin(replace(FIRST, generation=2))
+    began = asyncio.get_running_loop().time()
+    await node.steps(1)
+    assert 0.1 <= (await node.end(2)).rendezvous <= began - over + 1e-3
+
+
+@pytest.mark.parametrize("doing", [Doing.COMMIT, Doing.SAVE, Doing.QUIET])
+async def test_what_is_no_step_is_training_too(doing: Doing) -> None:
+    node = Node()
+    await node.begin(FIRST)
+    await node.steps(1)
+    node.page.now(doing)
+    await elapse(0.2)
+    spent = await node.end(1)
+    assert spent.trained >= 0.2
+    assert spent.detect == 0.0
+
+
+async def test_a_start_between_two_looks_is_known() -> None:
+    """The worker is in ee.run, makes its group and ends its first step before anybody looks."""
+
+    def start(page: Page) -> None:
+        time.sleep(0.1)
+        with page.during(Doing.INIT):
+            time.sleep(0.2)
+        page.step(told=True)
+
+    node = Node()
+    node.page.clear()
+    node.measure.see(state(FIRST, running=1, ran=1))
+    start(node.page)
+    spent = await node.end(1)
+    assert spent.start >= 0.1
+    assert spent.first_step >= 0.2
+
+
 async def test_a_script_whose_steps_nobody_sees() -> None:
     node = Node()
     await node.begin(FIRST)
@@ -145,12 +205,30 @@ async def test_a_spare_knows_how_long_others_have_trained() -> None:
     assert taken.pause == 0.0
 
 
+async def test_a_spare_that_joins_again_knows_it_too() -> None:
+    node, loop = Node(), asyncio.get_running_loop()
+    others = replace(FIRST, coordinator=OTHER, generation=4)
+    began = loop.time()
+    node.measure.see(state(others, OTHER, acked=4))
+    await elapse(0.2)
+    node.measure.see(State(Local("r"), 1, Life.JOINING))
+    await elapse(0.1)
+    node.measure.see(State(Local("r", OWN), 1, Life.MEMBER))
+    node.measure.see(state(others, OTHER))
+    await elapse(0.1)
+    node.measure.see(state(claimed(5)))
+    spent = node.measure.of(4)
+    assert spent
+    assert 0.39 <= spent.unknown <= loop.time() - began + 1e-3
+
+
 @pytest.mark.parametrize(
     ("reason", "planned", "cause"),
     [
         ("n2 joins", True, "join"),
         ("n2 and n3 join", True, "join"),
         ("n2 is leaving", True, "leave"),
+        ("the job is scaled to 1:2 nodes", True, "scale"),
         ("n2 is lost", False, "lost"),
         ("n2 and n3 are lost", False, "lost"),
         ("worker 1 on n2 exited 1", False, "failure"),
@@ -158,3 +236,4 @@ async def test_a_spare_knows_how_long_others_have_trained() -> None:
 )
 def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
     assert cause_of(replace(FIRST, reason=reason, planned=planned)) == cause
+    assert cause in CAUSES

@@ -8,9 +8,9 @@ from datetime import datetime
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.report import lines, of_run
+from elastic_etcd.agent.report import at_end, lines, of_run
 from elastic_etcd.cli.report import describe
-from elastic_etcd.core.schema import History, Keys, Spent, encode
+from elastic_etcd.core.schema import History, Keys, Spent, decode, encode
 from elastic_etcd.errors import ElasticEtcdError
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FIRST, KEYS, OVER, RUNNING, SECOND, SPENT, view
@@ -48,6 +48,12 @@ def test_a_run_that_is_over() -> None:
         ", ".join(LOST),
         "1 restart; longest pause 2.0 s",
     ]
+
+
+def test_only_who_had_rank_0_in_the_last_world_says_it() -> None:
+    last = decode(History, OVER[KEYS.history(2)])
+    assert list(at_end(last)) == list(lines(of_run(last)))
+    assert list(at_end(FIRST)) == []
 
 
 def test_a_run_that_goes_on() -> None:
