@@ -164,6 +164,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self._shards.is_shared(self._progress.count)
 
+    def end_here(self) -> None:
+        """The batch in hand is the last one of an uneven tail, in a step that is not whole.
+
+        The others have a batch more or less, so that all is used on all ranks when this step ends.
+        """
+        self._progress.finish()
+
     def finish(self) -> None:
         """A loop of state.steps is at its end: with tail="uneven" all is used on all ranks.
 

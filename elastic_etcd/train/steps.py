@@ -97,6 +97,10 @@ class Steps:
                 number += 1
                 whole = number % self._accumulate == 0
                 self._ends_step = whole or number == self._total
+                if self._ends_step and not whole and self._uneven:
+                    for sampler in self._own:
+                        if isinstance(sampler, ElasticSampler):  # streams ask the others
+                            sampler.end_here()
                 yield batch
                 # Of an uneven tail one rank may have its share in an incomplete step, another none.
                 self._turn(loop, ends=self._ends_step and shared and (whole or not self._uneven))

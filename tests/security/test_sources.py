@@ -23,6 +23,26 @@ METHODS = {
 }
 ALLOWED = {
     ("__init__.py", "import_module"): "modules of its own, from a table of its own",
+    ("__main__.py", "import_module"): "commands of its own, from a list of its own",
+    **dict.fromkeys(
+        (
+            *(("pickled.py", f"import {name}") for name in ("pickle", "cloudpickle")),
+            *(("pickled.py", f"pickle.{name}") for name in ("load", "dumps", "Pickler")),
+            *(("pickled.py", f"pickle.{name}") for name in ("HIGHEST_PROTOCOL", "PicklingError")),
+            ("pickled.py", "cloudpickle.dumps"),
+        ),
+        "a function that the caller passes, and what its own workers wrote into its own folder",
+    ),
+    **dict.fromkeys(
+        (
+            *(("children/run_function.py", f"import {name}") for name in ("pickle", "cloudpickle")),
+            *(("children/run_function.py", f"pickle.{name}") for name in ("load", "dump")),
+            ("children/run_function.py", "pickle.HIGHEST_PROTOCOL"),
+            ("children/run_function.py", "pickle.PicklingError"),
+            ("children/run_function.py", "cloudpickle.dump"),
+        ),
+        "the function that the program wrote which has started this agent, and its value",
+    ),
     ("train/encoding.py", "import pickle"): "the user's own allow_pickle=True, and only then",
     ("train/encoding.py", "pickle.dumps"): "as above",
     ("train/encoding.py", "pickle.loads"): "as above",

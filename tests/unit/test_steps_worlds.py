@@ -158,6 +158,22 @@ def test_each_sample_once_whatever_happens(tail: Tail, data: st.DataObject, leng
     job.check(tail, plan.world, max(worlds))
 
 
+def test_all_ranks_end_in_a_step_that_is_not_whole() -> None:
+    """Two of three ranks have two batches in the last step, and one has one."""
+    states = []
+    for rank in range(3):
+        sampler = ElasticSampler(11, rank=rank, world_size=3, tail="uneven")
+        sampler.reshard(rank, 3, batch_sizes=[1, 1, 1])
+        state = ElasticState(sampler=sampler)
+        steps = state.steps(DataLoader(range(11), 1, sampler=sampler), accumulate=2)
+        for number, _ in enumerate(steps, 1):
+            if number > 2 and steps.ends_step:
+                state.commit()
+                states.append(sampler.state_dict())
+    assert states == [states[0]] * 3
+    assert states[0]["consumed"] == 11
+
+
 def test_loops_of_all_ranks_have_as_many_batches_as_they_say() -> None:
     for world, length in zip_longest(range(1, 5), range(20, 24)):
         samplers = [ElasticSampler(length, rank=r, world_size=world) for r in range(world)]
