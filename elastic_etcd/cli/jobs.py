@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 from msgspec import Struct
 
 from elastic_etcd.cli import status
+from elastic_etcd.cli.look import is_known
 from elastic_etcd.cli.top import Looker, paces
 from elastic_etcd.core.schema import PARTS, Keys, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
@@ -314,7 +315,7 @@ def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
         }
     rates = [pace.per_second for pace in told.values()]
     return state | {
-        "known": bool(view.round or view.outcome or view.members or view.history or view.wanted),
+        "known": is_known(view),
         "world_size": sum(p.nproc for p in view.world) if view.trains else 0,
         "steps_per_second": statistics.median(rates) if rates else None,
         "summary": [*status.summary(state), *filter(None, [note])],

@@ -44,6 +44,11 @@ def parser(command: str, description: str, epilog: str, arguments: str = "JOB") 
     return made
 
 
+def is_known(view: View) -> bool:
+    """Whether there is a job of that name."""
+    return bool(view.round or view.outcome or view.members or view.history or view.wanted)
+
+
 class Job:
     """A job as it is in etcd."""
 
@@ -56,8 +61,7 @@ class Job:
     async def read(self) -> Snapshot:
         """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
         seen = await self.client.range(*self.ranges, timeout=self.timeout)
-        view = self.view_of(seen)
-        if not (view.round or view.outcome or view.members or view.history or view.wanted):
+        if not is_known(self.view_of(seen)):
             raise ElasticEtcdError(f"{self.client.endpoint} has no job at {self.keys.root}")
         return seen
 
