@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent, Job
-from tests.support.plugin import passed
+from tests.support.residue import passed
 
 from .wire import INTERFACE, Wire
 
