@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -90,13 +91,19 @@ MODULES = {module_of(file) for file in FILES}
 
 def imports(file: Path, *, at_its_start: bool = False) -> Iterator[str]:
     """Every module that the file names in an import, wherever in it, or when it is loaded."""
-    tree = ast.parse(file.read_text())
-    for node in _outer(tree) if at_its_start else ast.walk(tree):
+    for node in _nodes(file, at_its_start=at_its_start):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
             yield from (_module(f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@cache
+def _nodes(file: Path, *, at_its_start: bool = False) -> list[ast.AST]:
+    """All nodes of the file, or those that are run when it is loaded."""
+    tree = ast.parse(file.read_text())
+    return list(_outer(tree) if at_its_start else ast.walk(tree))
 
 
 def _module(name: str) -> str:
@@ -191,8 +198,7 @@ def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
 
 def _names(file: Path, program: Path) -> bool:
     """Whether `file` imports the program, or has its file name as a text."""
-    texts = {node.value for node in ast.walk(ast.parse(file.read_text()))
-             if isinstance(node, ast.Constant)}  # fmt: skip
+    texts = {node.value for node in _nodes(file) if isinstance(node, ast.Constant)}
     return module_of(program) in imports(file) or program.name in texts
 
 
