@@ -1,4 +1,4 @@
-"""scripts/chaos for two minutes, what it says and what it plans."""
+"""scripts/chaos for ninety seconds, what it says and what it plans."""
 
 import os
 import signal
@@ -27,8 +27,9 @@ def chaos(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.timeout(600)
-def test_two_minutes(tmp_path: Path) -> None:
-    with chaos("--minutes", "2", "--seed", "3034", "--keep", str(tmp_path / "logs")) as process:
+def test_ninety_seconds(tmp_path: Path) -> None:
+    """Of this seed, since few others have as many kinds of faults in so little time."""
+    with chaos("--minutes", "1.5", "--seed", "11231", "--keep", str(tmp_path / "logs")) as process:
         said = process.communicate(timeout=400)[0]
     assert process.returncode == 0, said
     assert "job 2 of 2" in said
