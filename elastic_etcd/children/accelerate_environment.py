@@ -90,7 +90,7 @@ def _answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
 
 def _told(args: Any, launch: Any) -> dict[str, Any]:
     """What the command line, or else the file, says of _MEETING, where that is no default."""
-    given = getattr(args, "nondefault", set())
+    given: set[str] = getattr(args, "nondefault", set())
     there = args.config_file or (Path(launch.default_config_file).is_file() and not args.cpu)
     config = _config(args.config_file, launch) if there else None
     told = {name: getattr(args, name) for name in _MEETING if name in given}

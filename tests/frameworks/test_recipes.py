@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,24 +54,20 @@ class Run:
         shutil.copy(Path(__file__).with_name("mine.py"), job.directory)
 
     def start(self, node: str) -> Agent:
-        flags: dict[str, object] = {"preload": PRELOAD[self.framework]}
-        program = ("elastic_etcd.launch",)
+        flags: dict[str, Any] = LATE | {"preload": PRELOAD[self.framework]}
         if self.framework == "accelerate":
             assert FILE
             (self.job.directory / "accelerate.yaml").write_text(FILE[1])
-            program = ("elastic_etcd", "accelerate")
-            flags["config_file"] = "accelerate.yaml"
+            flags |= {"program": ("elastic_etcd", "accelerate"), "config_file": "accelerate.yaml"}
         return self.job.start(
             node,
             nnodes="1:2",
-            program=program,
             python=self.python,
             script=("train.py",),
             env={"OMP_NUM_THREADS": "1"},
             memory_dir=memory_dir(self.job),
             lease_ttl=20,  # the machine may be busy
             **flags,
-            **LATE,
         )
 
     def steps(self) -> list[tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """`elastic-etcd accelerate`: whose flag is whose, and what becomes of accelerate's numbers."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import pytest
@@ -16,8 +17,11 @@ TOLD = {
 }
 
 
-def sizes(*flags: str, told: dict[str, object] = TOLD, **env: str) -> tuple[list[str], list[str]]:
-    return _sizes({"flags": [*flags], "script": ["train.py", "--nnodes", "9"], "told": told}, env)
+def sizes(
+    *flags: str, told: Mapping[str, object] = TOLD, env: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
+    script = ["train.py", "--nnodes", "9"]
+    return _sizes({"flags": [*flags], "script": script, "told": told}, env or {})
 
 
 def test_numbers_of_accelerate_count_where_none_are_given() -> None:
@@ -38,7 +42,7 @@ def test_numbers_of_accelerate_count_where_none_are_given() -> None:
     ],
 )
 def test_what_is_given_counts(given: list[str], env: dict[str, str]) -> None:
-    flags, remarks = sizes(*given, **env)
+    flags, remarks = sizes(*given, env=env)
     assert flags == []
     assert remarks[-1] == "num_machines 4 has no meaning here: --nnodes counts"
 
