@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
+       elastic-etcd accelerate [options] script [arg ...]    the same, configured by accelerate
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
@@ -30,6 +31,12 @@ Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
 """
 
 
+_OF_CLI = (
+    *("accelerate", "status", "top", "events"),
+    *("report", "timeline", "serve", "completion"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; gives the exit code."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command in ("status", "top", "events", "report", "timeline", "serve", "completion"):
+    if command in _OF_CLI:
         return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above

@@ -45,12 +45,17 @@ _RDZV_CONF = {
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
-    """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
+def main(
+    argv: Sequence[str] | None = None, prog: str = options.COMMAND, remarks: Sequence[str] = ()
+) -> int:
+    """Run this node's agent until its job is over; gives the exit code, see docs/failures.md.
+
+    `remarks` are told as what the flags make it remark.
+    """
     open_standard_streams()
     be_init()
     try:
-        return run(sys.argv[1:] if argv is None else argv, os.environ, prog)
+        return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -63,6 +68,7 @@ def run(
     env: Mapping[str, str],
     prog: str = options.COMMAND,
     account: Account | None = None,
+    remarks: Sequence[str] = (),
 ) -> int:
     """Be the agent of this command line and environment; gives the exit code.
 
@@ -71,7 +77,7 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
-    for remark in _remarks(args, env):
+    for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
 

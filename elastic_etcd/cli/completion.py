@@ -9,7 +9,17 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import events, options, report, serve, status, steer, timeline, top
+from elastic_etcd.cli import (
+    accelerate,
+    events,
+    options,
+    report,
+    serve,
+    status,
+    steer,
+    timeline,
+    top,
+)
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +84,8 @@ def _script(shell: str) -> str:
 def _commands() -> list[options.Parser]:
     looking = [each.parser() for each in (status, top, events, report, serve, timeline)]
     steering = [make() for make, _ in steer.COMMANDS.values()]
-    return [options.build_parser({}, "elastic-etcd launch"), *looking, *steering, parser()]
+    launching = [options.build_parser({}, "elastic-etcd launch"), accelerate.parser()]
+    return [*launching, *looking, *steering, parser()]
 
 
 def _all(commands: list[options.Parser]) -> argparse.ArgumentParser:

@@ -41,6 +41,12 @@ DEFAULTS = Limits(min_nodes=1, max_nodes=1)
 
 COMMAND = "python -m elastic_etcd.launch"
 
+EXIT_CODES = """\
+exit codes:
+  0 the job succeeded              1 training failed            2 wrong usage
+  3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
+  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second
+"""
 EPILOG = f"""\
 examples:
   two to eight nodes, a worker per GPU; the same line on every node, at any time:
@@ -49,11 +55,7 @@ examples:
   one machine, without an etcd of your own:
     {COMMAND} --nproc-per-node 2 train.py
 
-exit codes:
-  0 the job succeeded              1 training failed            2 wrong usage
-  3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
-  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second
-"""
+{EXIT_CODES}"""
 
 WITHOUT_MEANING = {
     "rdzv_backend": "nodes always meet through etcd v3, at --etcd",

@@ -10,7 +10,8 @@ import pytest
 from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
-OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion", "serve")]
+NOT_OF_A_JOB = ("launch", "accelerate", "completion", "serve")
+OF_A_JOB = [name for name in COMMANDS if name not in NOT_OF_A_JOB]
 WITHOUT_JSON = ("top", "timeline")  # a screen, and a file that says by its name what it is
 # What bash does when somebody presses the tab key after these words.
 TAB = """
