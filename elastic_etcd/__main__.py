@@ -18,7 +18,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
-       elastic-etcd serve [options]                          all jobs on pages for a browser
+       elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
        elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
@@ -27,7 +27,8 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd completion SHELL                         complete these commands in a shell
        elastic-etcd --version
 
-Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
+Each has --help, and those with a JOB take --all instead, but for scale. `elastic-etcd launch` is
+`python -m elastic_etcd.launch`.\
 """
 
 

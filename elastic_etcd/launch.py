@@ -136,6 +136,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         park_timeout=args.park_timeout,
         kill_timeout=args.kill_timeout,
         leave_exit_code=args.leave_exit_code,
+        stop_exit_code=args.stop_exit_code,
         virtual_local_rank=args.virtual_local_rank,
         memory_dir=_memory_dir(args),
         no_python=_no_python(args),

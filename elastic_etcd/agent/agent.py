@@ -603,10 +603,13 @@ class Agent:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
         outcome = self._state.view.outcome if self._state.view else None
         succeeded = outcome and (outcome.run, outcome.state) == (run, _SUCCEEDED)
-        return 0 if succeeded else self._unfinished()
+        return 0 if succeeded else self._unfinished(run)
 
-    def _unfinished(self) -> int:
-        code = self._config.leave_exit_code
+    def _unfinished(self, run: str) -> int:
+        config, view = self._config, self._state.view
+        stopped = view is not None and wanted.halted(view, run) is not None
+        code = config.stop_exit_code if stopped else None
+        code = config.leave_exit_code if code is None else code
         return 128 + self._signal if code is None else code
 
     async def _over(self, run: str, reason: str) -> int:
@@ -624,7 +627,7 @@ class Agent:
         if self._first:
             await self._report()
         code = _exit_code(outcome)
-        return self._unfinished() if outcome.state == _STOPPED else code
+        return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
         """Say where the time of the run went, if etcd answers soon."""

@@ -45,7 +45,8 @@ EXIT_CODES = """\
 exit codes:
   0 the job succeeded              1 training failed            2 wrong usage
   3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
-  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second
+  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
+           143 also where it was drained, or the job was stopped (--stop-exit-code)
 """
 EPILOG = f"""\
 examples:
@@ -433,6 +434,13 @@ def _failures(group: Group) -> None:
         metavar="CODE",
         help="exit code of a node that left an unfinished job on a signal (default: 128 + signal, "
         "so that Kubernetes and Slurm do not take it for done)",
+    )
+    group.flag(
+        "--stop-exit-code",
+        type=exit_code,
+        metavar="CODE",
+        help="exit code after `elastic-etcd stop`, for a scheduler that then is to start no node "
+        "again (default: that of a node that left, 143)",
     )
     group.flag(
         "--leave-deadline",
