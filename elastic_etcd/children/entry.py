@@ -39,6 +39,7 @@ if not TYPE_CHECKING:
     progress = load(Path(__file__).parents[1] / "progress.py")
 
 _OPTIMIZER = "torch.optim.optimizer"
+_DDP = "torch.nn.parallel.distributed"
 _BLAS_SETTERS = [
     f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
 ]
@@ -196,10 +197,23 @@ def show_stacks() -> None:
 
 def show_steps() -> None:
     """Let the agent see the steps of torch's optimizers, as soon as there are any."""
-    if _OPTIMIZER in sys.modules:
-        _count_steps()
+    _when_imported(_OPTIMIZER, _count_steps)
+
+
+def end_modules_before_groups() -> None:
+    """Let a DDP module that outlives destroy_process_group free its reducer before the group.
+
+    A reducer's end keeps the GIL; with the group's last reference it waits there for gloo's
+    threads, one of which may wait for the GIL (torch 2.13). The group's own end does not keep it.
+    """
+    _when_imported(_DDP, _end_reducers_first)
+
+
+def _when_imported(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _AfterImport())
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
 
 def _count_steps() -> None:
@@ -213,11 +227,22 @@ def _count_steps() -> None:
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
 
 
+def _end_reducers_first() -> None:
+    def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
+        for name in ("logger", "reducer"):  # the logger holds the reducer
+            vars(self).pop(name, None)
+
+    sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
+
+
 class _AfterImport:
-    """Counts steps from the moment when the optimizers' module has been imported."""
+    """Does something as soon as a module has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != _OPTIMIZER:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -226,7 +251,7 @@ class _AfterImport:
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _count_steps()
+                self._then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -99,6 +99,7 @@ class ForkServer:
             return False
         self._environment.imported()
         entry.show_steps()
+        entry.end_modules_before_groups()
         self._imports.withhold([name for name in sys.modules if name in preloaded or is_ours(name)])
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
