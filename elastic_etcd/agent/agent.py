@@ -40,6 +40,7 @@ from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.pace import PaceTeller
+from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.recorder import FlightRecorder
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
@@ -190,13 +191,17 @@ async def run_agent(
         measure = Measure(workers)
         pace = PaceTeller(membership, workers)
         tasks.create(pace.tell())
+        preload = PreloadTeller(membership, workers)
+        tasks.create(preload.tell())
         if metrics:
             metrics.follow(membership, workers, measure)
         if events:
             measure.followers.append(events)
         if account:
             account.follow(logs)
-        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        observers: tuple[Observer, ...] = (hangs, pace, preload)
+        if metrics:
+            observers = (*observers, metrics)
         own = (measure, observers, account, events)
         return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 

@@ -73,7 +73,8 @@ class AgentConfig:
     `event_log`: a file for events, "-" for stdout; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
-    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
+    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded,
+    and, with `learn`, what the script itself has imported before.
     """
 
     etcd: EtcdConfig | None
@@ -101,6 +102,7 @@ class AgentConfig:
     no_python: bool = False
     prefork: bool = True
     preload: tuple[str, ...] = ()
+    learn: bool = False
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

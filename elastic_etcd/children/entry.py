@@ -195,6 +195,14 @@ def show_stacks() -> None:
         faulthandler.register(progress.DUMP_STACKS, file=2, all_threads=True)
 
 
+_at_first_step: list[Callable[[], None]] = []
+
+
+def at_first_step(call: Callable[[], None]) -> None:
+    """Have this called when a step of an optimizer has ended."""
+    _at_first_step.append(call)
+
+
 def show_steps() -> None:
     """Let the agent see the steps of torch's optimizers, as soon as there are any."""
     _when_imported(_OPTIMIZER, _count_steps)
@@ -223,6 +231,8 @@ def _count_steps() -> None:
     def step(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
             progress.step(told=False)
+            while _at_first_step:
+                _at_first_step.pop()()
 
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
 

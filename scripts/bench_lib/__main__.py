@@ -13,6 +13,7 @@ NAMES = {
     "state": "commit, restore and sync of a training's state",
     "progress": "what it costs a worker to say what it does",
     "prefork": "start and memory of a worker that is forked ahead",
+    "imports": "a restart to the end of its script's imports, beside torchrun",
     "gpu": "recovery and commits on a GPU; as scripts/gpu-test --bench it needs no set-up",
 }
 

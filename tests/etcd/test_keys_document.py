@@ -29,6 +29,12 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     signal.pause()
 """
+STEPS = """
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+import signal
+signal.pause()
+"""
 HANGS = """
 import time
 import elastic_etcd as ee
@@ -136,8 +142,10 @@ def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
         ends(agent, 1)
     restart = ("--hang-action=restart", "--hang-timeout=1", "--max-restarts=0")
     ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
-    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2")
+    auto = ("--preload=auto", "--log-level=debug")
+    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2", *auto, worker=STEPS)
     said(alone, "group rank 0 of 1")
+    said(alone, "loaded ahead: torch")
     steer(etcd, prefix, "top", "resnet-7")
     steer(etcd, prefix, "scale", "resnet-7", "1")
     spare = launch(etcd, prefix, directory, "node2", "--nnodes=1:2")
