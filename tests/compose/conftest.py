@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.job import DDP
-from tests.support.plugin import passed
+from tests.support.residue import passed
 
 from .engine import Container, containers
 from .job import ENDPOINTS, ComposeJob, healthy

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.invariants import each_sample_once
-from tests.support.job import DDP, ELASTIC, Job
+from tests.support.job import ELASTIC, Job
 from tests.support.processes import send
 from tests.support.proxy import Proxy, proxy_aside
-from tests.support.ticking import TickingJob, ticking
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,9 +41,8 @@ while not Path(sys.argv[1], "stop").exists():
 
 
 @pytest.fixture
-def job(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TickingJob]:
-    with ticking(etcd.endpoint, etcd, tmp_path / "job", request) as job:
-        yield job
+def job(ticks: TickingJob) -> TickingJob:
+    return ticks
 
 
 @pytest.mark.parametrize("leaving", [False, True], ids=["trains", "leaves"])
@@ -52,9 +51,8 @@ def test_r7_a_world_that_is_cut_off_has_ended_before_another_begins(
 ) -> None:
     """All of the world is on one side, a spare on the other; the workers ignore SIGTERM."""
     flags: dict[str, Any] = {"nnodes": "1:1", "lease_ttl": 6, "when_cut_off": "stop"}
-    stubborn = (DDP, "--dir", str(job.directory), *STUBBORN)
     with proxy_aside(etcd.endpoint) as (endpoint, proxy):
-        n1 = job.start("n1", etcd=endpoint, script=stubborn, **flags)
+        n1 = job.start("n1", *STUBBORN, etcd=endpoint, **flags)
         g = job.trains(1, seconds=60)
         n2 = job.start("n2", **flags)
         job.said(n2, "spare: ")

@@ -19,9 +19,8 @@ from tests.support.digits import PER_EPOCH, Uses, check_samples, same_bits, undi
 from tests.support.etcd import EtcdServer
 from tests.support.invariants import check
 from tests.support.job import DIGITS, Agent, Job
-from tests.support.plugin import passed
 from tests.support.processes import send
-from tests.support.residue import Residue
+from tests.support.residue import Residue, passed
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
@@ -11,7 +12,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import TTL, Job
 from tests.support.proxy import Proxy, proxy_aside
 from tests.support.residue import history, member, members_are
-from tests.support.ticking import ticking
+from tests.support.ticking import TickingJob, ticking
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,7 +32,10 @@ def test_etcd_killed_and_restarted(job: Job, etcd: EtcdServer, outage: float) ->
     job.finish(n1, n2)
 
 
-def test_r9_join_timeout_stands_still_while_etcd_is_away(job: Job, etcd: EtcdServer) -> None:
+def test_r9_join_timeout_stands_still_while_etcd_is_away(
+    jobs: Callable[..., TickingJob], etcd: EtcdServer
+) -> None:
+    job = jobs(kind=TickingJob)
     timeout = 20
     n1 = job.start("n1", nnodes="2:2", join_timeout=timeout)
     job.said(n1, "1 of at least 2 nodes are ready")
@@ -45,7 +49,10 @@ def test_r9_join_timeout_stands_still_while_etcd_is_away(job: Job, etcd: EtcdSer
     job.finish(n1, n2)
 
 
-def test_etcd_away_for_longer_than_its_timeout(job: Job, etcd: EtcdServer) -> None:
+def test_etcd_away_for_longer_than_its_timeout(
+    jobs: Callable[..., TickingJob], etcd: EtcdServer
+) -> None:
+    job = jobs(kind=TickingJob)
     n1 = job.start("n1", nnodes="1", etcd_timeout=1)
     job.trains(1)
     etcd.kill()
@@ -68,7 +75,8 @@ def test_lease_revoked_under_its_live_holder(job: Job, etcd: EtcdServer, victim:
 
 
 @pytest.mark.parametrize("how", ["the job's keys", "all data"])
-def test_etcd_forgets(job: Job, etcd: EtcdServer, how: str) -> None:
+def test_etcd_forgets(jobs: Callable[..., TickingJob], etcd: EtcdServer, how: str) -> None:
+    job = jobs(kind=TickingJob)
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
     if how == "all data":

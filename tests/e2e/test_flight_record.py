@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.support.job import Agent, Job
 from tests.support.replay import replay
+from tests.support.ticking import TickingJob
 
 
 def record(job: Job, agent: Agent) -> Path:
@@ -14,16 +15,16 @@ def record(job: Job, agent: Agent) -> Path:
     return Path(re.findall(r"events are in (\S+)", agent.output)[-1])
 
 
-def test_sigusr1_writes_a_record_that_replays(job: Job) -> None:
-    n1, n2 = job.start("n1", nnodes="2"), job.start("n2", nnodes="2")
-    generation = job.trains(2)
+def test_sigusr1_writes_a_record_that_replays(ticks: TickingJob) -> None:
+    n1, n2 = ticks.start("n1", nnodes="2"), ticks.start("n2", nnodes="2")
+    generation = ticks.trains(2)
     for agent in (n1, n2):
-        path = record(job, agent)
+        path = record(ticks, agent)
         try:
             steps = path.read_text()
             assert '"StartWorkers"' in steps
             assert replay(path) == ""
         finally:
             path.unlink()
-    job.goes_on(generation)
-    job.finish(n1, n2)
+    ticks.goes_on(generation)
+    ticks.finish(n1, n2)

@@ -3,6 +3,7 @@
 import json
 import select
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.job import Job
 from tests.support.processes import command, send
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -258,7 +260,10 @@ def test_r5_the_next_world_begins_after_what_a_leaving_node_saves(
     job.exits(n2, 143, seconds=60)
 
 
-def test_r12_an_agent_that_stood_still_in_the_grace_takes_nobody_for_unkillable(job: Job) -> None:
+def test_r12_an_agent_that_stood_still_in_the_grace_takes_nobody_for_unkillable(
+    jobs: Callable[..., TickingJob],
+) -> None:
+    job = jobs(kind=TickingJob)
     stubborn = ("--fault", "ignore-term@generation=1")
     n1 = job.start("n1", *stubborn, settle=0, shutdown_timeout=2, kill_timeout=3, lease_ttl=60)
     g = job.trains(1)

@@ -5,6 +5,7 @@ The leases here outlast every deadline, so what is seen in time is the guardian'
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,17 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import GUARDIAN, Agent, Job
 from tests.support.processes import command, send
 from tests.support.residue import members_are
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
 LONG = 100  # seconds
+
+
+@pytest.fixture
+def job(ticks: TickingJob) -> TickingJob:
+    """Without fork servers, and with workers that only tick."""
+    return ticks
 
 
 def guardian(agent: Agent) -> int:
@@ -46,7 +54,8 @@ def sockets(pid: int) -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-def test_an_agent_is_killed(job: Job) -> None:
+def test_an_agent_is_killed(jobs: Callable[..., Job]) -> None:
+    job = jobs()
     n1 = job.start("n1", lease_ttl=LONG)
     n2 = job.start("n2", "--fault", "linger@node=n2", nproc=2, lease_ttl=LONG)
     g = job.trains(3)
@@ -141,7 +150,8 @@ def test_an_agent_is_stopped_for_a_while(job: Job) -> None:
     job.finish(n1, n2)
 
 
-def test_an_agent_leaves_in_order(job: Job) -> None:
+def test_an_agent_leaves_in_order(jobs: Callable[..., Job]) -> None:
+    job = jobs()
     n1, n2 = job.start("n1", lease_ttl=LONG), job.start("n2", lease_ttl=LONG)
     g = job.trains(2)
     n2.terminate()
@@ -154,8 +164,9 @@ def test_an_agent_leaves_in_order(job: Job) -> None:
     assert "is gone" not in n1.output + n2.output
 
 
-def test_nobody_else_holds_a_socket_of_the_agent(job: Job) -> None:
+def test_nobody_else_holds_a_socket_of_the_agent(jobs: Callable[..., Job]) -> None:
     """Else its guardian would not see its end."""
+    job = jobs()
     n1 = job.start("n1", nnodes="1:1", nproc=2)
     job.trains(2)
     ours, others = sockets(n1.pid), {pid: sockets(pid) for pid in n1.others()}

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_etcd.agent.address import interfaces
 from tests.support.etcd import EtcdServer, tool
-from tests.support.job import TICKER, Agent, Job
+from tests.support.job import Agent, Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,12 +36,12 @@ RERUN = {"PET_RERUN": "1"}
 
 
 def test_reuse_of_a_job_id(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
-    failed = jobs()
+    failed = jobs(kind=TickingJob)
     agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
     failed.exits(agent, 1)
     assert keys(etcd, failed.name)["outcome"]["state"] == "failed"
     for env in ({}, RERUN):
-        again = jobs(failed.name)
+        again = jobs(failed.name, TickingJob)
         agent = again.start("n1", "--steps", "5", nnodes="1", env=env)
         again.exits(agent, 0, seconds=60)
         assert keys(etcd, failed.name)["outcome"]["state"] == "succeeded"
@@ -55,19 +55,19 @@ def test_r20_an_agent_that_is_started_again_after_success_runs_nothing(
     jobs: Callable[..., Job], etcd: EtcdServer
 ) -> None:
     """As systemd and Kubernetes do it; a new run would write over what is done."""
-    job = jobs()
-    flags: dict[str, Any] = {"nnodes": "2", "script": (TICKER, "--dir", str(job.directory))}
-    n1, n2 = job.start("n1", **flags), job.start("n2", **flags)
+    job = jobs(kind=TickingJob)
+    n1, n2 = job.start("n1", nnodes="2"), job.start("n2", nnodes="2")
     job.trains(2, seconds=60)
     job.finish(n1, n2)
     before = keys(etcd, job.name)
-    again = jobs(job.name)
-    agent = again.start("n1", **flags)
+    again = jobs(job.name, TickingJob)
+    agent = again.start("n1", nnodes="2")
     again.exits(agent, 0, seconds=60)
     assert "this job has already succeeded at 20" in agent.output
     assert "--rerun runs it again" in agent.output
     assert keys(etcd, job.name) == before
-    more = [again.start(node, env=RERUN, **flags) for node in ("n1", "n2")]
+    again.stop()
+    more = [again.start(node, nnodes="2", env=RERUN) for node in ("n1", "n2")]
     for agent in more:
         again.exits(agent, 0, seconds=60)
     after = keys(etcd, job.name)
@@ -76,7 +76,7 @@ def test_r20_an_agent_that_is_started_again_after_success_runs_nothing(
 
 
 def test_two_jobs_on_one_etcd(jobs: Callable[..., Job]) -> None:
-    a, b = jobs(), jobs()
+    a, b = jobs(kind=TickingJob), jobs(kind=TickingJob)
     agent_a, agent_b = a.start("n1", nnodes="1"), b.start("n1", nnodes="1")
     in_a, in_b = a.trains(1), b.trains(1)
     os.kill(a.worker(in_a, rank=0).pid, signal.SIGKILL)
@@ -111,14 +111,14 @@ def embedded(agent: Agent) -> list[int]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Job]:
+def alone(tmp_path: Path) -> Iterator[TickingJob]:
     """A job with an etcd of its own."""
-    job = Job(None, tmp_path)
+    job = TickingJob(None, tmp_path)
     yield job
     job.close()
 
 
-def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: Job) -> None:
+def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: TickingJob) -> None:
     agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
     g = alone.trains(1)
     (first,) = embedded(agent)
@@ -133,7 +133,7 @@ def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: Job) -> Non
     assert not alone.processes()
 
 
-def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: Job) -> None:
+def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: TickingJob) -> None:
     agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
     alone.trains(1)
     killed: set[int] = set()
@@ -151,13 +151,13 @@ def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: Job) 
 
 
 @pytest.mark.skipif(not find_spec("etcd3"), reason="needs the package etcd3")
-def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
-    n1, n2 = job.start("n1"), job.start("n2")
-    g = job.trains(2)
-    os.kill(job.worker(g, rank=1).pid, signal.SIGKILL)
-    g = job.trains(2, after=g)
-    seen = keys(etcd, job.name)
-    root = f"/elastic_etcd/{job.name}/"
+def test_keys_read_by_etcdctl_and_etcd3(ticks: TickingJob, etcd: EtcdServer) -> None:
+    n1, n2 = ticks.start("n1"), ticks.start("n2")
+    g = ticks.trains(2)
+    os.kill(ticks.worker(g, rank=1).pid, signal.SIGKILL)
+    g = ticks.trains(2, after=g)
+    seen = keys(etcd, ticks.name)
+    root = f"/elastic_etcd/{ticks.name}/"
     host, _, port = etcd.endpoint.rpartition(":")
     other = subprocess.run(
         [sys.executable, "-c", READ_WITH_ETCD3, host, port, root],
@@ -178,19 +178,17 @@ def test_keys_read_by_etcdctl_and_etcd3(job: Job, etcd: EtcdServer) -> None:
     world = sorted(seen["world/0"]["participants"], key=lambda p: p["group_rank"])
     assert [p["node"] for p in world] == ["n1", "n2"]
     assert f"{seen['round']['master']['addr']}:{seen['round']['master']['port']}" == (
-        job.worker(g, rank=0).master
+        ticks.worker(g, rank=0).master
     )
-    job.finish(n1, n2)
+    ticks.finish(n1, n2)
 
 
-def test_r15_nodes_meet_where_another_machine_would_find_them(job: Job) -> None:
+def test_r15_nodes_meet_where_another_machine_would_find_them(ticks: TickingJob) -> None:
     """etcd is at 127.0.0.1, where the other node need not be."""
     if all(each.ip.is_loopback for each in interfaces()):
         pytest.skip("this machine has only the loopback")
-    agents = [
-        job.start(node, script=(TICKER, "--dir", str(job.directory))) for node in ("n1", "n2")
-    ]
-    job.trains(2, seconds=60)
-    masters = {event.master.rpartition(":")[0] for event in job.events("start")}
+    agents = [ticks.start(node) for node in ("n1", "n2")]
+    ticks.trains(2, seconds=60)
+    masters = {event.master.rpartition(":")[0] for event in ticks.events("start")}
     assert not any(ip_address(master).is_loopback for master in masters)
-    job.finish(*agents)
+    ticks.finish(*agents)

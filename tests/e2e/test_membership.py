@@ -2,20 +2,26 @@
 
 import signal
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.job import Job
-from tests.support.residue import history, keys, member, members_are
-from tests.support.ticking import ticking
+from tests.support.residue import PAUSE, history, keys, member, members_are
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_nodes_added_to_a_running_job(job: Job, etcd: EtcdServer) -> None:
+@pytest.fixture
+def job(ticks: TickingJob) -> TickingJob:
+    """Its workers only tick: who is in a world is not up to them."""
+    return ticks
+
+
+def test_nodes_added_to_a_running_job(job: TickingJob, etcd: EtcdServer) -> None:
     agents = [job.start("n1", nnodes="1:3", settle=0)]
     g = job.trains(1)
     for count in (2, 3):
@@ -28,7 +34,10 @@ def test_nodes_added_to_a_running_job(job: Job, etcd: EtcdServer) -> None:
     job.finish(*agents)
 
 
-def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdServer) -> None:
+def test_agent_leaves_on_sigterm_nodes_of_different_size(
+    jobs: Callable[..., Job], etcd: EtcdServer
+) -> None:
+    job = jobs()
     n1, n2 = job.start("n1", nproc=1), job.start("n2", nproc=2)
     g = job.trains(3, seconds=40)
     by_node = {(e.node, e.local_rank): e.rank for e in job.events("start")}
@@ -51,7 +60,7 @@ def test_agent_leaves_on_sigterm_nodes_of_different_size(job: Job, etcd: EtcdSer
     ],
 )
 def test_r6_a_node_that_leaves_an_unfinished_job_has_not_succeeded(
-    job: Job, number: signal.Signals, env: dict[str, str], code: int
+    job: TickingJob, number: signal.Signals, env: dict[str, str], code: int
 ) -> None:
     n1 = job.start("n1", settle=0, env=env)
     job.trains(1)
@@ -60,7 +69,9 @@ def test_r6_a_node_that_leaves_an_unfinished_job_has_not_succeeded(
 
 
 @pytest.mark.parametrize(("count", "nnodes"), [(2, "1:2"), (4, "5:8")], ids=["final", "joinable"])
-def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer, count: int, nnodes: str) -> None:
+def test_all_agents_leave_at_once(
+    job: TickingJob, etcd: EtcdServer, count: int, nnodes: str
+) -> None:
     agents = [job.start(f"n{i}", nnodes=nnodes) for i in range(count)]
     if count == 2:
         job.trains(2)
@@ -73,7 +84,9 @@ def test_all_agents_leave_at_once(job: Job, etcd: EtcdServer, count: int, nnodes
     assert keys(etcd, job.name)["outcome"]["state"] == "stopped", "one of them was the last"
 
 
-def test_r2_a_node_that_comes_and_goes_does_not_stop_the_others(job: Job, etcd: EtcdServer) -> None:
+def test_r2_a_node_that_comes_and_goes_does_not_stop_the_others(
+    job: TickingJob, etcd: EtcdServer
+) -> None:
     """Its second return does not end their world before it has trained for a while."""
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
@@ -89,7 +102,7 @@ def test_r2_a_node_that_comes_and_goes_does_not_stop_the_others(job: Job, etcd: 
     job.finish(n1, n2)
 
 
-def test_more_agents_than_max(job: Job, etcd: EtcdServer) -> None:
+def test_more_agents_than_max(job: TickingJob, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2)
     n3 = job.start("n3")
@@ -106,35 +119,35 @@ def test_more_agents_than_max(job: Job, etcd: EtcdServer) -> None:
 
 @pytest.mark.parametrize("how", ["is killed", "leaves", "loses its lease"])
 def test_r10_a_coordinator_that_is_done_ends_no_world_when_it_goes(
-    etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest, how: str
+    job: TickingJob, etcd: EtcdServer, how: str
 ) -> None:
-    with ticking(etcd.endpoint, etcd, tmp_path, request) as job:
-        n1 = job.start("n1", "--steps", "5")
-        members_are(etcd, job.name, 1, "acks/")  # alone, so that it coordinates
-        n2 = job.start("n2")
-        g = job.trains(2)
-        members_are(etcd, job.name, 1, "reports/")
-        before = keys(etcd, job.name)["round"]
-        assert before["coordinator"] == member(etcd, job.name, "n1")
-        if how == "is killed":
-            n1.kill()
-        elif how == "leaves":
-            n1.terminate()
-            job.exits(n1, 143)
-        else:
-            etcd.ctl("lease", "revoke", before["coordinator"])
-        deadline = time.monotonic() + 30
-        while (now := keys(etcd, job.name)["round"]) == before:
-            assert time.monotonic() < deadline, job.account()
-        led = {name: now[name] for name in ("coordinator", "node")}
-        assert now == before | led, "the same round"
-        job.undisturbed(g, seconds=1)
-        assert [e.node for e in job.events("start")].count("n2") == 1, "it trains on"
-        job.finish(n2, *([n1] if how == "loses its lease" else []))
-        assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
+    n1 = job.start("n1", "--steps", "5")
+    members_are(etcd, job.name, 1, "acks/")  # alone, so that it coordinates
+    n2 = job.start("n2")
+    g = job.trains(2)
+    members_are(etcd, job.name, 1, "reports/")
+    before = keys(etcd, job.name)["round"]
+    assert before["coordinator"] == member(etcd, job.name, "n1")
+    if how == "is killed":
+        n1.kill()
+    elif how == "leaves":
+        n1.terminate()
+        job.exits(n1, 143)
+    else:
+        etcd.ctl("lease", "revoke", before["coordinator"])
+    deadline = time.monotonic() + 30
+    while (now := keys(etcd, job.name)["round"]) == before:
+        assert time.monotonic() < deadline, job.account()
+        time.sleep(PAUSE)
+    led = {name: now[name] for name in ("coordinator", "node")}
+    assert now == before | led, "the same round"
+    job.undisturbed(g, seconds=1)
+    assert [e.node for e in job.events("start")].count("n2") == 1, "it trains on"
+    job.finish(n2, *([n1] if how == "loses its lease" else []))
+    assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
 
 
-def test_fewer_than_min_survivors_then_a_rejoin(job: Job) -> None:
+def test_fewer_than_min_survivors_then_a_rejoin(job: TickingJob) -> None:
     n1, n2 = job.start("n1", nnodes="2:2"), job.start("n2", nnodes="2:2")
     g = job.trains(2)
     n2.node_kill()
@@ -146,7 +159,7 @@ def test_fewer_than_min_survivors_then_a_rejoin(job: Job) -> None:
 
 
 @pytest.mark.parametrize("before", ["never", "lost"])
-def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer, before: str) -> None:
+def test_nobody_else_comes_in_time(job: TickingJob, etcd: EtcdServer, before: str) -> None:
     n1 = job.start("n1", nnodes="2:2", join_timeout=2)
     if before == "lost":
         n2 = job.start("n2", nnodes="2:2", join_timeout=2)
@@ -158,7 +171,7 @@ def test_nobody_else_comes_in_time(job: Job, etcd: EtcdServer, before: str) -> N
     assert keys(etcd, job.name)["outcome"]["exit_code"] == 4
 
 
-def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: Job, etcd: EtcdServer) -> None:
+def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: TickingJob, etcd: EtcdServer) -> None:
     n1 = job.start("n1", settle=0)
     job.trains(1)
     newer = f"/elastic_etcd/{job.name}/ledger"
@@ -175,7 +188,7 @@ def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: Job, etcd: EtcdSer
     job.abandoned = True
 
 
-def test_other_nnodes_are_refused_and_ctrl_c_twice_ends_at_once(job: Job) -> None:
+def test_other_nnodes_are_refused_and_ctrl_c_twice_ends_at_once(job: TickingJob) -> None:
     n1 = job.start("n1", "--fault", "ignore-term", settle=0)
     g = job.trains(1)
     stranger = job.start("n2", nnodes="1:3")

@@ -1,22 +1,19 @@
 """What the nodes of a job agree on: how many may train, by which limits, and in which format."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.residue import keys
-from tests.support.ticking import TickingJob, ticking
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def job(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TickingJob]:
-    with ticking(etcd.endpoint, etcd, tmp_path / "job", request) as ticks:
-        yield ticks
+def job(ticks: TickingJob) -> TickingJob:
+    return ticks
 
 
 def test_only_sizes_of_the_list_train(job: TickingJob) -> None:

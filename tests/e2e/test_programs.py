@@ -1,4 +1,4 @@
-"""The programs that users run first: the demo, and its script under other launchers."""
+"""The programs that users run first: the demo, and small scripts at a terminal."""
 
 import os
 import select
@@ -15,8 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.support.job import ROOT
 
 pytestmark = pytest.mark.timeout(600)
-
-DIGITS = str(ROOT / "examples" / "digits_ddp.py")
 
 
 def run(*argv: str) -> str:
@@ -37,16 +35,6 @@ def test_demo() -> None:
     told = run(str(ROOT / "scripts" / "demo.py"))
     assert "green is killed" in told
     assert "the agents exited 0 and 0" in told
-
-
-def test_the_demo_s_script_runs_under_other_launchers(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    common = (DIGITS, "--checkpoint-dir", str(tmp_path))
-    assert "epoch 1/2  world 2" in run(*torchrun, *common, "--epochs", "2")
-    told = run(*common, "--epochs", "4")
-    assert "epoch 3/4  world 1" in told
-    assert "epoch 1/" not in told, "it goes on from its checkpoint"
-    assert "accuracy 0." in told
 
 
 @pytest.mark.parametrize("disposition", ["SIG_DFL", "SIG_IGN"])

@@ -3,8 +3,6 @@
 The leases are so long that none ends by itself; workers only tick.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import Agent
 from tests.support.lines import impostor, members, missed, nobody_is_dead
 from tests.support.residue import history, members_are
-from tests.support.ticking import TickingJob, ticking
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,9 +19,8 @@ LONG: dict[str, Any] = {"lease_ttl": 600, "log_level": "debug"}
 
 
 @pytest.fixture
-def job(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TickingJob]:
-    with ticking(etcd.endpoint, etcd, tmp_path / "job", request) as job:
-        yield job
+def job(ticks: TickingJob) -> TickingJob:
+    return ticks
 
 
 def pair(job: TickingJob, etcd: EtcdServer, **flags: Any) -> tuple[Agent, Agent, int]:

@@ -12,6 +12,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import TTL, Job
 from tests.support.processes import send
 from tests.support.residue import history
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,28 +30,30 @@ TOLD = re.compile(r"warning: (\d+) bytes of the workers' output dropped")
 
 
 def test_r1_a_disk_that_stands_still_ends_no_world(
-    job: Job, etcd: EtcdServer, tmp_path: Path
+    ticks: TickingJob, etcd: EtcdServer, tmp_path: Path
 ) -> None:
     """Under --log-dir and under the agents' stdout, for three times the lease's TTL."""
     disk = tmp_path / "disk"
     disk.mkdir()
     with disk_that_may_stand_still(disk, tmp_path / "image"):
         talk = ("--fault", "chatter@step=2")
-        agents = [job.start(node, *talk, log_dir=disk / node, output=disk) for node in ("n1", "n2")]
-        g = job.trains(2, seconds=60)
+        agents = [
+            ticks.start(node, *talk, log_dir=disk / node, output=disk) for node in ("n1", "n2")
+        ]
+        g = ticks.trains(2, seconds=60)
         with standing_still(disk):
             thawed = time.monotonic() + 3 * TTL
             for _ in range(TIMES):  # each is a line of the agent's
                 send(signal.SIGUSR1, [agent.pid for agent in agents])
-                job.goes_on(g)
+                ticks.goes_on(g)
             while time.monotonic() < thawed:
-                job.goes_on(g)
-        job.goes_on(g)
+                ticks.goes_on(g)
+        ticks.goes_on(g)
         for agent in agents:
-            job.said(agent, "bytes of the workers' output dropped")
-        job.finish(*agents)
-        assert {event.generation for event in job.events()} == {g}
-        assert list(history(etcd, job.name)) == [g]
+            ticks.said(agent, "bytes of the workers' output dropped")
+        ticks.finish(*agents)
+        assert {event.generation for event in ticks.events()} == {g}
+        assert list(history(etcd, ticks.name)) == [g]
         for agent in agents:
             assert agent.output.count("SIGUSR1: the last events are in") == TIMES, agent.output
             assert [line for line in agent.output.splitlines() if DROPPED.search(line)]

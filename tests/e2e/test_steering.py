@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.invariants import each_sample_once
 from tests.support.job import DDP, ELASTIC, ROOT, Agent, Job
 from tests.support.residue import keys
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -117,7 +119,8 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
 def saver(job: Job, node: str, directory: Path, **flags: Any) -> Agent:
     script = directory / "train.py"
     script.write_text(SAVES)
-    return job.start(node, script=(str(script), str(directory)), settle=0, **flags)
+    given: dict[str, Any] = {"script": (str(script), str(directory)), "start_method": "exec"}
+    return job.start(node, settle=0, **given, **flags)
 
 
 def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
@@ -149,7 +152,10 @@ def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
     assert not (tmp_path / "saved").exists(), "without --save nothing is saved for all"
 
 
-def test_s13_a_node_that_waits_to_be_undrained_ends_with_its_job(job: Job) -> None:
+def test_s13_a_node_that_waits_to_be_undrained_ends_with_its_job(
+    jobs: Callable[..., TickingJob],
+) -> None:
+    job = jobs(kind=TickingJob)
     n1, n2 = job.start("n1"), job.start("n2")
     g = job.trains(2, seconds=90)
     steer(job, "drain", "n2")

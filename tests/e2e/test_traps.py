@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -132,7 +133,10 @@ async def test_two_agents_claiming_the_same_generation(etcd: EtcdServer, prefix:
 
 
 @pytest.mark.parametrize("how", ["no space left", "files may not grow"])
-def test_full_disk_under_log_dir(job: Job, etcd: EtcdServer, how: str, tmp_path: Path) -> None:
+def test_full_disk_under_log_dir(
+    jobs: Callable[..., TickingJob], etcd: EtcdServer, how: str, tmp_path: Path
+) -> None:
+    job = jobs(kind=TickingJob)
     logs = tmp_path / "logs"
     logs.mkdir()
     with ExitStack() as scope:

@@ -329,11 +329,12 @@ class System:
         """The last one to leave stops the job; a lease is revoked on the way out."""
         if state.local.leaving and state.local.lease:
             store, _ = store.apply(writes.leave(KEYS, state.local))
-            view = view_of(store.read(covered(KEYS, Everything(), 0)), KEYS, Everything())
-            after, ok = store.apply(writes.stop(KEYS, view, state.local, ""))
-            if ok:
-                check_alone(node.name, state.local.lease, store)
-                store = after
+            if all(map(store.holds, writes.nobody(KEYS))):  # else its fence does not hold
+                view = view_of(store.read(covered(KEYS, Everything(), 0)), KEYS, Everything())
+                after, ok = store.apply(writes.stop(KEYS, view, state.local, ""))
+                if ok:
+                    check_alone(node.name, state.local.lease, store)
+                    store = after
         if node.lease:
             store = self.stores[self._ends(store, node.lease, node, "").store]
         if is_drained(store, node.name):  # another agent may be started there

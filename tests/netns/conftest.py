@@ -3,20 +3,24 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent, Job
-from tests.support.plugin import passed
+from tests.support.residue import passed
+from tests.support.ticking import TickingJob
 
 from .wire import INTERFACE, Wire
 
 NODES = ("n1", "n2", "n3", "n4")
 TTL = 3
+
+AnyNetJob = TypeVar("AnyNetJob", bound="NetJob")
 
 
 class HostedEtcd(EtcdServer):
@@ -81,13 +85,32 @@ def wire() -> Iterator[Wire]:
     wire.close()
 
 
+class NetTicks(NetJob, TickingJob):
+    """Its workers only tick, and have nothing to do with each other."""
+
+
 @pytest.fixture
 def job(wire: Wire, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NetJob]:
     """A job of nodes on the wire; the invariants must hold in the logs of a test that passed."""
+    with on_the_wire(NetJob, wire, tmp_path, request) as job:
+        yield job
+
+
+@pytest.fixture
+def ticks(wire: Wire, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NetTicks]:
+    """The same of workers that only tick."""
+    with on_the_wire(NetTicks, wire, tmp_path, request) as job:
+        yield job
+
+
+@contextmanager
+def on_the_wire(
+    kind: type[AnyNetJob], wire: Wire, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[AnyNetJob]:
     host = wire.hosts["etcd"]
     etcd = HostedEtcd(tmp_path)
     etcd.address = host.address
-    job = NetJob(wire, etcd.endpoint, tmp_path / "job")
+    job = kind(wire, etcd.endpoint, tmp_path / "job")
     try:
         host.run(etcd.start)
         yield job

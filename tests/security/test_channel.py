@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.job import Job
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,9 +85,9 @@ def test_anything_at_the_socket_of_an_agent_whose_workers_train(job: Job) -> Non
     job.finish(n1)
 
 
-def test_worker_that_parks_with_a_strange_error(job: Job) -> None:
+def test_worker_that_parks_with_a_strange_error(ticks: TickingJob) -> None:
     """What it says goes into etcd and onto the terminals of all nodes."""
-    script = job.directory / "odd.py"
+    script = ticks.directory / "odd.py"
     error = "\x1b[2J \0 \x9b " + "x" * 50_000
     script.write_text(
         "import json, os, socket\n"
@@ -100,8 +101,8 @@ def test_worker_that_parks_with_a_strange_error(job: Job) -> None:
         "while sock.recv(1 << 16): pass\n"
     )
     soon: dict[str, Any] = {"max_restarts": 0, "lease_ttl": 1, "shutdown_timeout": 0}
-    n1 = job.start("n1", nnodes="1", script=(str(script),), **soon)
-    job.exits(n1, 1, seconds=60)
+    n1 = ticks.start("n1", nnodes="1", script=(str(script),), **soon)
+    ticks.exits(n1, 1, seconds=60)
     assert "it lost its peers: \\x1b[2J \\x00 \\x9b xxx" in n1.output
     assert "\x1b" not in n1.output
     assert "error: " in n1.output

@@ -13,6 +13,7 @@ from elastic_etcd.etcd.client import Client
 from tests.support.etcd import EtcdServer
 from tests.support.job import Job
 from tests.support.residue import PREFIX
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,36 +63,38 @@ def forever() -> Iterator[str]:
         yield from GARBAGE
 
 
-async def test_garbage_in_every_key_of_a_job_that_trains(job: Job, etcd: EtcdServer) -> None:
+async def test_garbage_in_every_key_of_a_job_that_trains(
+    ticks: TickingJob, etcd: EtcdServer
+) -> None:
     """Not one after the other of a fixed list: each key that is there, so a new one as well."""
-    agents = [job.start(node, nnodes="1:2") for node in ("n1", "n2")]
-    generation = job.trains(2)
-    writer = Writer(etcd, job, forever())
-    root = f"{PREFIX}/{job.name}"
-    kinds = {name.partition("/")[0] for name in names(etcd, job)}
+    agents = [ticks.start(node, nnodes="1:2") for node in ("n1", "n2")]
+    generation = ticks.trains(2)
+    writer = Writer(etcd, ticks, forever())
+    root = f"{PREFIX}/{ticks.name}"
+    kinds = {name.partition("/")[0] for name in names(etcd, ticks)}
     assert kinds == {"spec", "members", "ledger", "round", "world", "acks", "history"}
     for kind in sorted(kinds | MORE):
         for _ in range(TIMES.get(kind, 1)):
-            name = of_kind(etcd, job, kind, generation)
+            name = of_kind(etcd, ticks, kind, generation)
             how = await writer.write(f"{root}/{name}")
             what = f"{how} in {name}, generation {generation}"
             if kind in QUIET:
-                job.goes_on(generation, steps=2)
+                ticks.goes_on(generation, steps=2)
             else:
-                generation = job.trains(2, after=generation, steps=1)
+                generation = ticks.trains(2, after=generation, steps=1)
             if kind not in ("history", "strange", "acks", "paces"):
                 told = f"ignored, not written by this program: {root}/{name}: "
-                job.wait(f"{what} is told", lambda told=told: told in said(job))  # type: ignore[misc]
+                ticks.wait(f"{what} is told", lambda told=told: told in said(ticks))  # type: ignore[misc]
             assert all(agent.running() for agent in agents), what
-    own = [line for line in said(job).splitlines() if not line.startswith("[n")]
+    own = [line for line in said(ticks).splitlines() if not line.startswith("[n")]
     assert all(line.startswith("elastic_etcd[") for line in own), "a traceback of an agent"
     assert max(map(len, own)) < 2000, "no line is as long as what was read"
-    job.finish(*agents)
-    left = {name.partition("/")[0] for name in names(etcd, job)}
+    ticks.finish(*agents)
+    left = {name.partition("/")[0] for name in names(etcd, ticks)}
     by_hand = {"members", "paces", "strange", "wanted", "watched"}
     assert left == {"history", "outcome", *by_hand}, "members: bound to no lease"
     for flags in ((), ("--json",)):
-        status(etcd, job, *flags)
+        status(etcd, ticks, *flags)
     etcd.ctl("del", "--prefix", f"{root}/")
 
 

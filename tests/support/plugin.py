@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.job import Job
-from tests.support.residue import Residue
-
-passed = pytest.StashKey[bool]()  # whether the test itself did, for the fixtures that it has
+from tests.support.residue import Residue, passed
+from tests.support.ticking import TickingJob
 
 
 def pytest_configure() -> None:
@@ -89,8 +88,8 @@ def jobs(
     residue = Residue(etcd)
     made: list[Job] = []
 
-    def make(name: str = "") -> Job:
-        made.append(Job(etcd.endpoint, tmp_path / str(len(made)), name))
+    def make(name: str = "", kind: type[Job] = Job) -> Job:
+        made.append(kind(etcd.endpoint, tmp_path / str(len(made)), name))
         return made[-1]
 
     try:
@@ -108,3 +107,9 @@ def jobs(
 def job(jobs: Callable[..., Job]) -> Job:
     """One job, as `jobs` makes it."""
     return jobs()
+
+
+@pytest.fixture
+def ticks(jobs: Callable[..., TickingJob]) -> TickingJob:
+    """One job whose workers only tick."""
+    return jobs(kind=TickingJob)

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 from tests.support.etcd import EtcdServer
 from tests.support.job import PATIENCE, TTL, Job
 
 PREFIX = "/elastic_etcd"
+PAUSE = 0.1  # seconds; each question starts a program, which would take a core from who is awaited
+
+passed = pytest.StashKey[bool]()  # whether the test itself did, for the fixtures that it has
 
 
 def keys(etcd: EtcdServer, job: str) -> dict[str, Any]:
@@ -38,10 +43,11 @@ def member(etcd: EtcdServer, job: str, node: str) -> str:
 
 
 def members_are(etcd: EtcdServer, job: str, count: int, kind: str = "members/") -> None:
-    """Wait for so many members, or acks; asking takes so long that it needs no pause."""
+    """Wait for so many members, or acks."""
     deadline = time.monotonic() + 30
     while len(found := [k for k in keys(etcd, job) if k.startswith(kind)]) != count:
         assert time.monotonic() < deadline, found
+        time.sleep(PAUSE)
 
 
 def leases(etcd: EtcdServer) -> set[str]:
@@ -74,7 +80,8 @@ class Residue:
 
 
 def _gone(what: str, find: Callable[[], list[str]], seconds: float) -> None:
-    """Ask until there is none. Asking takes so long that it needs no pause."""
+    """Ask until there is none."""
     deadline = time.monotonic() + seconds
     while found := find():
         assert time.monotonic() < deadline, f"{what} left: {found}"
+        time.sleep(PAUSE)

@@ -12,8 +12,7 @@ import pytest
 from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.invariants import check_worlds
 from tests.support.job import TICKER, Agent, Job
-from tests.support.plugin import passed
-from tests.support.residue import Residue
+from tests.support.residue import Residue, passed
 
 STEP_TIME = 0.03  # a little more than that, in fact
 ESTABLISHED = "01"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.prefork import BothWays
+from tests.unit.prefork import BothWays, Outcome
 from tests.unit.test_prefork_worker import FACTS, facts_of
 
 pytestmark = pytest.mark.timeout(600)
 
+INDUCTOR = "torch._inductor.config"  # only where it is asked: to import it costs as much as torch
 # A module as there are some: it reads a variable when it is imported, and sets another.
 PRELOADED = """\
 import os
@@ -29,14 +30,14 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
             yield ways
 
 
-def printed(ways: BothWays, text: str, env: dict[str, str] | None = None) -> str:
-    """What the script prints, the same both ways."""
+def forked(ways: BothWays, text: str, env: dict[str, str] | None = None) -> Outcome:
+    """What becomes of the script forked: it prints the same as executed."""
     argv, env = ways.script(text), {**ways.env, **(env or {})}
     assert ways.prefork.ready
-    forked, executed = ways.fork(argv, env), ways.exec(argv, env)
-    assert (forked.code, executed.code) == (0, 0), forked.err + executed.err
-    assert forked.out == executed.out
-    return forked.out
+    done, executed = ways.fork(argv, env), ways.exec(argv, env)
+    assert (done.code, executed.code) == (0, 0), done.err + executed.err
+    assert done.out == executed.out
+    return done
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def printed(ways: BothWays, text: str, env: dict[str, str] | None = None) -> str
     [
         ("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "dist.get_debug_level().name", "DETAIL"),
-        ("TORCHINDUCTOR_MAX_AUTOTUNE", "1", "config.max_autotune", "True"),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", "1", f"import_module({INDUCTOR!r}).max_autotune", "True"),
         ("OMP_NUM_THREADS", "1", "torch.get_num_threads()", "1"),
         ("TORCH_LOGS", "+dynamo", "logging.getLogger('torch._dynamo').level", "10"),
     ],
@@ -54,14 +55,15 @@ def test_t19_what_a_script_sets_before_its_import_of_torch_counts(
 ) -> None:
     text = f"""\
 import logging, os
+from importlib import import_module
 os.environ[{name!r}] = {value!r}
 import torch
 import torch.distributed as dist
-import torch._inductor.config as config
 print({seen})
 """
-    assert printed(ways, text) == f"{found}\n"
-    assert f"changes {name} before" in ways.fork(ways.script(text)).err
+    done = forked(ways, text)
+    assert done.out == f"{found}\n"
+    assert f"changes {name} before" in done.err
 
 
 @pytest.mark.parametrize(
@@ -76,20 +78,21 @@ def test_t19_also_by_a_module_that_the_script_imports(
 ) -> None:
     (ways.folder / "settings.py").write_text(f"import os\n{change}\n")
     text = "import settings\nfrom torch.jit import _state\nprint(_state._enabled.enabled)"
-    assert printed(ways, text) == f"{found}\n"
-    assert "changes PYTORCH_JIT before" in ways.fork(ways.script(text)).err
+    done = forked(ways, text)
+    assert done.out == f"{found}\n"
+    assert "changes PYTORCH_JIT before" in done.err
 
 
 def test_t19_what_a_script_unsets_counts(ways: BothWays) -> None:
     text = "import os\ndel os.environ['PYTORCH_JIT']\nfrom torch.jit import _state\n"
     text += "print(_state._enabled.enabled)"
     # The fork server has not seen this 0, which is another matter: it comes from the shell.
-    assert printed(ways, text, {"PYTORCH_JIT": "0"}) == "True\n"
+    assert forked(ways, text, {"PYTORCH_JIT": "0"}).out == "True\n"
 
 
 def test_t19_what_a_preloaded_module_reads_counts(ways: BothWays) -> None:
     text = "import os\nos.environ['PRELOADED_HOME'] = 'away'\nimport preloaded\n"
-    assert printed(ways, f"{text}print(preloaded.home)") == "away\n"
+    assert forked(ways, f"{text}print(preloaded.home)").out == "away\n"
 
 
 def test_t19_what_is_set_later_or_read_later_starts_nothing_anew(ways: BothWays) -> None:
@@ -128,9 +131,9 @@ def test_t19_who_begins_anew_finds_the_process_as_it_was(ways: BothWays, tmp_pat
     change = f"import os\nos.umask(0o77)\nos.chdir({str(tmp_path)!r})\n"
     text = f"{change}os.environ['PYTORCH_JIT'] = '0'\n{FACTS}"
     argv = [*ways.script(text)[:-1], os.path.relpath(ways.folder / "script.py"), "--lr", "0.1"]
-    forked, executed = ways.fork(argv), ways.exec(argv)
-    assert forked.code == executed.code == 0, forked.err + executed.err
-    assert facts_of(forked.out) == facts_of(executed.out)
+    done, executed = ways.fork(argv), ways.exec(argv)
+    assert done.code == executed.code == 0, done.err + executed.err
+    assert facts_of(done.out) == facts_of(executed.out)
 
 
 def test_a_script_finds_torch_not_imported_until_it_imports_it(ways: BothWays) -> None:
@@ -156,5 +159,5 @@ def test_an_error_before_the_import_shows_no_frame_of_ours(ways: BothWays) -> No
 def test_t20_what_a_preloaded_module_set_in_the_environment_stays(ways: BothWays) -> None:
     text = "import os\nprint(os.environ.get('SET_BY_IMPORT'))\nimport preloaded\n"
     text += "print(os.environ['SET_BY_IMPORT'], os.popen('echo $SET_BY_IMPORT').read())"
-    assert printed(ways, text) == "None\nFALSE FALSE\n\n"
-    assert printed(ways, text, {"SET_BY_IMPORT": "TRUE"}) == "TRUE\nTRUE TRUE\n\n"
+    assert forked(ways, text).out == "None\nFALSE FALSE\n\n"
+    assert forked(ways, text, {"SET_BY_IMPORT": "TRUE"}).out == "TRUE\nTRUE TRUE\n\n"

@@ -84,6 +84,13 @@ class Fault:
                 raise ValueError(f"no such fault: {self.do}")
 
 
+def happen(faults: list[Fault], step: int) -> None:
+    """What is declared for after so many steps of this process."""
+    for fault in faults:
+        if fault.here(step):
+            fault.happen()
+
+
 def chatter() -> None:
     """Print without Python's buffers, which a daemon thread must not hold at exit."""
     lines = (b"x" * 99 + b"\n") * 1000
@@ -189,9 +196,7 @@ def train(args: argparse.Namespace, log: Log) -> None:
             aside = checkpoint.with_suffix(f".{os.getpid()}")
             torch.save({"model": model.state_dict(), "step": step}, aside)
             aside.replace(checkpoint)
-        for fault in args.fault:
-            if fault.here(step - first):
-                fault.happen()
+        happen(args.fault, step - first)
         asked = torch.tensor([int(stop.exists())])
         dist.all_reduce(asked)
         if asked:
@@ -211,9 +216,7 @@ def main() -> None:
     log = Log(args.dir)
     overlap = older_workers_alive(args.dir)
     log.write("start", born=born(os.getpid()), overlap=overlap, agent=os.getppid())
-    for fault in args.fault:
-        if fault.here(step=0):
-            fault.happen()
+    happen(args.fault, step=0)
     train(args, log)
     finish()
     log.write("end")

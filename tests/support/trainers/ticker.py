@@ -1,4 +1,4 @@
-"""A worker that trains nothing: it logs as ddp.py does, without torch and without its peers.
+"""A worker that trains nothing: it logs and fails as ddp.py, without torch and its peers.
 
 For tests of agents and etcd, where a training would only cost time.
 """
@@ -6,7 +6,7 @@ For tests of agents and etcd, where a training would only cost time.
 import os
 import time
 
-from tests.support.trainers.ddp import Log, arguments, born, older_workers_alive
+from tests.support.trainers.ddp import Log, arguments, born, happen, older_workers_alive
 
 
 def main() -> None:
@@ -14,11 +14,13 @@ def main() -> None:
     log = Log(args.dir)
     overlap = older_workers_alive(args.dir)
     log.write("start", born=born(os.getpid()), overlap=overlap, agent=os.getppid())
+    happen(args.fault, step=0)
     step = 0
     while not (args.dir / "stop").exists() and step < args.steps:
         time.sleep(args.step_time)
         step += 1
         log.write("step", step=step)
+        happen(args.fault, step)
     log.write("end")
 
 
