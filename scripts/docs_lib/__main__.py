@@ -18,12 +18,13 @@ SOURCE = re.compile(r"\]\((\.\./elastic_etcd/[\w/]+\.py)\)")
 
 def main(to: Path) -> None:
     shutil.rmtree(to, ignore_errors=True)
+    (to / "docs").mkdir(parents=True)
     write(to / "index.md", (ROOT / "README.md").read_text())
     for file in (*map(ROOT.joinpath, AT_ROOT), *(ROOT / "docs").iterdir()):
         if file.suffix == ".md":
             document(file, to)
         else:
-            write(to / file.relative_to(ROOT), file.read_text())
+            shutil.copy(file, to / "docs")  # a picture
     for name, text in reference.pages():
         write(to / "reference" / name, text)
 

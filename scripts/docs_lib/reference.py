@@ -73,7 +73,7 @@ def row(family: Metric) -> str:
     """With the name and the type as they are scraped."""
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     kind = "gauge" if family.type == "info" else family.type
-    own = [f"`{name}`" for name in family._labelnames if name not in ("job", "node")]
+    own = [f"`{name}`" for name in vars(family)["_labelnames"] if name not in ("job", "node")]
     return f"| `{family.name}{suffix}` | {kind} | {' '.join(own)} | {family.documentation} |\n"
 
 

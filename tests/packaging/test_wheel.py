@@ -66,7 +66,7 @@ def user(
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
     lend("torch", folder / "venv")
     wheels = needed(metadata)
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index"]
     alone = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull}
     run(*pip, "--find-links", wheels, f"elastic_etcd[{EXTRAS}] @ {wheel.as_uri()}", env=alone)
     return folder, python.parent
@@ -78,7 +78,7 @@ def needed(metadata: Message) -> Path:
     wanted = [f"{r.name}{r.specifier}" for r in asked if r.name != "torch" and applies(r)]
     constraints = ROOT / "scripts" / "constraints.txt"
     stamp = "\n".join([*wanted, constraints.read_text()])
-    folder = ROOT / "build" / f"wheels-{sys.version_info.major}.{sys.version_info.minor}"
+    folder = ROOT / "build" / f"needed-{sys.version_info.major}.{sys.version_info.minor}"
     done = folder / "requirements.txt"
     if not done.exists() or done.read_text() != stamp:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +100,7 @@ def lend(name: str, venv: Path) -> None:
         for part in {Path(file).parts[0] for file in each.files or []} - {"..", "__pycache__"}:
             link = site / part
             if not link.exists():
-                link.symlink_to(each.locate_file(part))
+                link.symlink_to(str(each.locate_file(part)))
 
 
 def closure(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:

@@ -1,6 +1,8 @@
 """The documents as a site: what scripts/docs builds, read as files and in a real browser."""
 
+import os
 import re
+import shutil
 import subprocess
 import threading
 from collections import Counter
@@ -26,11 +28,29 @@ DESKTOP, PHONE = 1280, 390  # pixels
 SHOWN = ("index", "docs/tutorial_nodes", "docs/flags", "reference/launch", "reference/python")
 
 
+def build(**env: str) -> "subprocess.CompletedProcess[str]":
+    command = [ROOT / "scripts" / "docs"]
+    return subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    """A link that leads nowhere, and a page that the contents leave out, fail this."""
-    done = subprocess.run([ROOT / "scripts" / "docs"], capture_output=True, text=True, check=False)
+    done = build()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_leads_nowhere_and_what_the_contents_leave_out_fail_it(tmp_path: Path) -> None:
+    pages = shutil.copytree(ROOT / "build" / "docs", tmp_path / "pages")
+    with (pages / "docs" / "start.md").open("a") as page:
+        page.write("[a](nowhere.md) [b](keys.md#nothing) [c](/docs/keys.md)\n")
+    (pages / "docs" / "another.md").write_text("# Another\n")
+    done = build(PAGES=str(pages), SITE=str(tmp_path / "site"))
+    assert done.returncode == 1
+    for fault in ("'nowhere.md'", "'keys.md#nothing'", "'/docs/keys.md'", "docs/another.md"):
+        assert fault in done.stderr
+    assert "Aborted with 4 warnings in strict mode" in done.stderr
 
 
 class Shown(HTMLParser):
