@@ -1,6 +1,7 @@
 """What the recipes of docs/frameworks.md call the user's own: a model that counts, and data.
 
-Data are read slowly until a file `fast` is there, so that a run outlasts its faults.
+Data are read slowly until a file `fast` is there, and each process reads more and more slowly, so
+that a run outlasts its faults.
 """
 
 import os
@@ -16,11 +17,15 @@ STEPS, EPOCHS = 400, 4
 
 
 class Data(Dataset[dict[str, Tensor]]):
+    def __init__(self) -> None:
+        self.read = 0
+
     def __len__(self) -> int:
         return 200
 
     def __getitem__(self, _: int) -> dict[str, Tensor]:
-        time.sleep(0 if Path("fast").exists() else 0.05)
+        self.read += 1
+        time.sleep(0 if Path("fast").exists() else 0.05 if self.read < 50 else 0.5)
         return {"x": torch.ones(4)}
 
 
