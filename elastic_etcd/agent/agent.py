@@ -41,6 +41,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.stragglers import StragglerWatch
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
@@ -190,13 +191,17 @@ async def run_agent(
         measure = Measure(workers)
         pace = PaceTeller(membership, workers)
         tasks.create(pace.tell())
+        stragglers = StragglerWatch(membership, workers)
+        tasks.create(stragglers.tell())
+        tasks.create(stragglers.compare())
         if metrics:
             metrics.follow(membership, workers, measure)
         if events:
             measure.followers.append(events)
         if account:
             account.follow(logs)
-        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        watches = (hangs, pace, stragglers)
+        observers = (*watches, metrics) if metrics else watches
         own = (measure, observers, account, events)
         return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
