@@ -162,6 +162,7 @@ def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
         min_uptime=args.min_uptime,
         suspect_after=args.suspect_after,
         hang_action=args.hang_action,
+        straggler_factor=args.straggler_factor,
         settle=args.settle,
         join_settle=args.join_settle,
         join_interval=args.join_interval,

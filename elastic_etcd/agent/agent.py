@@ -42,6 +42,7 @@ from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.stragglers import StragglerWatch
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
@@ -193,13 +194,16 @@ async def run_agent(
         tasks.create(pace.tell())
         preload = PreloadTeller(membership, workers)
         tasks.create(preload.tell())
+        stragglers = StragglerWatch(membership, workers)
+        tasks.create(stragglers.tell())
+        tasks.create(stragglers.compare())
         if metrics:
             metrics.follow(membership, workers, measure)
         if events:
             measure.followers.append(events)
         if account:
             account.follow(logs)
-        observers: tuple[Observer, ...] = (hangs, pace, preload)
+        observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
         if metrics:
             observers = (*observers, metrics)
         own = (measure, observers, account, events)

@@ -153,6 +153,9 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
     for line in entry.hangs or ():
         told = f"generation {generation}: {line}"
         yield event("hang", told, reason=line, **common)
+    for line in entry.stragglers or ():
+        told = f"generation {generation}: {line}"
+        yield event("straggler", told, reason=line, **common)
     for failure in entry.failures or ():
         told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
         yield event("FAILED", told, at=failure.at, failure=failure, **common)

@@ -29,6 +29,7 @@ from elastic_etcd.agent.prefork import Prefork, imported
 from elastic_etcd.agent.store import StoreServer, bind
 from elastic_etcd.agent.strays import Mark, Strays, end_former
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
+from elastic_etcd.core import stragglers
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
     WorkersElastic,
@@ -374,7 +375,7 @@ class Workers:
             error_file=error_file,
             interface=self._interface,
             socket=self._socket,
-            progress=self._pages.begin(local_rank),
+            progress=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
             mark=str(self._mark),
             memory=self._memory,
         )

@@ -501,6 +501,15 @@ def _failures(group: Group) -> None:
         "worker that hangs; a script that evaluates for longer has to say so by ee.quiet "
         "(default: %(default)s)",
     )
+    group.flag(
+        "--straggler-factor",
+        type=straggler_factor,
+        default=DEFAULTS.straggler_factor,
+        metavar="FACTOR|off",
+        help="a node is told to be slow if a step takes it, outside of collectives, so many times "
+        "as long as the median of all nodes, over 50 steps; of scripts that train with "
+        "DistributedDataParallel (default: %(default)g)",
+    )
 
 
 def _output(group: Group) -> None:
@@ -693,6 +702,17 @@ def hang_timeout(text: str) -> float | None:
     value = seconds(text)
     if not value:
         raise ArgumentTypeError("0 would tell of every step; give more, or off")
+    return value
+
+
+def straggler_factor(text: str) -> float:
+    """A number above 1; 0 for off."""
+    try:
+        value = 0.0 if text == "off" else float(text)
+    except ValueError:
+        value = math.nan
+    if value and not 1 < value < MOST_SECONDS:
+        raise ArgumentTypeError(f"{text} is not a number above 1, or off")
     return value
 
 

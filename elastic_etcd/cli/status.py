@@ -235,7 +235,7 @@ def _show(state: dict[str, Any]) -> None:
     for line in _reasons(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     for entry in state["history"][-_HISTORY:]:
-        for line in (_line(entry), *_hangs(entry)):
+        for line in (_line(entry), *_hangs(entry), *_stragglers(entry)):
             console.print(shown(line), markup=False, soft_wrap=True)
 
 
@@ -332,6 +332,10 @@ def _hangs(entry: dict[str, Any]) -> Iterator[str]:
     """What was found of hangs, but for the one that has ended the world."""
     lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
     yield from (f"  hung: {line}" for line in lines)
+
+
+def _stragglers(entry: dict[str, Any]) -> Iterator[str]:
+    yield from (f"  {line}" for line in entry.get("stragglers", ()))
 
 
 def span(ranks: list[int]) -> str:

@@ -41,6 +41,19 @@ import elastic_etcd as ee
 ee.heartbeat()
 time.sleep(1000)
 """
+SLOW = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    time.sleep(0.02 + 0.08 * dist.get_rank())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+"""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -126,8 +139,9 @@ def steer(etcd: EtcdServer, prefix: str, *argv: str) -> None:
     assert main([*argv, f"--etcd={etcd.endpoint}", f"--prefix={prefix}", "--timeout=60"]) == 0
 
 
-def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
-    """One that succeeds after a restart, one that fails, one that hangs, one that is stopped.
+def five_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
+    """One that succeeds after a restart, one that fails, one that is slow, one that hangs, and one
+    that is stopped, as the slow one is.
 
     The last one is scaled, and a node is drained from it.
     """
@@ -140,6 +154,13 @@ def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     ]
     for agent in pair:
         ends(agent, 1)
+    pair = [
+        launch(etcd, prefix, directory, n, "--nnodes=2", worker=SLOW) for n in ("node1", "node2")
+    ]
+    said(pair[0], "is slow: ")
+    steer(etcd, prefix, "stop", "resnet-7")
+    for agent in pair:
+        ends(agent, 128 + signal.SIGTERM)
     restart = ("--hang-action=restart", "--hang-timeout=1", "--max-restarts=0")
     ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
     auto = ("--preload=auto", "--log-level=debug")
@@ -184,7 +205,7 @@ def written(_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> list
     prefix = "/test/keys-document"
     _etcd.ctl("put", f"{prefix}/start", "")
     found = json.loads(_etcd.ctl("get", f"{prefix}/start", "-w=json"))["header"]["revision"]
-    four_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
+    five_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
     return list(events(_etcd, prefix, found))
 
 

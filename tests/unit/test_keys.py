@@ -65,12 +65,14 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.steps(generation), KEYS.step(generation, lease)),
         (KEYS.steps(), KEYS.steps(generation)),
         (KEYS.history(), KEYS.history(generation)),
+        (KEYS.step_times, KEYS.step_time(lease)),
     ]
     for folder, key in below:
         assert folder.endswith("/")
         assert key.startswith(folder)
         assert len(key) > len(folder)
     single = [KEYS.spec, KEYS.ledger, KEYS.round, KEYS.outcome, KEYS.hang, KEYS.wanted]
+    single.append(KEYS.stragglers)
     assert all(k.startswith(KEYS.root + "/") for k in (*single, *(k for k, _ in below)))
 
 
