@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
+       elastic-etcd accelerate [options] script [arg ...]    the same, configured by accelerate
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
-       elastic-etcd serve [options]                          all jobs on pages for a browser
+       elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
        elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
@@ -26,8 +27,15 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd completion SHELL                         complete these commands in a shell
        elastic-etcd --version
 
-Each has --help. `elastic-etcd launch` is `python -m elastic_etcd.launch`.\
+Each has --help, and those with a JOB take --all instead, but for scale. `elastic-etcd launch` is
+`python -m elastic_etcd.launch`.\
 """
+
+
+_OF_CLI = (
+    *("accelerate", "status", "top", "events"),
+    *("report", "timeline", "serve", "completion"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command in ("status", "top", "events", "report", "timeline", "serve", "completion"):
+    if command in _OF_CLI:
         return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above

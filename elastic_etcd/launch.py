@@ -45,12 +45,17 @@ _RDZV_CONF = {
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = options.COMMAND) -> int:
-    """Run this node's agent until its job is over; gives the exit code, see docs/failures.md."""
+def main(
+    argv: Sequence[str] | None = None, prog: str = options.COMMAND, remarks: Sequence[str] = ()
+) -> int:
+    """Run this node's agent until its job is over; gives the exit code, see docs/failures.md.
+
+    `remarks` are told as what the flags make it remark.
+    """
     open_standard_streams()
     be_init()
     try:
-        return run(sys.argv[1:] if argv is None else argv, os.environ, prog)
+        return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -63,6 +68,7 @@ def run(
     env: Mapping[str, str],
     prog: str = options.COMMAND,
     account: Account | None = None,
+    remarks: Sequence[str] = (),
 ) -> int:
     """Be the agent of this command line and environment; gives the exit code.
 
@@ -71,7 +77,7 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
-    for remark in _remarks(args, env):
+    for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
 
@@ -130,11 +136,13 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         park_timeout=args.park_timeout,
         kill_timeout=args.kill_timeout,
         leave_exit_code=args.leave_exit_code,
+        stop_exit_code=args.stop_exit_code,
         virtual_local_rank=args.virtual_local_rank,
         memory_dir=_memory_dir(args),
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
-        preload=tuple(args.preload),
+        preload=tuple(name for name in args.preload if name not in options.NO_MODULES),
+        learn="auto" in args.preload,
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
@@ -154,6 +162,7 @@ def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
         min_uptime=args.min_uptime,
         suspect_after=args.suspect_after,
         hang_action=args.hang_action,
+        straggler_factor=args.straggler_factor,
         settle=args.settle,
         join_settle=args.join_settle,
         join_interval=args.join_interval,

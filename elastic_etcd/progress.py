@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # On which a worker writes its threads' Python stacks to its stderr. A real-time signal that neither
 # torch nor CUDA uses.
@@ -36,6 +36,14 @@ _INIT_AT = 256  # when it began to do that
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
+# What is measured of a step outside of collectives: whether it is wanted, how many times it was
+# done, after how many steps the last time; and the last results, by number modulo 10.
+_OUTSIDE = struct.Struct("=3Q")
+_OUTSIDE_AT = 1024
+_MEASURED = struct.Struct("=10Q")
+_MEASURED_AT = 1088
+MEASURED = 10  # results that make a figure
+EVERY = 5  # steps, for one of them
 _ONE = struct.Struct("=Q")
 _NS = 1e-9
 
@@ -60,7 +68,8 @@ class Progress(NamedTuple):
     this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
     by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
     together, and the last one ended `since_commit` seconds ago. INIT began `since_init` seconds
-    ago, 0 where it has not.
+    ago, 0 where it has not. A step usually takes `usual` seconds, of which it spends `outside` out
+    of collectives; these are medians, 0 where they are not known yet. It was `measured` so often.
     """
 
     doing: Doing
@@ -73,6 +82,9 @@ class Progress(NamedTuple):
     commit_seconds: float = 0.0
     since_commit: float = 0.0
     since_init: float = 0.0
+    usual: float = 0.0
+    outside: float = 0.0
+    measured: int = 0
 
 
 class Page:
@@ -119,9 +131,29 @@ class Page:
         _, _, steps, began, told = _HEAD.unpack_from(self._memory)
         _HEAD.pack_into(self._memory, 0, doing, monotonic_ns(), steps, began, told)
 
-    def clear(self) -> None:
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is asked how long a step takes outside of collectives."""
+        wanted, _, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
+        return bool(wanted)
+
+    def waited(self, ns: int) -> None:
+        """In the steps since this was said before, it has waited so long for other ranks."""
+        _, _, steps, _, _ = _HEAD.unpack_from(self._memory)
+        wanted, measured, before = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
+        count = steps - before
+        if before and 0 < count < _RECENT_STEPS:
+            recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
+            spent = sum(recent[number % _RECENT_STEPS] for number in range(before, steps))
+            at = _MEASURED_AT + 8 * (measured % MEASURED)
+            _ONE.pack_into(self._memory, at, max(0, spent - ns) // count)
+            measured += 1
+        _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, wanted, measured, steps)
+
+    def clear(self, *, measured: bool = False) -> None:
         """Begin a world: nothing is known of its steps."""
         self._memory[:] = bytes(_SIZE)
+        _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, measured, 0, 0)
         self.now(Doing.STARTING)
 
     def read(self) -> Progress:
@@ -131,6 +163,8 @@ class Page:
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
         (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
+        _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
+        outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
         now = monotonic_ns()
         return Progress(
             doing=Doing(min(doing, Doing.DONE)),
@@ -143,6 +177,9 @@ class Page:
             commit_seconds=spent * _NS,
             since_commit=max(0, now - ended) * _NS,
             since_init=max(0, now - init) * _NS if init else 0.0,
+            usual=_middle([took for took in recent if took]) * _NS,
+            outside=_middle(outside) * _NS if measured >= MEASURED else 0.0,
+            measured=measured,
         )
 
 
@@ -152,9 +189,10 @@ class Pages:
     def __init__(self) -> None:
         self._pages: dict[int, tuple[int, Page]] = {}
 
-    def begin(self, local_rank: int) -> str:
+    def begin(self, local_rank: int, *, measured: bool = False) -> str:
         """Clear its page for a new world; gives the path for its environment.
 
+        `measured`: whether it is to measure what its steps take outside of collectives.
         "" where there is no memory or descriptor to be had: then nothing is known of this worker.
         """
         if local_rank not in self._pages:
@@ -164,7 +202,7 @@ class Pages:
             except OSError:
                 return ""
         fd, page = self._pages[local_rank]
-        page.clear()
+        page.clear(measured=measured)
         return f"/proc/{os.getpid()}/fd/{fd}"
 
     def all(self) -> tuple[Page, ...]:
@@ -182,6 +220,11 @@ class Pages:
         for fd, _ in self._pages.values():
             os.close(fd)
         self._pages.clear()
+
+
+def _middle(numbers: Sequence[int]) -> int:
+    """A median; the module of that name takes long to import."""
+    return sorted(numbers)[len(numbers) // 2] if numbers else 0
 
 
 def _sealed_memory() -> int:
@@ -202,6 +245,12 @@ def step(*, told: bool = True) -> None:
     """A step of training has ended: `told` by the script, or seen at an optimizer."""
     if page := _page if _looked else look():
         page.step(told=told)
+
+
+def measured() -> Page | None:
+    """This worker's page, if what its steps take outside of collectives is asked for."""
+    page = _page if _looked else look()
+    return page if page and page.is_measured else None
 
 
 def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
+MOST_MODULES = 512  # that are learned
 _TEXTS = ("reason", "error")
 M = TypeVar("M")
 
@@ -88,8 +89,26 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
     id: Number
 
 
+class Imported(_Message, frozen=True):
+    """What the script has imported by its first step: a descriptor comes along, of a file."""
+
+
+class Anew(_Message, frozen=True):
+    """The worker begins anew as a program, because of a module that was learned and loaded."""
+
+
 FromWorker: TypeAlias = (
-    Hello | Elastic | Parked | Finished | Keep | Drop | Recall | AskCurrent | AskLeaving
+    Hello
+    | Elastic
+    | Parked
+    | Finished
+    | Keep
+    | Drop
+    | Recall
+    | AskCurrent
+    | AskLeaving
+    | Imported
+    | Anew
 )
 
 
@@ -179,7 +198,16 @@ class Gone(Struct, frozen=True):
 
 
 class Warm(_Message, frozen=True):
-    """The fork server has imported everything, and forks from now on."""
+    """The fork server has imported everything, and forks from now on; `modules` it has learned."""
+
+    modules: Annotated[tuple[Name, ...], Meta(max_length=MOST_MODULES)]
+
+
+class LeftOut(_Message, frozen=True, tag="left_out"):
+    """`module` is one that scripts import, and is not loaded; `why` says what speaks against it."""
+
+    module: str
+    why: str
 
 
 class Unsafe(_Message, frozen=True):
@@ -201,7 +229,7 @@ class Forked(_Message, frozen=True):
     pid: Number
 
 
-FromForkServer: TypeAlias = Warm | Unsafe | CannotImport
+FromForkServer: TypeAlias = Warm | LeftOut | Unsafe | CannotImport
 
 
 # --- between torchrun's rendezvous handler and the agent beside it ------------------------

@@ -16,6 +16,7 @@ import sys
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
@@ -288,21 +289,21 @@ class _Agent:
         listening, self._listening = self._listening, -1
         leads = world.group_rank == 0
         made: Future[TCPStore] = Future()
+        store = partial(
+            TCPStore,
+            world.addr,
+            world.port,
+            is_master=leads,
+            timeout=timedelta(seconds=_STORE_TIMEOUT),
+            wait_for_workers=False,
+            master_listen_fd=listening if leads else None,
+        )
 
         def connect() -> None:
             try:
-                store = TCPStore(
-                    world.addr,
-                    world.port,
-                    is_master=leads,
-                    timeout=timedelta(seconds=_STORE_TIMEOUT),
-                    wait_for_workers=False,
-                    master_listen_fd=listening if leads else None,
-                )
+                made.set_result(_made(store))
             except Exception as error:  # noqa: BLE001 - it is raised by result()
                 made.set_exception(error)
-            else:
-                made.set_result(store)
 
         Thread(target=connect, name=NAME, daemon=True).start()
         while not wait([made], _LOOK / 10).done:
@@ -320,3 +321,10 @@ class _Agent:
             self._process.kill()
             self._process.wait()
         self._socket.close()
+
+
+def _made(store: Callable[..., TCPStore]) -> TCPStore:
+    try:
+        return store()
+    except NotImplementedError:  # before torch 2.8 only the store without libuv takes a socket
+        return store(use_libuv=False)

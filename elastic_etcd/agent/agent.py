@@ -40,7 +40,9 @@ from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory
 from elastic_etcd.agent.pace import PaceTeller
+from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.stragglers import StragglerWatch
 from elastic_etcd.agent.strays import Mark
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
@@ -190,13 +192,20 @@ async def run_agent(
         measure = Measure(workers)
         pace = PaceTeller(membership, workers)
         tasks.create(pace.tell())
+        preload = PreloadTeller(membership, workers)
+        tasks.create(preload.tell())
+        stragglers = StragglerWatch(membership, workers)
+        tasks.create(stragglers.tell())
+        tasks.create(stragglers.compare())
         if metrics:
             metrics.follow(membership, workers, measure)
         if events:
             measure.followers.append(events)
         if account:
             account.follow(logs)
-        observers = (hangs, pace, metrics) if metrics else (hangs, pace)
+        observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
+        if metrics:
+            observers = (*observers, metrics)
         own = (measure, observers, account, events)
         return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
@@ -603,10 +612,13 @@ class Agent:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
         outcome = self._state.view.outcome if self._state.view else None
         succeeded = outcome and (outcome.run, outcome.state) == (run, _SUCCEEDED)
-        return 0 if succeeded else self._unfinished()
+        return 0 if succeeded else self._unfinished(run)
 
-    def _unfinished(self) -> int:
-        code = self._config.leave_exit_code
+    def _unfinished(self, run: str) -> int:
+        config, view = self._config, self._state.view
+        stopped = view is not None and wanted.halted(view, run) is not None
+        code = config.stop_exit_code if stopped else None
+        code = config.leave_exit_code if code is None else code
         return 128 + self._signal if code is None else code
 
     async def _over(self, run: str, reason: str) -> int:
@@ -624,7 +636,7 @@ class Agent:
         if self._first:
             await self._report()
         code = _exit_code(outcome)
-        return self._unfinished() if outcome.state == _STOPPED else code
+        return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
         """Say where the time of the run went, if etcd answers soon."""

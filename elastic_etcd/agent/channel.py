@@ -30,6 +30,7 @@ from elastic_etcd.protocol import (
     FromAgent,
     FromWorker,
     Hello,
+    Imported,
     Keep,
     Kept,
     Leaving,
@@ -57,11 +58,17 @@ class ChannelServer:
 
     `heard(channel, message)` is given what the server itself does not answer, and last
     Disconnected() of each worker that had said hello; it is called from the event loop.
-    Descriptors that workers have kept are here until `close`.
+    Descriptors that workers have kept are here until `close`; `imported(fd)` is given a file in
+    which one says what its script has imported.
     """
 
-    def __init__(self, heard: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
+    def __init__(
+        self,
+        heard: Callable[["WorkerChannel", FromWorker | Disconnected], None],
+        imported: Callable[[int], None] = os.close,
+    ) -> None:
         self.heard = heard
+        self.imported = imported
         self.kept: dict[tuple[int, str], int] = {}
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node has been told to leave
@@ -229,16 +236,16 @@ class WorkerChannel:
         """Take a message and its descriptor, which is taken out of `fds`."""
         if isinstance(message, Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        if fds and not isinstance(message, Keep):
+        if fds and not isinstance(message, Keep | Imported):
             raise ValueError("a descriptor without a keep")
         match message:
             case Hello():
                 self._greet(message)
             case Keep(number, name):
-                if len(fds) != 1:
-                    raise ValueError("a keep has one descriptor")
-                self._server.keep(self.local_rank, name, fds.pop())
+                self._server.keep(self.local_rank, name, _one(fds, "a keep"))
                 self.send(Kept(number, name))
+            case Imported():
+                self._server.imported(_one(fds, "an imported"))
             case Drop(name):
                 self._server.drop(self.local_rank, name)
             case Recall(number, name):
@@ -292,6 +299,13 @@ def _checked(packet: bytes, flags: int) -> FromWorker:
     if flags & socket.MSG_CTRUNC:
         raise ValueError("too many descriptors at once")
     return from_worker(packet)
+
+
+def _one(fds: list[int], what: str) -> int:
+    """Take the descriptor that came along. Raises ValueError if there is another number of them."""
+    if len(fds) != 1:
+        raise ValueError(f"{what} has one descriptor")
+    return fds.pop()
 
 
 def _close_all(fds: list[int]) -> None:

@@ -61,6 +61,7 @@ class AgentConfig:
     `rerun`: a job that has succeeded is run once more.
     `etcd_timeout`: None waits for ever for an etcd that went away.
     `leave_exit_code`: of a node that left on a signal; None means 128 + the signal.
+    `stop_exit_code`: of a node that left since people stopped the job; None means as any that left.
     `shutdown_timeout`: None leaves the grace to the reason of the stop. When this node leaves it is
     `limits.leave_deadline`.
     `park_timeout`: so long has a worker in ee.run to park after a failure.
@@ -72,7 +73,8 @@ class AgentConfig:
     `event_log`: a file for events, "-" for stdout; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
-    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
+    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded,
+    and, with `learn`, what the script itself has imported before.
     """
 
     etcd: EtcdConfig | None
@@ -94,11 +96,13 @@ class AgentConfig:
     park_timeout: float = GRACE_PARK
     kill_timeout: float = UNKILLABLE
     leave_exit_code: int | None = None
+    stop_exit_code: int | None = None
     virtual_local_rank: bool = False
     memory_dir: str = "/dev/shm"  # noqa: S108 - the folder in it is this user's only
     no_python: bool = False
     prefork: bool = True
     preload: tuple[str, ...] = ()
+    learn: bool = False
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

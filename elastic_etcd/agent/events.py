@@ -37,15 +37,16 @@ class Event(Struct, frozen=True):
         fields = {name: getattr(self, name) for name in ("name", "source", "timestamp", "metadata")}
         return json.dumps(fields)
 
-    def line(self) -> str:
-        """For people to read."""
+    def line(self, widest: int = 0) -> str:
+        """For people to read; with the job's name, in so many columns, if they are not 0."""
         at = "-"
         if 0 < self.timestamp < _LATEST:
             at = datetime.fromtimestamp(self.timestamp / 1e3, UTC).isoformat(
                 timespec="milliseconds"
             )
         name = self.name.removeprefix(TORCHS).removeprefix(OURS)
-        return f"{at.removesuffix('+00:00'):23}  {name:14}  {self.told}"
+        job = f"  {self.metadata['run_id']:{widest}}" if widest else ""
+        return f"{at.removesuffix('+00:00'):23}{job}  {name:14}  {self.told}"
 
 
 _LATEST = 253402300800000  # the year 10000
@@ -152,6 +153,9 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
     for line in entry.hangs or ():
         told = f"generation {generation}: {line}"
         yield event("hang", told, reason=line, **common)
+    for line in entry.stragglers or ():
+        told = f"generation {generation}: {line}"
+        yield event("straggler", told, reason=line, **common)
     for failure in entry.failures or ():
         told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
         yield event("FAILED", told, at=failure.at, failure=failure, **common)

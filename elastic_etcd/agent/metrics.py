@@ -215,14 +215,12 @@ class Metrics(Collector):
         yield self._histogram(
             "etcd_request_seconds", "From a request to the answer of etcd.", {"": self.requests}
         )
-        if self._membership:
-            left = self._membership.lease_left
-            yield self._family(
-                GaugeMetricFamily,
-                "lease_ttl_remaining_seconds",
-                "Until the lease ends if nothing renews it.",
-                {"": left},
-            )
+        yield self._family(
+            GaugeMetricFamily,
+            "lease_ttl_remaining_seconds",
+            "Until the lease ends if nothing renews it.",
+            {"": self._membership.lease_left} if self._membership else {},
+        )
 
     def _info(self) -> Metric:
         about = {"version": __version__, "nnodes": self._config.limits.nnodes}
@@ -287,20 +285,18 @@ class Metrics(Collector):
             "Steps of all worlds, of the slowest worker here.",
             {"": steps},
         )
-        if pages:
-            step, slowest = min(p.steps for p in pages), max(p.slowest for p in pages)
-            yield self._family(
-                GaugeMetricFamily,
-                "step",
-                "Steps of this world, of the slowest worker here.",
-                {"": step},
-            )
-            yield self._family(
-                GaugeMetricFamily,
-                "step_seconds",
-                "The slowest of the last 64 steps of the workers here.",
-                {"": slowest},
-            )
+        yield self._family(
+            GaugeMetricFamily,
+            "step",
+            "Steps of this world, of the slowest worker here.",
+            {"": min(p.steps for p in pages)} if pages else {},
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "step_seconds",
+            "The slowest of the last 64 steps of the workers here.",
+            {"": max(p.slowest for p in pages)} if pages else {},
+        )
         commit = SummaryMetricFamily(
             f"{_PREFIX}commit_seconds",
             "Commits of the state by the workers here.",

@@ -25,10 +25,11 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.agent.prefork import Prefork, imported
 from elastic_etcd.agent.store import StoreServer, bind
 from elastic_etcd.agent.strays import Mark, Strays, end_former
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
+from elastic_etcd.core import stragglers
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
     WorkersElastic,
@@ -41,6 +42,7 @@ from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
 from elastic_etcd.progress import Page, Pages, Progress
 from elastic_etcd.protocol import (
+    Anew,
     AskCurrent,
     Bye,
     Change,
@@ -112,18 +114,23 @@ class Workers:
         self._parked_ended = asyncio.Event()
         self._explaining = 0  # failures whose cause is being read
         self._in_order = asyncio.Lock()
-        self._channels = ChannelServer(self._heard)
+        self._channels = ChannelServer(self._heard, self._imported)
         self._socket = self._channels.open()
         self._pages = Pages()
         self._mark = Mark.own(config.node, config.job)
         self._strays = Strays(self._mark)
         self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
+        self.learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()  # for the job's other nodes
+        self._forgotten = False
+        self._learns = config.learn  # a worker is to tell what it has imported
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
-            self._prefork = Prefork(config.argv, env, config.preload, size)
-            self._prefork.start()
+            told = self.learned.put_nowait
+            self._prefork = Prefork(config.argv, env, config.preload, size, told)
+            if not config.learn:
+                self._prefork.start()
         self._store = StoreServer(tasks, self._prefork)
         self._listener: tuple[int, socket.socket] | None = None
         self._interface = ""  # which has this node's address for the others
@@ -162,6 +169,10 @@ class Workers:
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
+        if self._prefork and self._config.learn:
+            known = await self._membership.preload()
+            self._learns = known is None
+            self._prefork.start(imported(known) if known else None)
         if self._prefork:
             await self._prefork.warm()
 
@@ -364,7 +375,7 @@ class Workers:
             error_file=error_file,
             interface=self._interface,
             socket=self._socket,
-            progress=self._pages.begin(local_rank),
+            progress=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
             mark=str(self._mark),
             memory=self._memory,
         )
@@ -409,7 +420,10 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                return await self._prefork.fork(spec.argv, spec.env, out, err, output.stdin)
+                learn = self._learns and spec.local_rank == 0
+                return await self._prefork.fork(
+                    spec.argv, spec.env, out, err, output.stdin, learn=learn
+                )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
@@ -579,6 +593,9 @@ class Workers:
         if isinstance(message, AskCurrent):
             self._tasks.create(self._answer(channel, message.id))
             return
+        if isinstance(message, Anew):
+            self._forget()
+            return
         worker = self._find(channel)
         if worker is None:
             log.debug("process %d is no worker of this node", channel.pid)
@@ -598,6 +615,21 @@ class Workers:
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
+
+    def _imported(self, fd: int) -> None:
+        """A worker has told what its script imports: the next ones have it from their start."""
+        if self._prefork and self._learns:
+            self._learns = False
+            self._prefork.learn(fd)
+        else:
+            os.close(fd)
+
+    def _forget(self) -> None:
+        """A module was loaded ahead that this script must import itself: it is never done again."""
+        if self._prefork and not self._forgotten:
+            self._forgotten, self._learns = True, False
+            log.info("this script's own modules are not loaded ahead any more")
+            self._prefork.learn(None)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""

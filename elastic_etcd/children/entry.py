@@ -13,6 +13,8 @@ import os
 import pkgutil
 import runpy
 import sys
+import weakref
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -39,6 +41,9 @@ if not TYPE_CHECKING:
     progress = load(Path(__file__).parents[1] / "progress.py")
 
 _OPTIMIZER = "torch.optim.optimizer"
+_DDP = "torch.nn.parallel.distributed"
+_MODULE = "torch.nn.modules.module"
+_SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
     f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
 ]
@@ -194,30 +199,117 @@ def show_stacks() -> None:
         faulthandler.register(progress.DUMP_STACKS, file=2, all_threads=True)
 
 
+_at_first_step: list[Callable[[], None]] = []
+
+
+def at_first_step(call: Callable[[], None]) -> None:
+    """Have this called when a step of an optimizer has ended."""
+    _at_first_step.append(call)
+
+
 def show_steps() -> None:
     """Let the agent see the steps of torch's optimizers, as soon as there are any."""
-    if _OPTIMIZER in sys.modules:
-        _count_steps()
+    waits = _Waits()
+    _when_imported(_MODULE, waits.look)
+    _when_imported(_OPTIMIZER, partial(_count_steps, waits))
+
+
+def end_modules_before_groups() -> None:
+    """Let a DDP module that outlives destroy_process_group free its reducer before the group.
+
+    A reducer's end keeps the GIL; with the group's last reference it waits there for gloo's
+    threads, one of which may wait for the GIL (torch 2.13). The group's own end does not keep it.
+    """
+    _when_imported(_DDP, _end_reducers_first)
+
+
+def _when_imported(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _AfterImport())
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
 
-def _count_steps() -> None:
+class _Waits:
+    """How long this rank waits for others, as DistributedDataParallel measures it itself.
+
+    That is from the last gradient that it has computed to the end of its last all-reduce; on a GPU
+    it is the GPU's time.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[weakref.ref[Any], int] = {}  # and up to which iteration it is known
+        self._steps = 0
+
+    def look(self) -> None:
+        """See each module that is wrapped from here on."""
+        sys.modules[_MODULE].register_module_module_registration_hook(self._see)
+
+    def _see(self, module: Any, name: str, _: object) -> None:
+        if name == "module" and hasattr(type(module), _SAMPLE_RATE):
+            self._modules[weakref.ref(module)] = 0
+
+    def step(self) -> None:
+        """A step has ended; what it costs is spread over some."""
+        self._steps += 1
+        if self._steps % progress.EVERY or not self._modules:
+            return
+        if page := progress.measured():
+            found = [self._since(ref) for ref in list(self._modules)]
+            if any(found):
+                page.waited(sum(found))
+
+    def _since(self, ref: weakref.ref[Any]) -> int:
+        """Nanoseconds since the last time, as far as some of its iterations show; 0: none do."""
+        module, before = ref(), self._modules[ref]
+        if module is None:
+            del self._modules[ref]
+            return 0
+        if module.logger is None:  # it could not be made
+            return 0
+        if not before:
+            getattr(module, _SAMPLE_RATE)(progress.EVERY)
+        data = module.logger._get_ddp_logging_data().ints_map  # noqa: SLF001 - nothing else tells
+        iteration = data.get("iteration", 0)
+        communicates = data.get("backward_comm_time", 0)
+        if not communicates:
+            return 0
+        # It begins with each of the first ten.
+        now = self._modules[ref] = iteration - iteration % progress.EVERY
+        computes = data["backward_compute_comm_overlap_time"]  # of that time
+        return (now - before) * (communicates - computes) if before else 0
+
+
+def _count_steps(waits: _Waits) -> None:
     """Torch may be in the middle of its import."""
     torch = sys.modules["torch"]
 
     def step(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
             progress.step(told=False)
+            while _at_first_step:
+                _at_first_step.pop()()
+            waits.step()
 
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
 
 
+def _end_reducers_first() -> None:
+    def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
+        for name in ("logger", "reducer"):  # the logger holds the reducer
+            vars(self).pop(name, None)
+
+    sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
+
+
 class _AfterImport:
-    """Counts steps from the moment when the optimizers' module has been imported."""
+    """Does something as soon as a module has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != _OPTIMIZER:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -226,7 +318,7 @@ class _AfterImport:
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _count_steps()
+                self._then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,9 +1,10 @@
 """The fork server: it imports torch once, and forks workers that begin where `import torch` ended.
 
-`python -u forkserver.py CHANNEL MODULES COMMAND...` is started by agent/prefork.py, by its path,
-with the interpreter and the environment of the workers; COMMAND is what they run, `python -u
+`python -u forkserver.py CHANNEL MODULES LEARNED COMMAND...` is started by agent/prefork.py, by its
+path, with the interpreter and the environment of the workers; COMMAND is what they run, `python -u
 train.py ...`. A worker is forked ahead of its use and waits for its order. Standard library, torch,
-and MODULES; its messages are those of protocol.py, which this interpreter need not have.
+MODULES, and of LEARNED (`FD:SECONDS`, see imported.py; or "") what is harmless; its messages are
+those of protocol.py, which this interpreter need not have.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elastic_etcd.children import entry, variables
+    from elastic_etcd.children import entry, imported, variables
 else:  # beside this file; torch.compile looks in sys.modules for what it meets
     _spec = spec_from_file_location("_elastic_etcd_entry", Path(__file__).with_name("entry.py"))
     entry = sys.modules[_spec.name] = module_from_spec(_spec)
     _spec.loader.exec_module(entry)
+    imported = entry.load(Path(__file__).with_name("imported.py"))
     variables = entry.load(Path(__file__).with_name("variables.py"))
 
 # What a first DDP step imports.
@@ -68,6 +70,8 @@ class ForkServer:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
         self._environment = entry.Environment()
+        self._env = dict(os.environ)
+        self._changed: dict[str, str | None] = {}
         self._imports = variables.Imports()
         # The modules are imported as the script would import them.
         start = entry.Entry(command)
@@ -76,35 +80,83 @@ class ForkServer:
             sys.path.insert(0, self._folder)
         start.install_as_main()
 
-    def warm_up(self, modules: list[str]) -> bool:
+    def warm_up(self, modules: list[str], learned: str = "") -> bool:
         """Import everything and tell the agent how it went; False if nothing can be forked."""
+        names, patience = self._wanted(learned)
+        loads = imported.Learned(self._has, self._load, self._left_out, patience)
         os.environ.update(IMPORTING)
         gc.disable()  # imports make objects that stay: looking for garbage takes a quarter of them
         try:
-            with self._imports.noted():
-                if not self._import(OURS):
-                    return False
-                ours = set(sys.modules)
-                with self._imports.kept():
-                    if not self._import(modules):
-                        return False
-                standard = sys.stdlib_module_names
-                new = sys.modules.keys() - ours
-                preloaded = {name for name in new if name.partition(".")[0] not in standard}
-                for name in ELASTIC:
-                    with suppress(Exception):  # a head start, and no more than that
-                        import_module(name)
-        except Unsafe as error:
+            if not self._import_torch(modules):
+                return False
+            loads.load(names)
+        except (Unsafe, imported.Spoilt) as error:
             say(self._channel, "unsafe", why=str(error))
             return False
         self._environment.imported()
-        entry.show_steps()
-        self._imports.withhold([name for name in sys.modules if name in preloaded or is_ours(name)])
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
         gc.enable()
-        say(self._channel, "warm")
+        say(self._channel, "warm", modules=loads.names)
         return True
+
+    def _wanted(self, learned: str) -> tuple[list[str], float]:
+        """The modules to learn, and how long each may take."""
+        if not learned:
+            return [], 0.0
+        fd, _, patience = learned.partition(":")
+        names, self._changed = imported.read(int(fd))
+        os.close(int(fd))
+        return names, float(patience)
+
+    def _import_torch(self, modules: Sequence[str]) -> bool:
+        """Import torch and what --preload names; False, and the agent is told, if one can't be."""
+        group = variables.Group()
+        with group.noted():
+            if not self._import(OURS):
+                return False
+            ours = set(sys.modules)
+            with group.kept():
+                if not self._import(modules):
+                    return False
+            standard = sys.stdlib_module_names
+            new = sys.modules.keys() - ours
+            preloaded = {name for name in new if name.partition(".")[0] not in standard}
+            for name in ELASTIC:
+                with suppress(Exception):  # a head start, and no more than that
+                    import_module(name)
+        names = [name for name in sys.modules if name in preloaded or is_ours(name)]
+        group.modules = {name: sys.modules[name] for name in names}
+        group.by_c = True
+        self._torch = sys.modules["torch"]
+        entry.show_steps()
+        entry.end_modules_before_groups()
+        self._imports.withhold(group)
+        return True
+
+    def _has(self, name: str) -> bool:
+        return name in sys.modules or name in self._imports.modules
+
+    def _load(self, name: str) -> str:
+        """Import a module that scripts import; gives what speaks against it, or ""."""
+        if why := imported.shadowed(name):
+            return str(why)
+        before = imported.state(self._torch)
+        try:
+            with self._imports.collected() as group:
+                import_module(name)
+            check_safe("it")
+        except BaseException as error:  # noqa: BLE001 - as in `_import`
+            return traceback.format_exception_only(type(error), error)[-1].strip()
+        self._imports.withhold(group)
+        if changed := imported.touched(group, self._changed):
+            return f"it has to do with {changed}, which the script has otherwise"
+        if other := imported.difference(before, imported.state(self._torch)):
+            return f"it changes {other}"
+        return str(imported.foreign(group.modules))
+
+    def _left_out(self, module: str, why: str) -> None:
+        say(self._channel, "left_out", module=module, why=why[:1000])
 
     def _import(self, names: Sequence[str]) -> bool:
         """Import them all; False, and the agent is told, if one can't be. Raises Unsafe."""
@@ -155,6 +207,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         entry.be_another(self._imports.modules)
         self._imports.touch()
+        known = set(sys.modules)
         say(orders, "forked", pid=os.getpid())
         message, fds, _, _ = socket.recv_fds(orders, 64, 64)
         if not message:  # the agent doesn't need this one
@@ -176,8 +229,20 @@ class ForkServer:
         entry.show_stacks()
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)
-        self._imports.watch(command, order["env"])
+        self._check_learned(command, order["env"])
+        self._imports.watch(command, order["env"], lambda: self._tell_anew(order["env"]))
+        if order["learn"]:
+            entry.at_first_step(lambda: imported.tell(known, self._env, order["env"]))
         return script
+
+    def _check_learned(self, command: list[str], env: dict[str, str]) -> None:
+        """Begin anew where a learned module has read what is another value in this worker."""
+        if name := self._imports.differing(env, self._env):
+            self._tell_anew(env)
+            variables.begin_anew(command, env, f"has another {name} than the fork server")
+
+    def _tell_anew(self, env: dict[str, str]) -> None:
+        imported.call(env, "anew")
 
 
 def is_ours(name: str) -> bool:
@@ -245,8 +310,8 @@ def die_with(agent: int, between: int) -> None:
 def main(argv: list[str]) -> entry.Entry | None:
     """The fork server's whole life; in a worker, what it runs."""
     channel = socket.socket(fileno=int(argv[1]))
-    server = ForkServer(channel, argv[3:])
-    if server.warm_up(argv[2].split(",") if argv[2] else []):
+    server = ForkServer(channel, argv[4:])
+    if server.warm_up(argv[2].split(",") if argv[2] else [], argv[3]):
         return server.serve()
     return None
 

@@ -75,29 +75,11 @@ def record(error: Exception) -> None:
         json.dump({"message": message}, file)
 
 
-def end_modules_before_groups() -> None:
-    """Let a DDP module that outlives destroy_process_group free its reducer before the group.
-
-    A reducer's end keeps the GIL; with the group's last reference it waits there for gloo's
-    threads, one of which may wait for the GIL (torch 2.13). The group's own end does not keep it.
-    """
-    ddp: Any = sys.modules.get("torch.nn.parallel.distributed")
-    if ddp is None:
-        return
-
-    def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
-        for name in ("logger", "reducer"):  # the logger holds the reducer
-            vars(self).pop(name, None)
-
-    ddp.DistributedDataParallel.__del__ = __del__
-
-
 def main(file: Path) -> None:
     """Call the function, and write what comes of it."""
     folder = file.parent
     try:
         function, args = load(file)
-        end_modules_before_groups()
         value = function(*args)
     except SystemExit as end:
         if end.code in (None, 0):

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from datetime import timedelta
+from functools import partial
 
 
 def main(argv: list[str]) -> int:
@@ -28,19 +29,21 @@ def main(argv: list[str]) -> int:
                 return 0
             listener = socket.socket(fileno=fds[0])
             host, port = _own_address(listener)
+            store = partial(
+                TCPStore,
+                host_name=host,
+                port=port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+                master_listen_fd=listener.detach(),
+            )
             # The older store first: nobody of this generation knows it, and its clients are gone.
             stores.clear()
-            stores.append(
-                TCPStore(
-                    host_name=host,
-                    port=port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=60),
-                    master_listen_fd=listener.detach(),
-                    use_libuv=True,
-                )
-            )
+            try:
+                stores.append(store(use_libuv=True))
+            except NotImplementedError:  # before torch 2.8 that one takes no socket
+                stores.append(store(use_libuv=False))
 
 
 def _own_address(listener: socket.socket) -> tuple[str, int]:

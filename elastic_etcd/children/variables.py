@@ -1,4 +1,4 @@
-"""What the fork server's imports have read in the environment, and what they have set in it.
+"""What the fork server's imports have read in the environment, and what they have left behind.
 
 A script may set a variable before its own `import torch`, which in a forked worker comes too late:
 torch was imported before. So a worker begins without torch in `sys.modules`, and gets it back when
@@ -11,17 +11,23 @@ Loaded by its path, as entry.py is.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from copy import copy
 from importlib.abc import Loader, MetaPathFinder
-from typing import TYPE_CHECKING
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+
+    Begin = Callable[[str, bool], None]  # why, and whether a learned module is at fault
 
 # What C libraries read when they are loaded can't be seen here: OpenMP, MKL, oneDNN, OpenBLAS,
 # NumPy, Kineto, c10 (PYTORCH_CUDA_ALLOC_CONF names the allocator when it is loaded).
@@ -33,15 +39,23 @@ _READ_BY_C = (
 _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_HOME")
 
 
-class Imports(Loader, MetaPathFinder):
-    """The modules that were imported ahead, and what they have to do with the environment."""
+class Group:
+    """The modules that an import has loaded, and what they have to do with the rest of the process.
 
-    def __init__(self) -> None:
-        self.modules: dict[str, ModuleType] = {}  # those that are not in sys.modules now
-        self._read: set[str] = set()
-        self._set: dict[str, tuple[str | None, str | None]] = {}  # before and after
-        self._specs: dict[str, ModuleSpec | None] = {}
-        self._undo: list[Callable[[], None]] = []
+    Of one that was `learned` nothing is to be seen before the script's own import of it: neither
+    the loggers that it has made nor the filters of warnings.
+    """
+
+    def __init__(self, *, learned: bool = False) -> None:
+        self.learned = learned
+        self.modules: dict[str, ModuleType] = {}
+        self.read: set[str] = set()
+        self.set: dict[str, tuple[str | None, str | None]] = {}  # before and after
+        self.by_c = False  # libraries that read variables were loaded
+        self.filters: list[Any] = []  # of warnings, those that it has added
+        self.loggers: dict[str, Any] = {}
+        self.needs: list[Group] = []  # what it has found there already
+        self._children: list[tuple[ModuleType, str, ModuleType]] = []  # of others' packages
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -54,7 +68,7 @@ class Imports(Loader, MetaPathFinder):
             if name in copied:
                 copied.discard(name)
             else:
-                self._read.add(name)
+                self.read.add(name)
             return get(self_, name)
 
         def iterating(self_: os._Environ[str]) -> Iterator[str]:
@@ -77,29 +91,142 @@ class Imports(Loader, MetaPathFinder):
         after = dict(os.environ)
         for name in before.keys() | after.keys():
             if before.get(name) != after.get(name):
-                self._set[name] = before.get(name), after.get(name)
+                self.set[name] = before.get(name), after.get(name)
 
-    def withhold(self, names: Sequence[str]) -> None:
-        """Take these modules out of `sys.modules`, until one of them is imported again."""
-        self.modules = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, self)
-        atexit.register(self.give_back)  # what is left of them ends as any module does
+    @contextmanager
+    def collected(self, given: Sequence[Group]) -> Iterator[None]:
+        """Remember all that is imported in here, and what it leaves behind.
+
+        But for what belongs to the groups that are `given` back meanwhile.
+        """
+        made = logging.root.manager.loggerDict
+        modules, loggers, filters = set(sys.modules), set(made), list(warnings.filters)
+        libraries = _numeric()
+        with self.noted(), self.kept():
+            yield
+        for other in given:
+            modules.update(other.modules)
+            loggers.update(other.loggers)
+            filters += other.filters
+            self.set = {name: v for name, v in self.set.items() if name not in other.set}
+        standard = sys.stdlib_module_names
+        new = [n for n in sys.modules if n not in modules and n.partition(".")[0] not in standard]
+        self.modules = {name: sys.modules[name] for name in new}
+        self.filters = [each for each in warnings.filters if each not in filters]
+        self.loggers = {name: made[name] for name in made if name not in loggers}
+        self.by_c = _numeric() != libraries
+        for name, module in self.modules.items():
+            package, _, child = name.rpartition(".")
+            if package not in self.modules and package in sys.modules:
+                self._children.append((sys.modules[package], child, module))
+
+    def is_read(self, name: str) -> bool:
+        """Whether the imports have read this variable, as far as one can tell."""
+        by_c = self.by_c and name.startswith(_READ_BY_C) and not name.startswith(_READ_LATER)
+        return by_c or name in self.read or (self.learned and name in self.set)
+
+    def take(self) -> None:
+        """Leave nothing of it to be seen."""
+        for name in self.modules:
+            sys.modules.pop(name, None)
+        for parent, child, module in self._children:
+            if vars(parent).get(child) is module:
+                delattr(parent, child)
+        for name, (before, after) in self.set.items() if self.learned else ():
+            if os.environ.get(name) == after:
+                _set_variable(name, before)
+        known: list[Any] = warnings.filters  # type: ignore[assignment]
+        for each in self.filters:
+            if each in known:
+                known.remove(each)
+        for name in self.loggers:
+            dict.pop(logging.root.manager.loggerDict, name, None)
+
+    def give(self) -> None:
+        """Leave the process as its import would have."""
+        sys.modules.update(self.modules)
+        for parent, child, module in self._children:
+            vars(parent).setdefault(child, module)
+        for name, (before, after) in self.set.items():
+            if os.environ.get(name) == before:
+                _set_variable(name, after)
+        if self.filters:
+            _add_filters(self.filters)
+        dict.update(logging.root.manager.loggerDict, self.loggers)
+
+
+class Imports(Loader, MetaPathFinder):
+    """The modules that were imported ahead, in groups, some of which need others."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []  # whose modules are not in sys.modules now
+        self._given: list[Group] = []
+        self._collects: Group | None = None
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._begin: Begin | None = None
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        """Those that are not in `sys.modules` now."""
+        return {name: module for group in self.groups for name, module in group.modules.items()}
+
+    def withhold(self, group: Group) -> None:
+        """Take its modules out of `sys.modules`, until one of them is imported again.
+
+        And those that were given back meanwhile.
+        """
+        for each in (group, *self._given):
+            each.take()
+            self.groups.append(each)
+        self._given.clear()
+        _filters_changed()
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+            atexit.register(self.give_back)  # what is left of them ends as any module does
+
+    @contextmanager
+    def collected(self) -> Iterator[Group]:
+        """A learned group of all that is imported in here, and what it needs of the others."""
+        self._collects = group = Group(learned=True)
+        try:
+            with group.collected(self._given):
+                yield group
+        finally:
+            self._collects = None
 
     def touch(self) -> None:
         """Copy the pages, shared until now, that `give_back` will write to: it will be quicker."""
-        dict(self.modules)  # counts a reference in each name and module
+        for group in self.groups:
+            dict(group.modules)  # counts a reference in each name and module
 
-    def watch(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """From now on this process is to be `argv` in `env`, anew if the script asks too late."""
+    def differing(self, env: Mapping[str, str], seen: Mapping[str, str]) -> str:
+        """A variable that a learned import has read and that is another one in `env`, or ""."""
+        names = {name for group in self.groups if group.learned for name in group.read}
+        return min((name for name in names if env.get(name) != seen.get(name)), default="")
+
+    def watch(self, argv: Sequence[str], env: Mapping[str, str], tell: Callable[[], None]) -> None:
+        """From now on this process is to be `argv` in `env`, anew if the script asks too late.
+
+        `tell` is called before that if a learned module is the reason.
+        """
         pid, cwd, umask = os.getpid(), os.getcwd(), os.umask(0)  # noqa: PTH109
         os.umask(umask)
         putenv, unsetenv = os.putenv, os.unsetenv
 
-        def changed(name: str, value: str | None) -> None:
-            if self.is_read(name) and env.get(name) != value and os.getpid() == pid:
+        def begin(why: str, learned: bool) -> None:
+            if os.getpid() == pid:
                 os.chdir(cwd)
                 os.umask(umask)
-                begin_anew(argv, env, name)
+                if learned:
+                    tell()
+                begin_anew(argv, env, why)
+
+        def changed(name: str, value: str | None) -> None:
+            readers = [group for group in self.groups if group.is_read(name)]
+            if readers and env.get(name) != value:
+                first = "torch" if any(group.by_c for group in readers) else _top(readers[0])
+                begin(f"changes {name} before it imports {first}", all(r.learned for r in readers))
 
         def put(name: bytes | str, value: bytes | str) -> None:
             changed(os.fsdecode(name), os.fsdecode(value))
@@ -115,24 +242,50 @@ class Imports(Loader, MetaPathFinder):
         # os.environ calls them by these names, with bytes.
         os.putenv, os.unsetenv = put, unset  # type: ignore[assignment]
         self._undo.append(undo)
+        self._begin = begin
+        if any(group.loggers for group in self.groups):
+            self._undo.append(self._watch_loggers(begin))
 
-    def is_read(self, name: str) -> bool:
-        """Whether the imports have read this variable, as far as one can tell."""
-        by_c = name.startswith(_READ_BY_C) and not name.startswith(_READ_LATER)
-        return by_c or name in self._read
+    def _watch_loggers(self, begin: Begin) -> Callable[[], None]:
+        """A logger that a script gets before a module that makes it would not be the module's."""
+        manager = logging.root.manager
 
-    def give_back(self) -> None:
-        """Leave `sys.modules` and the environment as after the imports, and watch no longer."""
-        atexit.unregister(self.give_back)
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        for undo in self._undo:
-            undo()
-        sys.modules.update(self.modules)
-        self.modules = {}
-        for name, (before, after) in self._set.items():
-            if os.environ.get(name) == before:
-                _set_variable(name, after)
+        class Loggers(dict[str, Any]):
+            def __setitem__(self_, name: str, value: Any) -> None:  # noqa: N805
+                taken = (n for group in self.groups for n in group.loggers)
+                if any(_are_related(name, other) for other in taken):
+                    begin(f"gets the logger {name} before it imports what has it", True)
+                dict.__setitem__(self_, name, value)
+
+        def undo() -> None:
+            manager.loggerDict = dict(manager.loggerDict)
+
+        manager.loggerDict = Loggers(manager.loggerDict)
+        return undo
+
+    def give_back(self, wanted: Group | None = None) -> None:
+        """Leave the process as after the imports of all groups, or of this one."""
+        given = self._needed([wanted] if wanted else self.groups)
+        self.groups = [group for group in self.groups if group not in given]
+        self._given += given
+        if not (self.groups or self._collects):
+            atexit.unregister(self.give_back)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            for undo in self._undo:
+                undo()
+        for group in given:
+            group.give()
+
+    def _needed(self, wanted: Sequence[Group]) -> list[Group]:
+        """These and what they need, as far as it is withheld, each after what it needs."""
+        found: list[Group] = []
+        for group in wanted:
+            missing = [need for need in group.needs if need not in found]
+            found += [need for need in self._needed(missing) if need not in found]
+            if group in self.groups and group not in found:
+                found.append(group)
+        return found
 
     def find_spec(
         self,
@@ -141,23 +294,80 @@ class Imports(Loader, MetaPathFinder):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """The module's own spec, but for the loader; the import system calls this."""
-        module = self.modules.get(fullname)
-        if module is None or module.__spec__ is None:
+        group = self._group(fullname)
+        module = group.modules[fullname] if group else None
+        if group is None or module is None or module.__spec__ is None:
             return None
+        self._check_origins(group)
         spec = copy(module.__spec__)
         spec.loader = self
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module that is there already."""
-        module = self.modules[spec.name]
+        group = self._group(spec.name)
+        assert group
+        module = group.modules[spec.name]
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already: give everything back."""
+        """It has run already: give back all that its import needs."""
         module.__spec__ = self._specs.pop(module.__name__)
-        self.give_back()
+        group = self._group(module.__name__)
+        if group:
+            if self._collects:
+                self._collects.needs.append(group)
+            self.give_back(group)
+
+    def _group(self, name: str) -> Group | None:
+        return next((group for group in self.groups if name in group.modules), None)
+
+    def _check_origins(self, wanted: Group) -> None:
+        """Begin anew where the script would find another file now than the fork server did."""
+        for group in self._needed([wanted]):
+            for name, module in group.modules.items() if group.learned else ():
+                if "." not in name and _moved(name, module) and self._begin:
+                    self._begin(f"finds another {name} than the one that was loaded ahead", True)
+
+
+def _numeric() -> set[str]:
+    """The libraries in this process that read a number of threads when they are loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+    return {file for file in files if any(p in Path(file).name for p in ("omp", "blas", "mkl"))}
+
+
+def _top(group: Group) -> str:
+    return next(iter(group.modules), "what reads it")
+
+
+def _are_related(name: str, other: str) -> bool:
+    """Whether one of two loggers is the other, or above it."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+
+
+def _moved(name: str, module: ModuleType) -> bool:
+    spec = module.__spec__
+    if spec is None or not spec.has_location:
+        return False
+    found = PathFinder.find_spec(name)
+    return found is None or found.origin != spec.origin
+
+
+def _add_filters(filters: Sequence[Any]) -> None:
+    """As warnings.filterwarnings has added them: the newest first, and each once."""
+    known: list[Any] = warnings.filters  # type: ignore[assignment]
+    for each in reversed(filters):
+        if each in known:
+            known.remove(each)
+        known.insert(0, each)
+    _filters_changed()
+
+
+def _filters_changed() -> None:
+    with warnings.catch_warnings():  # forgets what was decided by the filters before
+        pass
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -167,17 +377,18 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def begin_anew(argv: Sequence[str], env: Mapping[str, str], name: str) -> None:
-    """Become `argv` in `env`, since the script sets `name`; returns if that can't be."""
+def begin_anew(argv: Sequence[str], env: Mapping[str, str], why: str) -> None:
+    """Become `argv` in `env`, because of what the script does; returns if that can't be."""
     if env.get("ELASTIC_ETCD_LOCAL_RANK", "0") == "0":
+        name = why.removeprefix("changes ").partition(" ")[0]
+        hint = f"; set {name} where the launcher is started" if why.startswith("changes ") else ""
         sys.stderr.write(
-            f"elastic_etcd: this script changes {name} before it imports torch, so each worker "
-            "begins anew without the modules that were loaded ahead, which takes longer; "
-            f"set {name} where the launcher is started\n"
+            f"elastic_etcd: this script {why}, so each worker "
+            f"begins anew without the modules that were loaded ahead, which takes longer{hint}\n"
         )
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         os.execvpe(argv[0], [*argv], env)  # noqa: S606
     except OSError as error:
-        sys.stderr.write(f"elastic_etcd: {argv[0]}: {error.strerror}; {name} comes too late\n")
+        sys.stderr.write(f"elastic_etcd: {argv[0]}: {error.strerror}; it goes on as it is\n")

@@ -9,7 +9,17 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import events, options, report, serve, status, steer, timeline, top
+from elastic_etcd.cli import (
+    accelerate,
+    events,
+    options,
+    report,
+    serve,
+    status,
+    steer,
+    timeline,
+    top,
+)
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +52,14 @@ def parser() -> options.Parser:
     return made
 
 
+def commands() -> list[options.Parser]:
+    """The command line of each command, as `elastic-etcd` has them."""
+    looking = [each.parser() for each in (status, top, events, report, serve, timeline)]
+    steering = [make() for make, _ in steer.COMMANDS.values()]
+    launching = [options.build_parser({}, "elastic-etcd launch"), accelerate.parser()]
+    return [*launching, *looking, *steering, parser()]
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the script; gives the exit code."""
     try:
@@ -59,22 +77,16 @@ def _script(shell: str) -> str:
     except ModuleNotFoundError as error:
         needs = "pip install 'elastic_etcd[completion]'"
         raise UsageError(f"completion {shell}: {error}; {needs}") from error
-    commands = _commands()
+    made = commands()
     files = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "script": shtab.FILE}
-    for action in (each for command in commands for each in command._actions):  # noqa: SLF001
+    for action in (each for command in made for each in command._actions):  # noqa: SLF001
         # Each flag once, as in --help.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
         if action.dest in options.WITHOUT_MEANING:
             action.help = argparse.SUPPRESS
         if action.metavar in files:
             action.complete = files[action.metavar]  # type: ignore[attr-defined] # shtab's
-    return str(shtab.complete(_all(commands), shell))
-
-
-def _commands() -> list[options.Parser]:
-    looking = [each.parser() for each in (status, top, events, report, serve, timeline)]
-    steering = [make() for make, _ in steer.COMMANDS.values()]
-    return [options.build_parser({}, "elastic-etcd launch"), *looking, *steering, parser()]
+    return str(shtab.complete(_all(made), shell))
 
 
 def _all(commands: list[options.Parser]) -> argparse.ArgumentParser:

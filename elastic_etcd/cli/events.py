@@ -1,24 +1,27 @@
-"""`elastic-etcd events JOB`: what a job went through, and what happens now."""
+"""`elastic-etcd events`: what a job went through, or each with --all, and what happens now."""
 
 from __future__ import annotations
 
 import time
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from elastic_etcd.agent.events import news, past
 from elastic_etcd.cli import look
 from elastic_etcd.cli.look import in_one_line
+from elastic_etcd.core.schema import Keys
+from elastic_etcd.core.txn import Snapshot
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.etcd.mirror import first
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from elastic_etcd.agent.events import Event
     from elastic_etcd.cli import options
-    from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 Times are UTC, of the machine on which something happened; what only shows as it happens (who comes
@@ -27,21 +30,25 @@ and goes, the phases of a round) has the time of this one.
 examples:
   elastic-etcd events resnet-7 --etcd etcd1:2379
   elastic-etcd events resnet-7 --follow --json | jq 'select(.name | endswith("FAILED"))'
+  elastic-etcd events --all --follow            also of jobs that begin meanwhile, until Ctrl-C
 
 {look.CODES}"""
 
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd events JOB`."""
-    made = look.parser("events", "Shows what a job went through, an event a line.", _EPILOG)
+    text = "Shows what a job went through, an event a line."
+    made = look.parser("events", text, _EPILOG, every="of each job under --prefix, by their times")
     made.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
-    made.add_argument("--follow", action="store_true", help="go on until the job is over")
+    made.add_argument(
+        "--follow", action="store_true", help="go on until the job is over, with --all for ever"
+    )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's events; gives the exit code."""
-    return look.run(parser, argv, _events)
+    return look.run(parser, argv, _events, _all)
 
 
 async def _events(job: look.Job, args: Namespace) -> None:
@@ -61,20 +68,52 @@ async def _events(job: look.Job, args: Namespace) -> None:
         await first(job.client, job.ranges, follow)
 
 
+async def _all(client: Client, args: Namespace) -> None:
+    before = await look.all_views(client, args)
+    told = _Told(as_json=args.json, widest=max(map(len, before), default=1))
+    told.tell(_by_time(before))
+
+    def follow(seen: Snapshot) -> None:
+        nonlocal before
+        after = look.views_of(seen, args.prefix)
+        for job, view in after.items():
+            was = before.get(job) or view_of(Snapshot(0, {}), Keys(job), Everything())
+            told.tell(news(job, was, view, time.time_ns() // 10**6))
+            told.tell(past(job, view))
+        before = after
+
+    if args.follow:
+        await first(client, (look.everything(args),), follow)
+
+
+def _by_time(views: Mapping[str, View]) -> list[Event]:
+    """What all jobs went through; each one's events stay in their order."""
+    timed = []
+    for job, view in views.items():
+        at = 0
+        for event in past(job, view):
+            at = max(at, event.timestamp)
+            timed.append((at, event))
+    return [event for _, event in sorted(timed, key=itemgetter(0))]
+
+
 def _is_over(view: View) -> bool:
     return view.outcome is not None and not view.members
 
 
 class _Told:
-    """Prints each event once, and once more when more is known of it."""
+    """Prints each event once, and once more when more is known of it.
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
+    widest: how long the jobs' names are; 0 where they are not to be said.
+    """
+
+    def __init__(self, *, as_json: bool, widest: int = 0) -> None:
+        self._as_json, self._widest = as_json, widest
         self._known: set[str] = set()
 
     def tell(self, events: Iterable[Event]) -> None:
         for event in events:
-            line = event.json() if self._as_json else in_one_line(event.line())
+            line = event.json() if self._as_json else in_one_line(event.line(self._widest))
             if line not in self._known:
                 self._known.add(line)
                 print(line, flush=True)

@@ -17,21 +17,20 @@ from typing import TYPE_CHECKING, Any, Never, Self
 from msgspec import Struct
 
 from elastic_etcd.cli import status
-from elastic_etcd.cli.look import is_known
-from elastic_etcd.cli.top import Looker, paces
-from elastic_etcd.core.schema import PARTS, Keys, valid_job
+from elastic_etcd.cli.look import MOST_KEYS, by_job, is_known
+from elastic_etcd.cli.looking import Looker, pace_as_json, paces
+from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.mirror import Mirror
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.client import Client
 
-MOST_KEYS = 100_000  # of all jobs together
 MOST_CHARTS = 1000  # jobs that have one
 MOST_POINTS = 400  # of a chart
 _SAMPLE = 2.0  # seconds between two points, as long as there is room
@@ -91,13 +90,15 @@ class Looking:
 class Jobs:
     """`async with Jobs(client, prefix, timeout) as jobs`: as they are in etcd, while this is open.
 
+    only: the one job that is meant; "" all under the prefix.
     `news` is set when something changes, and is another event from then on; `over` is set once
     nobody is to be told any more. `keeper` ends with a fault of this program only. Raises EtcdError
     where etcd does not serve the prefix at first.
     """
 
-    def __init__(self, client: Client, prefix: str, timeout: float) -> None:
+    def __init__(self, client: Client, prefix: str, timeout: float, only: str = "") -> None:
         self.prefix = prefix
+        self._root = f"{prefix}/{only}/" if only else f"{prefix}/"
         self.news, self.over = asyncio.Event(), asyncio.Event()
         self._client, self._timeout = client, timeout
         self._snapshot = Snapshot(0, {})
@@ -114,7 +115,7 @@ class Jobs:
         self._refused: dict[str, str] | None = None
 
     async def __aenter__(self) -> Self:
-        some = Get(f"{self.prefix}/", prefix=True, limit=1)
+        some = Get(self._root, prefix=True, limit=1)
         await self._client.range(some, timeout=self._timeout)
         self.keeper = asyncio.create_task(self._keep(), name="jobs")
         read = asyncio.create_task(self.news.wait())
@@ -140,11 +141,13 @@ class Jobs:
     def overview(self) -> bytes:
         """All jobs as JSON, in short."""
         if not self._overview:
-            found = [
-                _in_short(known.state) for known in map(self.known, sorted(self._jobs)) if known
-            ]
-            self._overview = _json({"prefix": self.prefix, "jobs": found})
+            self._overview = _json({"prefix": self.prefix, "jobs": self.in_short()})
         return self._overview
+
+    def in_short(self) -> list[dict[str, Any]]:
+        """All jobs, each in short."""
+        found = [known.state for known in map(self.known, self._jobs) if known]
+        return [_in_short(state) for state in found]
 
     def known(self, job: str) -> Known | None:
         """A job; None if there is none of that name."""
@@ -169,7 +172,12 @@ class Jobs:
 
     def etcd(self) -> bytes:
         """Whether etcd is there, as JSON: since when not, and what is wrong."""
-        return _json({"away": self._away or self._refused})
+        return _json({"away": self.away})
+
+    @property
+    def away(self) -> dict[str, str] | None:
+        """Since when etcd is not there, and why, if so."""
+        return self._away or self._refused
 
     def _keys(self, job: str) -> Keys:
         return Keys(f"{self.prefix}/{job}")
@@ -186,7 +194,7 @@ class Jobs:
 
     async def _follow(self) -> Never:
         """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
-        everything = (Get(f"{self.prefix}/", prefix=True),)
+        everything = (Get(self._root, prefix=True),)
         read = False
         while True:
             changed = asyncio.Event()
@@ -213,7 +221,7 @@ class Jobs:
     def _see(self, snapshot: Snapshot) -> None:
         self._refused = None
         self._snapshot = snapshot
-        self._jobs = _by_job(snapshot.kvs, self.prefix)
+        self._jobs = by_job(snapshot.kvs, self.prefix)
         self._known = {job: known for job, known in self._known.items() if job in self._jobs}
         self._series = {job: kept for job, kept in self._series.items() if job in self._jobs}
         self._tell()
@@ -225,7 +233,7 @@ class Jobs:
 
     async def _ask(self) -> Never:
         """Find out whether etcd is there; a watch alone may be silent for long."""
-        some = Get(f"{self.prefix}/", prefix=True, limit=1)
+        some = Get(self._root, prefix=True, limit=1)
         while True:
             was = self._away
             try:
@@ -290,17 +298,6 @@ class Jobs:
                 await looker.end()
 
 
-def _by_job(kvs: Mapping[str, KeyValue], prefix: str) -> dict[str, dict[str, KeyValue]]:
-    """The keys of each job; what else lies under the prefix is left out."""
-    found: dict[str, dict[str, KeyValue]] = {}
-    start = len(prefix) + 1
-    for key, kv in kvs.items():
-        job, _, rest = key[start:].partition("/")
-        if rest.partition("/")[0] in PARTS:
-            found.setdefault(job, {})[key] = kv
-    return {job: own for job, own in found.items() if valid_job(job)}
-
-
 def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
     """A job as `status --json` has it, and what `top` adds to that."""
     view = view_of(seen, keys, Everything())
@@ -308,15 +305,10 @@ def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
     told = paces(seen, keys, view)
     for node in state["nodes"]:
         pace = told.get(node["node"])
-        node["pace"] = pace and {
-            "step": pace.step,
-            "per_second": pace.per_second,
-            "doing": str(pace.doing),
-        }
+        node["pace"] = pace_as_json(pace) if pace else None
     rates = [pace.per_second for pace in told.values()]
     return state | {
         "known": is_known(view),
-        "world_size": sum(p.nproc for p in view.world) if view.trains else 0,
         "steps_per_second": statistics.median(rates) if rates else None,
         "summary": [*status.summary(state), *filter(None, [note])],
         "events": status.events(state),
@@ -324,12 +316,7 @@ def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
 
 
 def _in_short(state: dict[str, Any]) -> dict[str, Any]:
-    names = ("job", "phase", "generation", "reason", "restarts", "limits", "world_size", "outcome")
-    nodes = [node["state"] for node in state["nodes"]]
-    short = {name: state[name] for name in (*names, "steps_per_second")}
-    if short["outcome"]:
-        short["outcome"] = {"state": short["outcome"]["state"]}
-    return short | {"nodes": {each: nodes.count(each) for each in sorted(set(nodes))}}
+    return status.in_short(state) | {"steps_per_second": state["steps_per_second"]}
 
 
 def _json(value: Any) -> bytes:

@@ -5,30 +5,46 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import Keys
+from elastic_etcd.core.schema import PARTS, Keys, valid_job
+from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from elastic_etcd.core.txn import Snapshot
+    from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.config import EtcdConfig
 
+MOST_KEYS = 100_000  # of all jobs together
+WIDE = 240  # columns where there is no terminal
 CODES = """\
 exit codes:
-  0 shown     1 no such job     2 wrong usage     5 etcd unreachable, or denied
+  0 shown, with --all also if there is no job     1 no such job     2 wrong usage
+  5 etcd unreachable, or denied     130 ended by Ctrl-C
 """
 
 
-def parser(command: str, description: str, epilog: str, arguments: str = "JOB") -> options.Parser:
-    """For a command that takes a job, or none, and etcd's flags; the rest is added later."""
+def parser(
+    command: str,
+    description: str,
+    epilog: str,
+    arguments: str = "JOB | --all",
+    *,
+    one: Callable[[str], str] = options.job_id,
+    every: str = "",
+) -> options.Parser:
+    """For a command that takes a job or --all, and etcd's flags; the rest is added later.
+
+    one: what the job's text may be. every: what --all is; without it there is no such flag.
+    """
     made = options.Parser(
         prog=f"elastic-etcd {command}",
         usage=f"elastic-etcd {command} [options] {arguments}".rstrip(),
@@ -36,12 +52,69 @@ def parser(command: str, description: str, epilog: str, arguments: str = "JOB") 
         epilog=epilog,
         formatter_class=options.Help,
     )
-    if arguments:
-        made.add_argument("job", metavar="JOB", type=options.job_id, help="the job's id")
+    made.set_defaults(all=False, check=_one_or_all)
+    made.add_argument(
+        "job", metavar="JOB", nargs="?" if every else None, type=one, help="the job's id"
+    )
+    if every:
+        made.add_argument("--all", action="store_true", help=every)
     group = options.Group(made, "etcd", os.environ)
     options.connection(group)
     group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     return made
+
+
+def _one_or_all(args: Namespace) -> None:
+    """Raises ArgumentTypeError where that is not clear."""
+    if args.job and args.all:
+        raise ArgumentTypeError(f"{args.job} and --all: give one of both")
+    if not (args.job or args.all):
+        raise ArgumentTypeError("no job given: give its id, or --all")
+
+
+def by_job(kvs: Mapping[str, KeyValue], prefix: str) -> dict[str, dict[str, KeyValue]]:
+    """The keys of each job; what else lies under the prefix is left out."""
+    found: dict[str, dict[str, KeyValue]] = {}
+    start = len(prefix) + 1
+    for key, kv in kvs.items():
+        job, _, rest = key[start:].partition("/")
+        if rest.partition("/")[0] in PARTS:
+            found.setdefault(job, {})[key] = kv
+    return {job: own for job, own in sorted(found.items()) if valid_job(job)}
+
+
+def views_of(seen: Snapshot, prefix: str) -> dict[str, View]:
+    """Each job under the prefix, in the order of their names."""
+    views = {
+        job: view_of(Snapshot(seen.revision, own), Keys(f"{prefix}/{job}"), Everything())
+        for job, own in by_job(seen.kvs, prefix).items()
+    }
+    return {job: view for job, view in views.items() if is_known(view)}
+
+
+def everything(args: Namespace) -> Get:
+    """The keys of all jobs under the prefix."""
+    return Get(f"{args.prefix}/", prefix=True)
+
+
+async def all_views(client: Client, args: Namespace) -> dict[str, View]:
+    """Each job under the prefix as it is now; where there is none a note says so."""
+    asked = everything(args)
+    found = await client.list(asked, timeout=args.timeout, most=MOST_KEYS)
+    views = views_of(found.snapshot, args.prefix)
+    if not views:
+        note(f"{client.endpoint} has no job under {args.prefix}")
+    return views
+
+
+def width() -> int | None:
+    """Columns of what is printed: None as many as the terminal has, where there is one."""
+    return None if sys.stdout.isatty() else WIDE
+
+
+def note(text: str) -> None:
+    """Tell it beside what is printed."""
+    print(f"note: {shown(text)}", file=sys.stderr)
 
 
 def is_known(view: View) -> bool:
@@ -76,12 +149,13 @@ class Job:
 def run(
     made: Callable[[], options.Parser],
     argv: Sequence[str],
-    command: Callable[[Job, Any], Awaitable[None]],
+    one: Callable[[Job, Any], Awaitable[None]],
+    every: Callable[[Client, Any], Awaitable[None]],
 ) -> int:
-    """Do `command`, which prints; gives the exit code."""
+    """Do what is meant, for one job or with --all; it prints. Gives the exit code."""
 
     async def of_job(client: Client, args: Namespace) -> int:
-        await command(Job(client, args), args)
+        await (every(client, args) if args.all else one(Job(client, args), args))
         return 0
 
     return with_etcd(made, argv, of_job)
@@ -94,7 +168,7 @@ def with_etcd(
 ) -> int:
     """The same for a command that is about no job in particular, and gives an exit code."""
     try:
-        args = made().parse_args(argv)
+        args = _parsed(made(), argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
@@ -110,6 +184,15 @@ def with_etcd(
     else:
         return code
     return 0
+
+
+def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
+    args = parser.parse_intermixed_args(argv)  # a flag may stand between JOB and NODE
+    try:
+        args.check(args)
+    except ArgumentTypeError as error:
+        parser.error(str(error))
+    return args
 
 
 async def _look(

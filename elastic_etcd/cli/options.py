@@ -41,6 +41,13 @@ DEFAULTS = Limits(min_nodes=1, max_nodes=1)
 
 COMMAND = "python -m elastic_etcd.launch"
 
+EXIT_CODES = """\
+exit codes:
+  0 the job succeeded              1 training failed            2 wrong usage
+  3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
+  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
+           143 also where it was drained, or the job was stopped (--stop-exit-code)
+"""
 EPILOG = f"""\
 examples:
   two to eight nodes, a worker per GPU; the same line on every node, at any time:
@@ -49,11 +56,7 @@ examples:
   one machine, without an etcd of your own:
     {COMMAND} --nproc-per-node 2 train.py
 
-exit codes:
-  0 the job succeeded              1 training failed            2 wrong usage
-  3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
-  130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second
-"""
+{EXIT_CODES}"""
 
 WITHOUT_MEANING = {
     "rdzv_backend": "nodes always meet through etcd v3, at --etcd",
@@ -69,6 +72,7 @@ WITHOUT_MEANING = {
 }
 
 
+NO_MODULES = ("auto", "none", "off")  # as --preload has them
 _PARTS = ", ".join(sorted(PARTS))
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -358,9 +362,11 @@ def _worker(group: Group) -> None:
         action="extend",
         type=modules,
         default=[],
-        metavar="MODULE,...",
+        metavar="auto|none|MODULE,...",
         help="modules that the fork server loads, too, so that no worker waits for them; "
-        "may be repeated",
+        "may be repeated. auto: the installed ones that the script itself has imported by its "
+        "first step are loaded for the next restart and for nodes that join; those whose import "
+        "starts threads, prints or reads what differs between workers are left out (default: none)",
     )
     group.switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each sees its own GPU only")
     group.flag(
@@ -433,6 +439,13 @@ def _failures(group: Group) -> None:
         "so that Kubernetes and Slurm do not take it for done)",
     )
     group.flag(
+        "--stop-exit-code",
+        type=exit_code,
+        metavar="CODE",
+        help="exit code after `elastic-etcd stop`, for a scheduler that then is to start no node "
+        "again (default: that of a node that left, 143)",
+    )
+    group.flag(
         "--leave-deadline",
         type=seconds,
         metavar="SECONDS",
@@ -487,6 +500,15 @@ def _failures(group: Group) -> None:
         help="what is done about it: it is told only, or its world ends as by a failure of the "
         "worker that hangs; a script that evaluates for longer has to say so by ee.quiet "
         "(default: %(default)s)",
+    )
+    group.flag(
+        "--straggler-factor",
+        type=straggler_factor,
+        default=DEFAULTS.straggler_factor,
+        metavar="FACTOR|off",
+        help="a node is told to be slow if a step takes it, outside of collectives, so many times "
+        "as long as the median of all nodes, over 50 steps; of scripts that train with "
+        "DistributedDataParallel (default: %(default)g)",
     )
 
 
@@ -680,6 +702,17 @@ def hang_timeout(text: str) -> float | None:
     value = seconds(text)
     if not value:
         raise ArgumentTypeError("0 would tell of every step; give more, or off")
+    return value
+
+
+def straggler_factor(text: str) -> float:
+    """A number above 1; 0 for off."""
+    try:
+        value = 0.0 if text == "off" else float(text)
+    except ValueError:
+        value = math.nan
+    if value and not 1 < value < MOST_SECONDS:
+        raise ArgumentTypeError(f"{text} is not a number above 1, or off")
     return value
 
 

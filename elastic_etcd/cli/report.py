@@ -1,4 +1,4 @@
-"""`elastic-etcd report JOB`: the goodput of its newest run, and where the rest of its time went."""
+"""`elastic-etcd report`: the goodput of a job's newest run, and where the rest of its time went."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
@@ -35,23 +36,42 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
 def parser() -> options.Parser:
     """The command line of `elastic-etcd report JOB`."""
     text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
-    made = look.parser("report", text, _EPILOG)
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    every = "each job under --prefix, one after the other"
+    made = look.parser("report", text, _EPILOG, every=every)
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object; with --all, one a line"
+    )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return look.run(parser, argv, _report)
+    return look.run(parser, argv, _report, _all)
 
 
 async def _report(job: look.Job, args: Namespace) -> None:
     found = describe(job.name, await job.view(), time.time())
     if args.json:
         print(json.dumps(found, indent=2))
-        return
+    else:
+        _show(found)
+
+
+async def _all(client: Client, args: Namespace) -> None:
+    for job, view in (await look.all_views(client, args)).items():
+        if not worlds(view):
+            look.note(f"job {job} has had no world yet")
+            continue
+        found = describe(job, view, time.time())
+        if args.json:
+            print(json.dumps(found))
+        else:
+            _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
     state = f": {found['state']}" if found["state"] else ""
-    print(look.in_one_line(f"job {job.name}, run {found['run']}{state}"))
+    print(look.in_one_line(f"job {found['job']}, run {found['run']}{state}"))
     for line in report.lines(found):
         print(f"  {line}")
     if found["going_on"]:

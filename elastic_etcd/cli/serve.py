@@ -1,10 +1,12 @@
-"""`elastic-etcd serve`: a page for all jobs under the prefix, and one for each, in a browser."""
+"""`elastic-etcd serve`: pages for a browser, of all jobs under the prefix or of one."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
+from argparse import ArgumentTypeError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ JOB/watched.
 
 examples:
   elastic-etcd serve --etcd etcd1:2379
+  elastic-etcd serve resnet-7                only that job, also where you may read no other
   ssh -L 8484:127.0.0.1:8484 login1      and then http://127.0.0.1:8484 in the browser here
 
 exit codes:
@@ -46,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd serve`."""
-    text = "Shows all jobs under the prefix in a browser, live. Needs the extra [web]."
-    made = look.parser("serve", text, _EPILOG, arguments="")
+    text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
+    every = "each job under --prefix, as without JOB"
+    made = look.parser("serve", text, _EPILOG, "[JOB | --all]", every=every)
+    made.set_defaults(check=_not_both)
     made.add_argument(
         "--listen",
         type=options.listening,
@@ -63,7 +68,14 @@ def parser() -> options.Parser:
         help="another name of this server in browsers' requests, as behind a reverse proxy; may be "
         "given again (those for its address, this machine's name and localhost are answered)",
     )
+    told = "say in one JSON object where it is shown"
+    made.add_argument("--json", action="store_true", help=told)
     return made
+
+
+def _not_both(args: Namespace) -> None:
+    if args.job and args.all:
+        raise ArgumentTypeError(f"{args.job} and --all: give one of both")
 
 
 async def _serve(client: Client, args: Namespace) -> int:
@@ -76,7 +88,7 @@ async def _serve(client: Client, args: Namespace) -> int:
     host, _ = args.listen
     hosts = {"localhost", socket.gethostname(), host, *args.allow_host}
     with _listening(*args.listen) as listener:
-        async with jobs.Jobs(client, args.prefix, args.timeout) as known:
+        async with jobs.Jobs(client, args.prefix, args.timeout, args.job or "") as known:
             config = uvicorn.Config(
                 web.application(known, hosts),
                 http="h11",
@@ -91,10 +103,20 @@ async def _serve(client: Client, args: Namespace) -> int:
                 timeout_graceful_shutdown=_GRACE,
             )
             server = uvicorn.Server(config)
-            return await _until_a_signal(server, listener, known)
+            serving = asyncio.create_task(server.serve([listener]))
+            _say(listener, args)
+            return await _until_a_signal(server, serving, known)
 
 
-async def _until_a_signal(server: uvicorn.Server, listener: socket.socket, jobs: Jobs) -> int:
+def _say(listener: socket.socket, args: Namespace) -> None:
+    url, shown = f"http://{_url(listener)}/", args.prefix
+    if args.job:
+        url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
+    line = json.dumps({"url": url, "shown": shown}) if args.json else f"{shown} is shown at {url}"
+    print(line, flush=True)
+
+
+async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], jobs: Jobs) -> int:
     ended: list[int] = []
 
     def end(number: signal.Signals) -> None:
@@ -106,8 +128,6 @@ async def _until_a_signal(server: uvicorn.Server, listener: socket.socket, jobs:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
-    serving = asyncio.create_task(server.serve([listener]))
-    print(f"{jobs.prefix} is shown at http://{_url(listener)}/", flush=True)
     await asyncio.wait({serving, jobs.keeper}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         server.should_exit = True

@@ -1,40 +1,59 @@
-"""`elastic-etcd status JOB`: what a job is doing and what it went through, read at one revision."""
+"""`elastic-etcd status`: what a job is doing and what it went through, read at one revision.
+
+With --all a line for each job.
+"""
 
 from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_etcd.cli import look
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
-from elastic_etcd.core.schema import History, Phase, decode, plain
+from elastic_etcd.core.schema import History, Phase, decode, hexed, plain
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from rich.table import Table
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _HISTORY = 8  # generations shown; --json has all
+_SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
+_EPILOG = f"""\
+A job is forming until a world of it trains, then training; deserted where it has no outcome, and no
+node is there any more; at its end succeeded, failed or stopped.
+
+examples:
+  elastic-etcd status resnet-7 --etcd etcd1:2379
+  elastic-etcd status --all --json | jq -r 'select(.state == "deserted").job'
+
+{look.CODES}"""
 
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd status JOB`."""
     text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
-    made = look.parser("status", text, look.CODES)
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    every = "each job under --prefix, in a line"
+    made = look.parser("status", text, _EPILOG, every=every)
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object; with --all, one a line"
+    )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return look.run(parser, argv, _status)
+    return look.run(parser, argv, _status, _all)
 
 
 async def _status(job: look.Job, args: Namespace) -> None:
@@ -45,6 +64,18 @@ async def _status(job: look.Job, args: Namespace) -> None:
         _show(state)
 
 
+async def _all(client: Client, args: Namespace) -> None:
+    views = await look.all_views(client, args)
+    states = [describe(job, view) for job, view in views.items()]
+    if args.json:
+        for state in states:
+            print(json.dumps(state))
+    elif states:
+        from rich.console import Console  # noqa: PLC0415 - not loaded for --json
+
+        Console(highlight=False, width=look.width()).print(jobs_table(map(in_short, states)))
+
+
 def describe(job: str, view: View) -> dict[str, Any]:
     """The job as plain data, the shape of `--json`."""
     now = view.round
@@ -52,10 +83,12 @@ def describe(job: str, view: View) -> dict[str, Any]:
     last = view.outcome.generation if view.outcome else view.ledger.generation
     return {
         "job": job,
+        "state": _state(view),
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
+        "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
         "restarts": now.restarts if now else _last_restarts(view),
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
@@ -68,6 +101,43 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "newer": view.newer,
         "malformed": list(view.malformed),
     }
+
+
+def _state(view: View) -> str:
+    """What the job does, in a word."""
+    if view.outcome:
+        return view.outcome.state
+    if not view.members:
+        return "deserted"
+    return "training" if view.trains else "forming"
+
+
+def in_short(state: dict[str, Any]) -> dict[str, Any]:
+    """What `describe` has given, without its lists."""
+    short = {name: state[name] for name in _SHORT}
+    nodes = [node["state"] for node in state["nodes"]]
+    return short | {"nodes": {each: nodes.count(each) for each in sorted(set(nodes))}}
+
+
+def jobs_table(jobs: Iterable[dict[str, Any]]) -> Table:
+    """A row for each of these, as `in_short` gives them."""
+    from rich.table import Table  # noqa: PLC0415 - not loaded for --json
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "state", "nodes", "ranks", "restarts", "because"):
+        number = name in ("ranks", "restarts")
+        justify: Literal["right", "left"] = "right" if number else "left"
+        # Only these give way where there is no room.
+        table.add_column(name, justify=justify, no_wrap=name not in ("job", "nodes", "because"))
+    for short in jobs:
+        nodes = ", ".join(f"{count} {state}" for state, count in short["nodes"].items())
+        limits = short["limits"]
+        used = f"{short['restarts']} of {limits['max_restarts']}" if limits else "-"
+        cells = (short["state"], nodes or "-", str(short["world_size"]), used, short["reason"])
+        shown_cells = map(look.in_one_line, (short["job"], *cells))
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in shown_cells))
+    return table
 
 
 def _limits(spec: Spec, view: View) -> Limits:
@@ -98,7 +168,7 @@ def _participants(view: View) -> Iterator[dict[str, Any]]:
         member = members.get(p.lease)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
         ranks = list(range(p.first_rank, p.first_rank + p.nproc))
-        yield _node(p.node, member, state, p.nproc) | {"group_rank": p.group_rank, "ranks": ranks}
+        yield _node(p, member, state) | {"group_rank": p.group_rank, "ranks": ranks}
 
 
 def _others(view: View) -> Iterator[dict[str, Any]]:
@@ -108,7 +178,7 @@ def _others(view: View) -> Iterator[dict[str, Any]]:
             spare = view.round is not None and view.round.phase is Phase.FINAL
             state = "leaving" if member.leaving else "spare" if spare else "waiting"
             why = "" if member.leaving else _why(view, member)
-            yield _node(member.node, member, state, member.nproc, why)
+            yield _node(member, member, state, why)
 
 
 def _why(view: View, member: Member) -> str:
@@ -125,15 +195,15 @@ def _why(view: View, member: Member) -> str:
 
 
 def _node(
-    name: str, member: Member | None, state: str, nproc: int, why: str = ""
+    known: Member | Participant, member: Member | None, state: str, why: str = ""
 ) -> dict[str, Any]:
-    address = member.address if member else None
     return {
-        "node": name,
+        "node": known.node,
+        "lease": hexed(known.lease),
         "state": state,
         "why": why,
-        "address": address,
-        "nproc": nproc,
+        "address": member.address if member else None,
+        "nproc": known.nproc,
         "group_rank": None,
         "ranks": [],
     }
@@ -151,7 +221,7 @@ def _show(state: dict[str, Any]) -> None:
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=look.width())
     for line in summary(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     if state["nodes"]:
@@ -165,7 +235,7 @@ def _show(state: dict[str, Any]) -> None:
     for line in _reasons(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     for entry in state["history"][-_HISTORY:]:
-        for line in (_line(entry), *_hangs(entry)):
+        for line in (_line(entry), *_hangs(entry), *_stragglers(entry)):
             console.print(shown(line), markup=False, soft_wrap=True)
 
 
@@ -180,7 +250,8 @@ def _reasons(state: dict[str, Any]) -> Iterator[str]:
 
 def summary(state: dict[str, Any]) -> Iterator[str]:
     """The job in some lines."""
-    yield f"job {state['job']}: {state['phase']}, generation {state['generation']}"
+    phase = f" ({state['phase']})" if state["state"] == "forming" else ""
+    yield f"job {state['job']}: {state['state']}{phase}, generation {state['generation']}"
     if state["reason"]:
         yield f"  because {state['reason']}"
     if limits := state["limits"]:
@@ -261,6 +332,10 @@ def _hangs(entry: dict[str, Any]) -> Iterator[str]:
     """What was found of hangs, but for the one that has ended the world."""
     lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
     yield from (f"  hung: {line}" for line in lines)
+
+
+def _stragglers(entry: dict[str, Any]) -> Iterator[str]:
+    yield from (f"  {line}" for line in entry.get("stragglers", ()))
 
 
 def span(ranks: list[int]) -> str:

@@ -1,60 +1,35 @@
-"""`elastic-etcd drain`, `undrain`, `scale`, `stop`: what people want of a job, told through etcd.
-
-Each changes the one key that says it, as long as nobody else has changed it since it was read. It
-takes the right to read the job and to write that key; what follows is in core/wanted.py.
-"""
+"""`elastic-etcd drain`, `undrain`, `scale`, `stop`, of one job or with --all of each."""
 
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
-import os
-import random
+import signal
 import sys
-from argparse import Namespace
-from datetime import UTC, datetime
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from copy import copy
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from msgspec.structs import replace
-
-from elastic_etcd.cli import look, options
+from elastic_etcd.cli import look, options, orders
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import wanted
-from elastic_etcd.core.lifecycle import Outdated
-from elastic_etcd.core.schema import (
-    MOST_DRAINS,
-    MOST_SCALED,
-    Drain,
-    Halt,
-    Phase,
-    Scale,
-    Sizes,
-    Wanted,
-    encode,
-    hexed,
-)
-from elastic_etcd.core.txn import Compare, Delete, Put, Txn
-from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
-from elastic_etcd.etcd.mirror import first
-from elastic_etcd.etcd.retry import now
-from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
+from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elastic_etcd.core.schema import Limits, Member, Spec
-    from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
-_SCALE_PATIENCE = 60.0  # more than a world takes to end: for the next one to begin
-_PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
+_NAMED = 8  # jobs, in a line
 
 _CODES = """\
 exit codes:
   0 done, or it was so before     1 no such job or node, or the job is over   2 wrong usage
-  4 --wait: not within its time   5 etcd unreachable, or denied
+  4 --wait: not within its time   5 etcd unreachable, or denied               130 ended by Ctrl-C
+"""
+_OF_ALL = """
+With --all it goes on with the other jobs where it fails in one; the exit code is then the highest.
 """
 _DRAIN = f"""\
 The node leaves as on SIGTERM to its agent: scripts in ee.run stop at a step that all ranks agree
@@ -65,11 +40,12 @@ examples:
   elastic-etcd drain resnet-7 node2 --etcd etcd1:2379 --wait && ssh node2 reboot
   elastic-etcd undrain resnet-7 node2 --etcd etcd1:2379
   elastic-etcd drain resnet-7 --self --wait     # in a container, as Kubernetes' preStop hook
-
+  elastic-etcd drain --all node2 --wait         # from each job in which it is
+{_OF_ALL}
 {_CODES}"""
 _UNDRAIN = f"""\
 An agent that waits there joins at once. Where none waits, start one.
-
+{_OF_ALL}
 {_CODES}"""
 _STOP = f"""\
 All nodes leave at once. Scripts in ee.run stop at a step that all ranks agree on, others get
@@ -79,13 +55,15 @@ exit 143. Agents that are started after that begin a new run.
 
 examples:
   elastic-etcd stop resnet-7 --etcd etcd1:2379 --save --wait
-
+  elastic-etcd stop --all --prefix /team-a --yes
+{_OF_ALL}
 {_CODES}"""
 _SCALE = f"""\
 A world of a number of nodes that is not allowed any more ends at once: too many become spares,
 too few wait for more, and newcomers are taken in as ever. Scripts in ee.run stop at a step that
 all ranks agree on, others get SIGTERM. Agents may be started with the old --nnodes or the new one.
-It counts for this run of the job, until it is scaled again.
+It counts for this run of the job, until it is scaled again. There is no --all: how many nodes a job
+needs is its own affair.
 
 examples:
   elastic-etcd scale resnet-7 2:8 --etcd etcd1:2379
@@ -96,7 +74,9 @@ examples:
 
 def drain() -> options.Parser:
     """The command line of `elastic-etcd drain JOB NODE`."""
-    parser = _parser("drain", "JOB NODE", "Makes a node leave a job, and keeps it out.", _DRAIN)
+    text = "Makes a node leave a job, and keeps it out."
+    every = "from each job under --prefix in which the node is"
+    parser = _parser("drain", "JOB | --all  NODE", text, _DRAIN, every)
     parser.add_argument("node", metavar="NODE", nargs="?", type=options.name, help="its name")
     parser.add_argument(
         "--self",
@@ -111,12 +91,15 @@ def drain() -> options.Parser:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
+    parser.set_defaults(check=_which_node)
     return parser
 
 
 def undrain() -> options.Parser:
     """The command line of `elastic-etcd undrain JOB NODE`."""
-    parser = _parser("undrain", "JOB NODE", "Lets a node that was drained come back.", _UNDRAIN)
+    text = "Lets a node that was drained come back."
+    every = "to each job under --prefix from which it is drained"
+    parser = _parser("undrain", "JOB | --all  NODE", text, _UNDRAIN, every)
     parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
     return parser
 
@@ -124,6 +107,7 @@ def undrain() -> options.Parser:
 def scale() -> options.Parser:
     """The command line of `elastic-etcd scale JOB NODES`."""
     parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
+    parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
         "nnodes", metavar="NODES", type=options.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
@@ -136,299 +120,166 @@ def scale() -> options.Parser:
 
 def stop() -> options.Parser:
     """The command line of `elastic-etcd stop JOB`."""
-    parser = _parser("stop", "JOB", "Ends a job on all of its nodes.", _STOP)
+    every = "each job under --prefix that goes on; asks first"
+    parser = _parser("stop", "JOB | --all", "Ends a job on all of its nodes.", _STOP, every)
+    parser.add_argument("--yes", action="store_true", help="--all: do not ask")
     parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
     parser.add_argument("--wait", action="store_true", help="return when the job has ended")
     return parser
 
 
-def _parser(command: str, arguments: str, description: str, epilog: str) -> options.Parser:
-    parser = look.parser(command, description, epilog, arguments)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def _parser(
+    command: str, arguments: str, description: str, epilog: str, every: str = ""
+) -> options.Parser:
+    # With --all drain's first name is the node's.
+    parser = look.parser(command, description, epilog, arguments, one=options.name, every=every)
+    per_job = "; with --all, one a line" if every else ""
+    parser.add_argument("--json", action="store_true", help=f"print one JSON object{per_job}")
+    check = parser.get_default("check")
+
+    def check_job(args: Namespace) -> None:
+        check(args)
+        options.job_id(args.job or "any")
+
+    parser.set_defaults(check=check_job)
     return parser
+
+
+def _which_node(args: Namespace) -> None:
+    """What drain is about. Raises ArgumentTypeError where that is not clear."""
+    if args.all:
+        if args.job and args.node:
+            raise ArgumentTypeError(f"{args.job} and --all: give one of both")
+        args.job, args.node = None, args.job
+    elif not args.job:
+        raise ArgumentTypeError("no job given: give its id, or --all")
+    else:
+        options.job_id(args.job)
+    if args.self == bool(args.node):
+        raise ArgumentTypeError("which node? Give its name, or --self")
+
+
+class _OfOneJob(Action):
+    """A flag that others have and that makes no sense here."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        parser.error("--all: how many nodes a job needs is its own affair; scale each by its id")
 
 
 def main(command: str, argv: Sequence[str]) -> int:
     """Do what `elastic-etcd COMMAND` says; gives the exit code."""
     make, do = COMMANDS[command]
 
-    async def tell(job: look.Job, args: Namespace) -> None:
-        done = {"job": job.name} | await do(Job(job.client, args), args)
+    async def steer(client: Client, args: Namespace) -> int:
+        if args.all:
+            return await _in_all(command, client, args)
+        done = await do(orders.Job(client, args), args)
         if args.json:
-            print(json.dumps(done, indent=2))
-            return
-        print(shown(done["told"]))
-        if done.get("note"):
-            print(f"note: {shown(done['note'])}", file=sys.stderr)
+            print(json.dumps({"job": args.job} | done, indent=2))
+        else:
+            _tell(args.job, done)
+        return 0
 
-    return look.run(make, argv, tell)
-
-
-class Job(look.Job):
-    """A job that is steered."""
-
-    async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
-        """Write what `change` makes of a view; gives that view, and whether there was a change.
-
-        `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
-        change the key again and again.
-        """
-        end = now() + self.timeout
-        while True:
-            seen = await self.read()
-            view = self.view_of(seen)
-            if view.newer:
-                raise UsageError(Outdated(view.newer).reason)
-            then, there = change(view), view.wanted or Wanted()
-            if then == there or await self._written(seen, then):
-                return view, then != there
-            if now() > end:
-                raise NotInTime(f"others change {self.keys.wanted} again and again: try later")
-            await asyncio.sleep(random.uniform(0, _PAUSE))  # noqa: S311 - no secret
-
-    async def wait(self, what: str, until: Callable[[View], bool], seconds: float) -> View:
-        """The first view for which `until` holds. Raises NotInTime."""
-
-        def fits(snapshot: Snapshot) -> View | None:
-            view = self.view_of(snapshot)
-            return view if until(view) else None
-
-        try:
-            async with asyncio.timeout(seconds):
-                return await first(self.client, self.ranges, fits)
-        except TimeoutError:
-            raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
-
-    def run_of(self, view: View) -> Spec:
-        """The run that goes on. Raises ElasticEtcdError where there is none."""
-        if view.outcome:
-            outcome = view.outcome
-            when = f" at {outcome.at}" if outcome.at else ""
-            raise ElasticEtcdError(f"job {self.name} is over: {outcome.state}{when}")
-        if view.spec is None:
-            raise ElasticEtcdError(f"job {self.name} has no run that goes on")
-        return view.spec
-
-    def limits_of(self, view: View) -> Limits:
-        """The limits of the run that goes on. Raises ElasticEtcdError where there is none."""
-        spec = self.run_of(view)
-        return wanted.scaled(view, spec.run, spec.limits)
-
-    async def _written(self, seen: Snapshot, then: Wanted) -> bool:
-        keys = self.keys
-        known = {key: kv.mod for key, kv in seen.kvs.items()}
-        fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
-        put = Put(keys.wanted, encode(then)) if then != Wanted() else Delete(keys.wanted)
-        return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
+    return look.with_etcd(make, argv, steer)
 
 
-# --- drain and undrain --------------------------------------------------------------------
+def _tell(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
+    print(shown(done["told"]), flush=True)
+    if done.get("note"):
+        look.note(f"job {job}: {done['note']}" if whose else done["note"])
 
 
-async def _drain(job: Job, args: Namespace) -> dict[str, Any]:
-    if args.self == bool(args.node):
-        raise UsageError("which node? Give its name, or --self.\nSee elastic-etcd drain --help.")
-    node = args.node or os.environ.get("PET_NODE_NAME") or options.this_node(os.environ)
-    asked = Drain(node, args.deadline, by=user(), at=_now())
-
-    def change(view: View) -> Wanted:
-        job.run_of(view)
-        there = [m for m in view.members if m.node == node]
-        if args.self and not there:
-            raise ElasticEtcdError(f"this machine's node, {node}, is not in job {job.name}")
-        limits = job.limits_of(view)
-        for member in (m for m in there if m.leaving and args.deadline is not None):
-            stands = wanted.leave_deadline(view, member, limits)
-            if stands != args.deadline:
-                raise ElasticEtcdError(f"node {node} leaves already, its {stands:g} s stand")
-        if args.self:
-            return _with(view, [replace(asked, lease=hexed(m.lease)) for m in there])
-        if (known := wanted.drained(view, node)) and args.deadline in (None, known.deadline):
-            return view.wanted or Wanted()
-        if not (there or known):
-            raise ElasticEtcdError(f"job {job.name} has no node {node}{_meant(view, node)}")
-        return _with(view, [asked])
-
-    view, changed = await job.change(change)
-    limits = job.limits_of(view)
-    leases = {m.lease for m in view.members if m.node == node}
-    seconds = limits.leave_deadline if args.deadline is None else args.deadline
-    if args.wait:
-        late = seconds + UNKILLABLE + STOP_PATIENCE
-        await job.wait(f"{node} is still there", lambda v: _gone(v, leases), late)
-    told = "has left" if args.wait or not leases else f"is to leave within {seconds:g} s"
-    if not changed:
-        told += "; it was drained before"
-    return {
-        "node": node,
-        "changed": changed,
-        "deadline": seconds,
-        "left": args.wait or not leases,
-        "told": f"node {node} of job {job.name} {told}",
-        "note": _too_few(view, node, limits),
-    }
+# --- all jobs -----------------------------------------------------------------------------
 
 
-def _gone(view: View, leases: set[int]) -> bool:
-    return leases.isdisjoint(m.lease for m in view.members)
+async def _in_all(command: str, client: Client, args: Namespace) -> int:
+    """The same in each job that it is about; gives the highest of their exit codes."""
+    about, what = _ABOUT[command]
+    views = await look.all_views(client, args)
+    jobs = [job for job, view in views.items() if about(view, args)]
+    if not jobs:
+        return _nothing_to_do(command, args)
+    _announce(what(args), jobs, args)
+    if command == "stop" and not args.yes:
+        _ask_first()
+    one_by_one = (_in_one(command, client, args, job) for job in jobs)
+    return max(await asyncio.gather(*one_by_one))
 
 
-def _too_few(view: View, node: str, limits: Limits) -> str:
-    """What follows for the others, where they are too few."""
-    left = [m for m in _staying(view) if m.node != node]
-    if not left:
-        return "no other node is there: the job ends as stopped"
-    if limits.largest(len(left)):
-        return ""
-    least = f"{len(left)} of at least {limits.min_nodes} nodes are left"
-    return f"{least}: training stops until more come, or ends after {limits.join_timeout:g} s"
-
-
-def _staying(view: View) -> list[Member]:
-    return [m for m in view.members if not (m.leaving or wanted.drained(view, m.node))]
-
-
-def _meant(view: View, node: str) -> str:
-    names = sorted({m.node for m in view.members})
-    if near := get_close_matches(node, names, n=1):
-        return f" (did you mean {near[0]}?)"
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"; there are {', '.join(names[:8])}{more}" if names else "; nobody is there"
-
-
-def _with(view: View, drains: list[Drain]) -> Wanted:
-    """What is wanted with these, instead of others of the same node or member."""
-    there = _pruned(view)
-    same = {(d.node, d.lease) for d in drains}
-    kept = [d for d in there.drains if (d.node, d.lease) not in same]
-    if len(kept) + len(drains) > MOST_DRAINS:
-        raise ElasticEtcdError(f"{len(kept)} nodes are drained, and no more can be: undrain some")
-    return replace(there, drains=(*kept, *drains))
-
-
-def _pruned(view: View) -> Wanted:
-    """What is wanted, without what means nothing any more."""
-    there = view.wanted or Wanted()
-    members = {hexed(m.lease) for m in view.members}
-    drains = tuple(d for d in there.drains if not d.lease or d.lease in members)
-    run = view.spec.run if view.spec and not view.outcome else ""
-    halt = there.stop if there.stop and there.stop.run == run else None
-    scale = there.scale if there.scale and there.scale.run == run else None
-    return Wanted(drains, halt, scale)
-
-
-async def _undrain(job: Job, args: Namespace) -> dict[str, Any]:
-    def change(view: View) -> Wanted:
-        if not wanted.drained(view, args.node):
-            names = sorted({d.node for d in _pruned(view).drains if not d.lease})
-            drained = f"; drained are {', '.join(names)}" if names else ""
-            raise ElasticEtcdError(f"node {args.node} of job {job.name} is not drained{drained}")
-        if any(m.node == args.node for m in view.members):
-            wait = "undrain it when it has left (drain --wait waits for that)"
-            raise ElasticEtcdError(f"node {args.node} of job {job.name} is still leaving: {wait}")
-        there = _pruned(view)
-        return replace(there, drains=tuple(d for d in there.drains if d.node != args.node))
-
-    await job.change(change)
-    told = f"node {args.node} of job {job.name} may come back"
-    return {"node": args.node, "changed": True, "told": told}
-
-
-# --- scale and stop -----------------------------------------------------------------------
-
-
-async def _scale(job: Job, args: Namespace) -> dict[str, Any]:
-    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
-    by, at = user(), _now()
-
-    def change(view: View) -> Wanted:
-        spec = job.run_of(view)
-        there, own = _pruned(view), spec.limits
-        if own.max_nodes == 1:
-            meets = "its agent meets no others (--nnodes 1)"
-            raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
-        if asked.max_nodes > (most := own.pages * MOST_SCALED):
-            told = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
-            raise ElasticEtcdError(f"job {job.name} was begun with {told}")
-        if wanted.scaled(view, spec.run, own).nnodes == asked.nnodes:
-            return view.wanted or Wanted()
-        sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
-        scale = Scale(**sizes, run=spec.run, instead_of=own.nnodes, by=by, at=at)
-        return replace(there, scale=None if asked.nnodes == own.nnodes else scale)
-
-    view, changed = await job.change(change)
-    if args.wait:
-        late = job.run_of(view).limits.patience + _SCALE_PATIENCE
-        await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
-    there = len(_staying(view))
-    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
-    return {
-        "nnodes": asked.nnodes,
-        "changed": changed,
-        "nodes": there,
-        "told": f"job {job.name} {'trains' if args.wait else 'is to train'} on {asked.nnodes} nodes"
-        + ("" if changed else "; it was scaled so before"),
-        "note": "" if asked.largest(there) else few,
-    }
-
-
-def _fits(view: View, asked: Limits) -> bool:
-    """Whether a world trains that has an allowed number of nodes."""
-    now = view.round
-    trains = now is not None and now.phase is Phase.FINAL
-    return trains and now is not None and asked.largest(now.nodes) == now.nodes
-
-
-async def _stop(job: Job, args: Namespace) -> dict[str, Any]:
-    by, at = user(), _now()
-
-    def change(view: View) -> Wanted:
-        run = job.run_of(view).run
-        if wanted.halted(view, run):
-            return view.wanted or Wanted()
-        return replace(_pruned(view), stop=Halt(run, args.save, by, at))
-
-    view, changed = await job.change(change)
-    spec, state = job.run_of(view), ""
-    if args.wait:
-        leaving = [wanted.leave_deadline(view, m, spec.limits) for m in view.members]
-        late = spec.limits.patience + max(leaving, default=0.0)
-        ended = await job.wait("it goes on", lambda v: _ended(v, spec.run), late)
-        state = ended.outcome.state if ended.outcome else "stopped"
-    told = f"is over: {state}" if state else "is to stop"
-    if not changed:
-        told += "; it was to stop before"
-    return {"changed": changed, "state": state or None, "told": f"job {job.name} {told}"}
-
-
-def _ended(view: View, run: str) -> bool:
-    """Whether it has an outcome, or nobody is left to write one."""
-    return bool(view.outcome and view.outcome.run == run) or not view.members
-
-
-def user() -> str:
-    """Who asks, and where."""
+async def _in_one(command: str, client: Client, args: Namespace, job: str) -> int:
+    _, do = COMMANDS[command]
+    own = copy(args)
+    own.job = job
     try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # no such user in this container
-        name = str(os.getuid())
-    return f"{name}@{os.uname().nodename}"
+        done = await do(orders.Job(client, own), own)
+    except ElasticEtcdError as error:
+        print(f"error: job {job}: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    if args.json:
+        print(json.dumps({"job": job} | done), flush=True)
+    else:
+        _tell(job, done, whose=True)
+    return 0
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+def _nothing_to_do(command: str, args: Namespace) -> int:
+    """A name that no job knows may be mistyped; where no job goes on, all have stopped."""
+    if command == "stop":
+        look.note(f"no job under {args.prefix} goes on")
+        return 0
+    node, prefix = orders.node_of(args), args.prefix
+    if command == "undrain":
+        raise ElasticEtcdError(f"no job under {prefix} has node {node} drained")
+    raise ElasticEtcdError(f"node {node} is in no job under {prefix} that goes on")
 
 
-async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
-    """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
-    args = Namespace(node=node, deadline=None, wait=False)
-    args.self = False
-    return await {"drain": _drain, "undrain": _undrain}[command](job, args)
+def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
+    """Say what will be done, and to whom."""
+    more = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
+    count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    told = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
+    print(shown(told), file=sys.stderr, flush=True)
+
+
+def _ask_first() -> None:
+    """Raises UsageError where nobody can be asked, ElasticEtcdError where the answer is no."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("stop --all asks first, and here is no terminal: give --yes")
+    print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's would wait
+    try:
+        answer = sys.stdin.readline()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if answer.strip().lower() not in ("y", "yes"):
+        raise ElasticEtcdError("nothing is done")
+
+
+def _has_node(view: View, args: Namespace) -> bool:
+    """Whether a run goes on in which the node is, or from which it is drained."""
+    node = orders.node_of(args)
+    there = any(m.node == node for m in view.members)
+    return _goes_on(view) and (there or bool(wanted.drained(view, node)))
+
+
+def _goes_on(view: View) -> bool:
+    return view.spec is not None and view.outcome is None
+
+
+# Of each command that knows --all which jobs it is about, and what it does, in words.
+_ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace], str]]] = {
+    "drain": (_has_node, lambda args: f"node {orders.node_of(args)} is to leave"),
+    "undrain": (
+        lambda view, args: wanted.drained(view, args.node) is not None,
+        lambda args: f"node {args.node} may come back to",
+    ),
+    "stop": (lambda view, _: _goes_on(view), lambda _: "to stop:"),
+}
 
 
 COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
-    "drain": (drain, _drain),
-    "undrain": (undrain, _undrain),
-    "scale": (scale, _scale),
-    "stop": (stop, _stop),
+    "drain": (drain, orders.drain),
+    "undrain": (undrain, orders.undrain),
+    "scale": (scale, orders.scale),
+    "stop": (stop, orders.stop),
 }

@@ -1,4 +1,4 @@
-"""`elastic-etcd timeline JOB`: what each node did in each second, as a drawing or a trace."""
+"""`elastic-etcd timeline`: what each node did in each second, as a drawing or a trace."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 The times are those of report: what the coordinator's node has measured is drawn for all nodes of a
@@ -32,6 +33,7 @@ world. With --log a node is drawn as it has told itself, by --event-log.
 examples:
   elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.svg
   elastic-etcd timeline resnet-7 --out resnet-7.json   # for ui.perfetto.dev or chrome://tracing
+  elastic-etcd timeline --all --out all.svg            # their nodes as JOB/NODE
 
 {look.CODES}"""
 
@@ -71,19 +73,30 @@ class Saved(NamedTuple):
 def parser() -> options.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
     text = "Draws what each node did in the newest run."
-    made = look.parser("timeline", text, _EPILOG, "JOB --out FILE")
+    arguments = "JOB | --all  --out FILE | --json"
+    every = "each job under --prefix, in one drawing"
+    made = look.parser("timeline", text, _EPILOG, arguments, every=every)
+    made.add_argument("--out", type=_file, metavar="FILE", help="to write: .svg, or .json")
     made.add_argument(
-        "--out", type=_file, required=True, metavar="FILE", help="to write: .svg, or .json"
+        "--json", action="store_true", help="print what --out FILE.json would have written"
     )
     made.add_argument(
         "--log", nargs="+", default=[], metavar="FILE", help="files that --event-log has written"
     )
+    one_or_all = made.get_default("check")
+
+    def check(args: Namespace) -> None:
+        one_or_all(args)
+        if bool(args.out) == args.json:
+            raise ArgumentTypeError("where to? Give either --out FILE or --json")
+
+    made.set_defaults(check=check)
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return look.run(parser, argv, _timeline)
+    return look.run(parser, argv, _timeline, _all)
 
 
 def _file(text: str) -> Path:
@@ -99,15 +112,38 @@ def _file(text: str) -> Path:
 
 
 async def _timeline(job: look.Job, args: Namespace) -> None:
-    view = await job.view()
-    spans = list(of_history(view, time.time()))
-    for path in args.log:
-        own = list(of_log(_read(path), job.name))
-        told = {span.node for span in own if isinstance(span, Span)}
-        spans = [span for span in spans if span.node not in told] + own
+    spans = _of_job(job.name, await job.view(), args)
     if not spans:
         raise ElasticEtcdError(f"job {job.name} has had no world yet")
-    text = trace(spans) if args.out.suffix == ".json" else svg(job.name, spans)
+    _write(f"job {job.name}", spans, args)
+
+
+async def _all(client: Client, args: Namespace) -> None:
+    views = await look.all_views(client, args)
+    spans = [
+        span._replace(node=f"{job}/{span.node}")
+        for job, view in views.items()
+        for span in _of_job(job, view, args)
+    ]
+    if not spans:
+        raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
+    _write(f"all jobs under {args.prefix}", spans, args)
+
+
+def _of_job(job: str, view: View, args: Namespace) -> list[Span | Saved]:
+    spans = list(of_history(view, time.time()))
+    for path in args.log:
+        own = list(of_log(_read(path), job))
+        told = {span.node for span in own if isinstance(span, Span)}
+        spans = [span for span in spans if span.node not in told] + own
+    return spans
+
+
+def _write(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
+    if args.json:
+        print(trace(spans))
+        return
+    text = trace(spans) if args.out.suffix == ".json" else svg(title, spans)
     try:
         args.out.write_text(text)
     except OSError as error:
@@ -265,7 +301,7 @@ def _naturally(name: str) -> list[tuple[int, str]]:
 # --- as a drawing -------------------------------------------------------------------------
 
 
-def svg(job: str, spans: Sequence[Span | Saved]) -> str:
+def svg(title: str, spans: Sequence[Span | Saved]) -> str:
     """A row for each node, a bar for each span; names and reasons show at the pointer."""
     nodes = dict(list(_nodes(spans).items())[:_MOST])
     bars = [span for span in spans if isinstance(span, Span) and span.node in nodes]
@@ -276,7 +312,7 @@ def svg(job: str, spans: Sequence[Span | Saved]) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
         f'<rect {size} fill="#ffffff"/>',
-        _text(8, _LINE, f"job {job}"),
+        _text(8, _LINE, title),
         *_legend(),
         *(_text(8, _TOP + _ROW * row + 15, node[:_NAME]) for node, row in nodes.items()),
         *_axis(begin, end, scale, height),
@@ -284,9 +320,9 @@ def svg(job: str, spans: Sequence[Span | Saved]) -> str:
     for bar in bars:
         left, top = _LEFT + (bar.begin - begin) * scale, _TOP + _ROW * nodes[bar.node] + 3
         shape = f'x="{left:.2f}" y="{top}" width="{(bar.end - bar.begin) * scale:.2f}"'
-        title = f"{bar.node}: {bar.doing} for {bar.end - bar.begin:.1f} s, {bar.told}"
+        told = f"{bar.node}: {bar.doing} for {bar.end - bar.begin:.1f} s, {bar.told}"
         fill = f'height="{_ROW - 6}" fill="{_COLOURS[bar.doing]}"'
-        lines.append(f"<rect {shape} {fill}><title>{_escaped(title)}</title></rect>")
+        lines.append(f"<rect {shape} {fill}><title>{_escaped(told)}</title></rect>")
     for mark in spans:
         if isinstance(mark, Saved) and mark.node in nodes:
             at, top = _LEFT + (mark.at - begin) * scale, _TOP + _ROW * nodes[mark.node]

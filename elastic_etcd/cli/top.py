@@ -1,75 +1,77 @@
-"""`elastic-etcd top JOB`: a job as it is now, on a screen that follows it."""
+"""`elastic-etcd top`: a job as it is now, or all with --all, on a screen that follows it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import signal
+import json
 import sys
-import termios
-import tty
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_etcd.cli import look, status, steer
+from elastic_etcd.cli import look, orders, status, terminal
+from elastic_etcd.cli.jobs import Jobs
+from elastic_etcd.cli.looking import PERIOD, Leases, Looker, pace_as_json, paces
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import Pace, Watched, decode, encode
-from elastic_etcd.core.txn import Put, Txn
-from elastic_etcd.core.view import Everything, View, view_of
-from elastic_etcd.errors import ElasticEtcdError, EtcdDenied, EtcdError
+from elastic_etcd.core.schema import Pace, unhexed
+from elastic_etcd.core.view import Everything, view_of
+from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.etcd.retry import now
-from elastic_etcd.etcd.session import Session
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.client import Client
+    from elastic_etcd.etcd.client import Client, Left
 
 _EVENTS = 10  # lines of the history
-_TTL = 10  # seconds; so long nodes go on to say how fast they are, when this was killed
-_PERIOD = 2.0
 _ONCE = 10.0  # seconds at most, until it is printed once
-_WIDE = 240  # columns where there is no terminal
-_PAUSE = 0.1  # seconds between two frames, at least
-_FRAME = 1.0  # seconds between two frames, where nothing happens
+_MOST_ASKED = 64  # where it is printed once
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
-_KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
+_QUIT, _QUITS = "q: quit", ("q", "Q", "\x03")
 _UP, _DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
 Nodes say how fast they are as long as somebody looks, which takes the right to write JOB/watched;
-all else is only read. Without a terminal, or with --once, the job is printed once.
+all else is only read. "lease" is how long a node's lease still is, of how long: it is renewed each
+third of that, and without that the node is lost at 0. Without a terminal, or with --once or --json,
+the job is printed once. With --all there is a line for each job, and q: quit.
+
+examples:
+  elastic-etcd top resnet-7 --etcd etcd1:2379
+  elastic-etcd top resnet-7 --json | jq '.nodes[] | [.node, .state, .pace]'
 
 {look.CODES}"""
 
 
 def parser() -> options.Parser:
-    """The command line of `elastic-etcd top JOB`."""
+    """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
-    made = look.parser("top", text, _EPILOG)
+    made = look.parser("top", text, _EPILOG, every="each job under --prefix, in a line")
     made.add_argument("--once", action="store_true", help="print it once")
+    told = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    made.add_argument("--json", action="store_true", help=told)
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    return look.run(parser, argv, _top)
+    return look.run(parser, argv, _top, _all)
+
+
+def _is_once(args: Namespace) -> bool:
+    return args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
 
 
 async def _top(job: look.Job, args: Namespace) -> None:
-    once = args.once or not (sys.stdin.isatty() and sys.stdout.isatty())
+    once = _is_once(args)
     screen = Screen(job.name, once=once)
     seen = await job.read()
     screen.see(seen, job.keys)
@@ -78,137 +80,84 @@ async def _top(job: look.Job, args: Namespace) -> None:
         mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
         looker = Looker(job.client, job.keys, job.timeout)
         scope.push_async_callback(looker.end)
+        leases = Leases(job.client, screen.lefts)
         if not once:
-            await _live(screen, mirror, changed, looker, steer.Job(job.client, args))
+            await _follow(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
             return
         await looker.look(seen)
-        await asyncio.sleep(min(2 * _PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0)
+        await asyncio.sleep(min(2 * PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0)
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
         screen.note = looker.note
-        width = None if sys.stdout.isatty() else _WIDE
-        Console(highlight=False, width=width).print(screen.render(1 << 20))
-
-
-async def _live(
-    screen: Screen, mirror: Mirror, changed: asyncio.Event, looker: Looker, job: steer.Job
-) -> None:
-    console = Console(highlight=False)
-    pressed: asyncio.Queue[str] = asyncio.Queue()
-    mirror.failed.add_done_callback(lambda _: changed.set())
-    with (
-        _keys_of(pressed, changed),
-        _signals(pressed, changed),
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
-        while True:
-            if mirror.failed.done():
-                mirror.failed.result()
-            if snapshot := mirror.snapshot():
-                await looker.look(snapshot)
-                screen.see(snapshot, job.keys)
-            screen.note = looker.note
-            live.update(screen.render(console.height), refresh=True)
-            await asyncio.sleep(_PAUSE)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_FRAME):
-                    await changed.wait()
-            changed.clear()
-            while not pressed.empty():
-                key = pressed.get_nowait()
-                if key in signal.Signals.__members__:
-                    raise SystemExit(128 + signal.Signals[key])
-                if await screen.press(key, job):
-                    return
-
-
-@contextmanager
-def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
-    """Each key that is pressed, as the terminal sends it."""
-    loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-
-    def read() -> None:
-        text = b""
-        with suppress(OSError):  # the terminal has gone
-            text = os.read(terminal, 1024)
-        for key in _KEY.findall(text.decode(errors="replace")) or ["q"]:
-            pressed.put_nowait(key)
-        changed.set()
-
-    tty.setcbreak(terminal)
-    loop.add_reader(terminal, read)
-    try:
-        yield
-    finally:
-        loop.remove_reader(terminal)
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _signals(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
-    """Who ends this quits, so that the terminal is as it was; it can't be stopped."""
-    loop, ends = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: signal.Signals) -> None:
-        pressed.put_nowait(number.name)
-        changed.set()
-
-    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-    for number in ends:
-        loop.add_signal_handler(number, end, number)
-    try:
-        yield
-    finally:
-        for number in ends:
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGTSTP, before)
-
-
-class Looker:
-    """Tells the job that somebody looks, under a lease of its own."""
-
-    def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
-        self.told = False
-        self.refused = ""
-        self._trouble = ""
-        self._client, self._keys, self._timeout = client, keys, timeout
-        self._session: Session | None = None
-        self._scope = AsyncExitStack()
-
-    async def look(self, seen: Snapshot) -> None:
-        """Say so, if nobody does."""
-        if self._keys.watched in seen.kvs:
-            self.told, self.refused = True, ""
-            return
-        if self.refused:
-            return
-        try:
-            if self._session is None or self._session.lost.done():
-                session = Session(self._client, _TTL, timeout=self._timeout)
-                self._session = await self._scope.enter_async_context(session)
-            value = encode(Watched(_PERIOD, by=steer.user()))
-            put = Put(self._keys.watched, value, self._session.lease)
-            await self._client.txn(Txn((), (put,)), self._timeout)
-            self.told = True
-        except EtcdDenied as error:
-            self.refused = f"steps are not shown: {error}"
-        except EtcdError as error:
-            self._trouble = f"etcd: {error}"
+        with suppress(EtcdError):
+            await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
+        if args.json:
+            print(json.dumps(screen.as_json(), indent=2))
         else:
-            self._trouble = ""
+            Console(highlight=False, width=look.width()).print(screen.render(1 << 20))
 
-    @property
-    def note(self) -> str:
-        """What whoever looks had better know."""
-        since = self._session.silent_since if self._session else None
-        if since is not None:
-            return f"no answer from etcd for {now() - since:.0f} s: this may be old"
-        return self.refused or self._trouble
 
-    async def end(self) -> None:
-        """The key goes with its lease."""
-        await self._scope.aclose()
+async def _all(client: Client, args: Namespace) -> None:
+    async with Jobs(client, args.prefix, args.timeout) as known:
+        if not _is_once(args):
+            await _follow_all(known)
+        elif args.json:
+            for job in known.in_short():
+                print(json.dumps(job))
+        else:
+            table = status.jobs_table(known.in_short())
+            Console(highlight=False, width=look.width()).print(table)
+
+
+async def _follow_all(known: Jobs) -> None:
+    def draw(height: int) -> Group:
+        found, room = known.in_short(), height - 3
+        table = status.jobs_table(found[:room])
+        return Group(_line(_of_all(known, len(found), room)), table, _line(_QUIT))
+
+    async def press(key: str) -> bool:
+        return key in _QUITS
+
+    async def look_again() -> None:
+        if known.keeper.done():
+            known.keeper.result()
+
+    await terminal.show(asyncio.Event(), draw, press, look_again)
+
+
+def _of_all(known: Jobs, count: int, room: int) -> str:
+    jobs = "1 job" if count == 1 else f"{count} jobs"
+    some = f", {room} of them shown" if count > room else ""
+    away = f"; no answer from etcd since {known.away['since']}" if known.away else ""
+    return f"{jobs} under {known.prefix}{some}{away}"
+
+
+async def _follow(
+    screen: Screen,
+    mirror: Mirror,
+    changed: asyncio.Event,
+    looker: Looker,
+    leases: Leases,
+    job: orders.Job,
+) -> None:
+    mirror.failed.add_done_callback(lambda _: changed.set())
+
+    async def look_again() -> None:
+        if mirror.failed.done():
+            mirror.failed.result()
+        if snapshot := mirror.snapshot():
+            await looker.look(snapshot)
+            screen.see(snapshot, job.keys)
+        screen.note = looker.note
+
+    async def press(key: str) -> bool:
+        return await screen.press(key, job)
+
+    asking = asyncio.create_task(leases.follow(lambda: screen.visible), name="leases")
+    try:
+        await terminal.show(changed, screen.render, press, look_again)
+    finally:
+        asking.cancel()
 
 
 class Screen:
@@ -216,6 +165,8 @@ class Screen:
 
     def __init__(self, job: str, *, once: bool) -> None:
         self.note = ""
+        self.lefts: dict[int, Left] = {}
+        self.visible: list[int] = []  # leases of the nodes that are shown
         self._once = once
         self._job = job
         self._state: dict[str, Any] = {}
@@ -237,7 +188,7 @@ class Screen:
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
-    async def press(self, key: str, job: steer.Job) -> bool:
+    async def press(self, key: str, job: orders.Job) -> bool:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
@@ -252,7 +203,25 @@ class Screen:
             self._asks = "drain", node
         if key == "u" and drained:
             self._asks = "undrain", node if node in drained else drained[0]
-        return key in ("q", "Q", "\x03")
+        return key in _QUITS
+
+    def as_json(self) -> dict[str, Any]:
+        """That of status, with what is known of each node's pace and lease."""
+        nodes = [
+            node | {"pace": self._pace_of(node), "lease_left": self._left_of(node)}
+            for node in self.nodes
+        ]
+        return self._state | {"nodes": nodes, "note": self.note}
+
+    def _pace_of(self, node: dict[str, Any]) -> dict[str, Any] | None:
+        pace = self._paces.get(node["node"])
+        return pace_as_json(pace) if pace else None
+
+    def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
+        left = self.lefts.get(unhexed(node["lease"]))
+        if left is None or left.seconds < 0:
+            return None
+        return {"seconds": left.seconds, "granted": left.granted}
 
     def render(self, height: int) -> Group:
         """As many lines as there is room for: the head's, then the nodes', then the events'."""
@@ -274,12 +243,15 @@ class Screen:
 
     def _table(self, rows: int) -> Table:
         table = Table(box=None, pad_edge=False, expand=False)
-        for name in ("", "node", "state", "ranks", "step", "steps/s", "doing", "why"):
+        for name in ("", "node", "state", "ranks", "step", "steps/s", "doing", "lease", "why"):
             justify: Literal["right", "left"] = "right" if name.startswith("step") else "left"
-            table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
+            # Only these give way where there is no room.
+            table.add_column(name, justify=justify, no_wrap=name not in ("node", "why"))
         first = max(0, min(self._chosen - rows + 1, len(self.nodes) - rows))
-        for number, node in list(enumerate(self.nodes))[first : first + rows]:
-            pace = self._paces.get(node["node"])
+        shown_rows = list(enumerate(self.nodes))[first : first + rows]
+        self.visible = [unhexed(node["lease"]) for _, node in shown_rows]
+        for number, node in shown_rows:
+            pace, left = self._paces.get(node["node"]), self._left_of(node)
             cells = [
                 ">" if number == self._chosen and not self._once else "",
                 node["node"],
@@ -288,35 +260,22 @@ class Screen:
                 str(pace.step) if pace else "-",
                 f"{pace.per_second:.2f}" if pace else "-",
                 str(pace.doing) if pace else "-",
+                f"{left['seconds']}/{left['granted']} s" if left else "-",
                 node["why"],
             ]
-            table.add_row(*(Text(shown(cell)) for cell in cells))
+            table.add_row(*map(_line, cells))
         if len(self.nodes) > rows:
             table.caption = f"{rows} of {len(self.nodes)} nodes"
         return table
-
-
-def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
-    """How fast the nodes are whose workers run, as far as they have said it."""
-    found = {}
-    for member in view.members:
-        kv = snapshot.kvs.get(keys.pace(member.lease))
-        try:
-            pace = decode(Pace, kv.value, lease=member.lease) if kv else None
-        except ValueError:
-            continue
-        if pace and pace.generation == view.trains:
-            found[member.node] = pace
-    return found
 
 
 def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
 
 
-async def _steered(job: steer.Job, command: str, node: str) -> str:
+async def _steered(job: orders.Job, command: str, node: str) -> str:
     """What came of it, in a line."""
     try:
-        return str((await steer.ask(job, command, node))["told"])
+        return str((await orders.ask(job, command, node))["told"])
     except ElasticEtcdError as error:
         return f"error: {error}"

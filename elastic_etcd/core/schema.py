@@ -27,7 +27,8 @@ PREFIX = "/elastic_etcd"
 PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
-        *("hang", "steps", "wanted", "watched", "paces"),
+        *("hang", "steps", "wanted", "watched", "paces", "preload"),
+        *("step_times", "stragglers"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -38,11 +39,15 @@ ON_A_PAGE = 64  # participants at most, until there are MOST_PAGES
 MOST_SCALED = 1024  # on a page, where a run has been scaled since it was begun
 MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
+MOST_STRAGGLERS = 1024
 MOST_SECONDS = 1e12
+MOST_MODULES = 512
+MOST_IN_NAMES = 1 << 15  # characters of all modules' names together
 
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
 _IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
 _NONCE = r"\A[0-9a-f]{32}\Z"
+_MODULE = r"\A[^\W\d]\w*(\.[^\W\d]\w*)*\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -164,6 +169,21 @@ class Keys:
     def pace(self, lease: int) -> str:
         return f"{self.root}/paces/{hexed(lease)}"
 
+    @property
+    def preload(self) -> str:
+        return f"{self.root}/preload"
+
+    @property
+    def step_times(self) -> str:
+        return f"{self.root}/step_times/"
+
+    def step_time(self, lease: int) -> str:
+        return f"{self.root}/step_times/{hexed(lease)}"
+
+    @property
+    def stragglers(self) -> str:
+        return f"{self.root}/stragglers"
+
     def steps(self, generation: int | None = None) -> str:
         return self._folder("steps", generation)
 
@@ -188,6 +208,7 @@ Number: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
+Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
 Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
@@ -195,6 +216,7 @@ Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
 Port: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 16)]
 IP: TypeAlias = Annotated[str, Meta(pattern=_IP)]
+Module: TypeAlias = Annotated[str, Meta(pattern=_MODULE, max_length=256)]
 Nonce: TypeAlias = Annotated[str, Meta(pattern=_NONCE)]
 
 
@@ -277,6 +299,7 @@ class Limits(Sizes, frozen=True):
     min_uptime: Seconds = 10.0
     suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
     hang_action: Literal["report", "restart"] = "report"
+    straggler_factor: Factor = 1.5  # 0: nobody is looked for
     settle: Seconds = 3.0
     join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
     join_interval: Seconds = 0.0
@@ -653,6 +676,43 @@ class Pace(Value, frozen=True):
     doing: Doing
 
 
+class Preload(Value, frozen=True):
+    """The modules that the job's script imports and that a fork server can load before it.
+
+    In the order of the script. None at all: it is not to be tried any more.
+    """
+
+    modules: Annotated[tuple[Module, ...], Meta(max_length=MOST_MODULES)]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for names that are too long together."""
+        if sum(map(len, self.modules)) > MOST_IN_NAMES:
+            raise ValueError(f"modules have more than {MOST_IN_NAMES} characters")
+
+
+class StepTime(Value, frozen=True):
+    """How long a step of a node's workers usually takes, and of that `outside` of collectives.
+
+    In seconds; of several workers it is the one that spends the most outside.
+    """
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    generation: Number
+    outside: Seconds
+    whole: Seconds
+
+
+class Stragglers(Value, frozen=True):
+    """The nodes that have been told to be slow, by name, and the last line about one of them."""
+
+    generation: Number = 0
+    number: Number = 0
+    line: Text = ""
+    nodes: Annotated[tuple[Text, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
+
+
 class Outcome(Value, frozen=True):
     """How a run of the job ended: `state` is succeeded, failed or stopped."""
 
@@ -714,7 +774,8 @@ class History(Value, frozen=True):
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "hangs", "outcome", "spent", "spent_before"),
+        *("ended", "ended_at", "failures", "hangs", "stragglers", "outcome"),
+        *("spent", "spent_before"),
     )
 
     generation: Number
@@ -729,6 +790,7 @@ class History(Value, frozen=True):
     ended_at: Text | UnsetType = UNSET
     failures: tuple[Failure, ...] | UnsetType = UNSET
     hangs: tuple[Text, ...] | UnsetType = UNSET
+    stragglers: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
     spent: Spent | UnsetType = UNSET
     spent_before: Spent | UnsetType = UNSET

@@ -1,8 +1,8 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the ledger, the outcome, what is said of a hang, what people want and whether they look, one
-page of the world, the coordinator's member key and the agent's own.
+round, the ledger, the outcome, what is said of hangs and stragglers, what people want and whether
+they look, one page of the world, the coordinator's member key and the agent's own.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,8 @@ from elastic_etcd.core.schema import (
     Round,
     Spec,
     Steps,
+    StepTime,
+    Stragglers,
     Value,
     Wanted,
     Watched,
@@ -87,7 +89,10 @@ class View(Struct, frozen=True):
     hang_mod: int = 0
     wanted: Wanted | None = None
     watched: Watched | None = None
+    stragglers: Stragglers | None = None
+    stragglers_mod: int = 0
     steps: tuple[Steps, ...] = ()  # of the generation that trains
+    step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
@@ -128,7 +133,7 @@ def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
         return (Get(keys.root + "/", prefix=True),)
     own, page = Get(keys.member(lease)), Get(keys.page(coverage.page))
     whole = (keys.round, keys.ledger, keys.outcome, keys.hang, keys.wanted, keys.watched)
-    watched = (*map(Get, whole), page, own)
+    watched = (*map(Get, whole), Get(keys.stragglers), page, own)
     if coverage.coordinator in (None, lease):
         return watched
     return (*watched, Get(keys.member(coverage.coordinator)))
@@ -158,6 +163,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         hang_mod=_mod(kvs.get(keys.hang)),
         wanted=_value(Wanted, kvs.get(keys.wanted), bad),
         watched=_value(Watched, kvs.get(keys.watched), bad),
+        stragglers=_value(Stragglers, kvs.get(keys.stragglers), bad),
+        stragglers_mod=_mod(kvs.get(keys.stragglers)),
     )
     match coverage:
         case Everything():
@@ -192,6 +199,8 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     final, _ = view.last
     ready = found["acks"].get(now.generation, []) if now else []
     steps, _ = _read_all(Steps, found["steps"].get(view.trains, []), bad)
+    times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
+    step_times, _ = _read_all(StepTime, times, bad)
     acks, no_acks = _read_all(Ack, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
@@ -205,6 +214,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         reported=tuple(sorted(found["reports"])),
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
+        step_times=tuple(sorted(step_times, key=_BY_LEASE)),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
 

@@ -36,10 +36,13 @@ from elastic_etcd.core.schema import (
     Pace,
     Page,
     Participant,
+    Preload,
     Report,
     Spec,
     Spent,
     Steps,
+    StepTime,
+    Stragglers,
     decode,
     encode,
 )
@@ -50,6 +53,7 @@ HISTORY = 100  # generations that are remembered
 FAILURES = 32  # and of each, this many failed workers: a value has its limit in etcd
 NODES = 128  # and so many names
 HANGS = 8  # and so many lines of hangs
+STRAGGLERS = 8  # and of stragglers
 SOME = 16  # members that an agent looks at before it joins
 MANY = 100  # where the spec is gone, and they all go; a Txn has at most 128 operations
 
@@ -173,6 +177,7 @@ def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Del
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
         Delete(keys.world, prefix=True),
+        Delete(keys.preload),
         *_orphans(keys, view),
     )
 
@@ -366,7 +371,7 @@ def _write_report(
     return Txn(fence, (Put(key, encode(report)),))
 
 
-# --- hangs --------------------------------------------------------------------------------
+# --- hangs and stragglers -----------------------------------------------------------------
 
 
 def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
@@ -386,6 +391,17 @@ def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
     return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
+def put_preload(keys: Keys, local: Local, preload: Preload) -> Txn:
+    """What the script imports: who is first says it, and who finds it wrong says "nothing"."""
+    first = (Compare(keys.preload, "mod", 0),) if preload.modules else ()
+    fence = (
+        Compare(keys.member(local.lease), "create", local.created),
+        Compare(keys.spec, "create", local.spec),
+        *first,
+    )
+    return Txn(fence, (Put(keys.preload, encode(preload)),))
+
+
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
     """The coordinator's question or its answer, which is also the world's history if it is a hang.
 
@@ -396,13 +412,35 @@ def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
     return Txn(fence, (Put(keys.hang, encode(hang)), *told))
 
 
-def _history_with(keys: Keys, view: View, hang: Hang) -> tuple[Put, ...]:
-    entry = dict(view.history).get(hang.generation)
+def put_step_time(keys: Keys, local: Local, time: StepTime) -> Txn:
+    """How long a step of this node's workers takes."""
+    fence = (Compare(keys.member(local.lease), "create", local.created),)
+    return Txn(fence, (Put(keys.step_time(local.lease), encode(time), local.lease),))
+
+
+def put_stragglers(keys: Keys, view: View, local: Local, found: Stragglers) -> Txn:
+    """The coordinator's line about a node that is slow, or is so no more; also in the history.
+
+    Bound to no lease, as that of a hang.
+    """
+    fence = (
+        *_round_fence(keys, view, local),
+        Compare(keys.stragglers, "mod", view.stragglers_mod),
+    )
+    told = _history_with(keys, view, found)
+    return Txn(fence, (Put(keys.stragglers, encode(found)), *told))
+
+
+def _history_with(keys: Keys, view: View, said: Hang | Stragglers) -> tuple[Put, ...]:
+    entry = dict(view.history).get(said.generation)
     if entry is None:
         return ()
-    known = _known_history(hang.generation, entry)
-    lines = (*(known.hangs or ()), hang.line)[-HANGS:]
-    return (Put(keys.history(hang.generation), encode(replace(known, hangs=lines))),)
+    known = _known_history(said.generation, entry)
+    if isinstance(said, Hang):
+        known = replace(known, hangs=(*(known.hangs or ()), said.line)[-HANGS:])
+    else:
+        known = replace(known, stragglers=(*(known.stragglers or ()), said.line)[-STRAGGLERS:])
+    return (Put(keys.history(said.generation), encode(known)),)
 
 
 # --- leaving ------------------------------------------------------------------------------
@@ -457,7 +495,9 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.reports(), prefix=True),
         Delete(keys.world, prefix=True),
         Delete(keys.hang),
+        Delete(keys.stragglers),
         Delete(keys.steps(), prefix=True),
+        Delete(keys.preload),
     )
 
 

@@ -89,6 +89,11 @@ LEASE_REVOKE = Rpc(
     pb.LeaseRevokeRequest.SerializeToString,
     pb.LeaseRevokeResponse.FromString,
 )
+LEASE_TIME_TO_LIVE = Rpc(
+    "/etcdserverpb.Lease/LeaseTimeToLive",
+    pb.LeaseTimeToLiveRequest.SerializeToString,
+    pb.LeaseTimeToLiveResponse.FromString,
+)
 LEASE_KEEP_ALIVE = Rpc(
     "/etcdserverpb.Lease/LeaseKeepAlive",
     pb.LeaseKeepAliveRequest.SerializeToString,

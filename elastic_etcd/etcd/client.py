@@ -22,6 +22,7 @@ from elastic_etcd.etcd._grpc import (
     AUTHENTICATE,
     LEASE_GRANT,
     LEASE_REVOKE,
+    LEASE_TIME_TO_LIVE,
     RANGE,
     TXN,
     Answer,
@@ -69,6 +70,14 @@ class Lease:
 
     id: int
     ttl: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Seconds until a lease ends if nobody renews it, -1: it has; and those that were granted."""
+
+    seconds: int
+    granted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +265,13 @@ class Client:
         what = f"lease {lease:x}"
         with suppress(LeaseNotFound):
             await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
+
+    async def left_of(self, lease: int, timeout: float | None = None) -> Left:
+        """How long the lease still is, if nobody renews it."""
+        request = pb.LeaseTimeToLiveRequest(id=lease)
+        what = f"lease {lease:x}"
+        answer, _ = await self.call(LEASE_TIME_TO_LIVE, request, what, _deadline(timeout))
+        return Left(answer.ttl, answer.granted_ttl)
 
     async def call(
         self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float

@@ -1,4 +1,4 @@
-"""Tables, and what `scripts/bench recovery` shows: the launchers side by side, also as PNG."""
+"""Tables, and what `scripts/bench recovery` shows: the launchers side by side, also drawn."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -148,6 +148,7 @@ def _pyplot() -> Any:
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("Agg")  # a file, not a window
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     return plt

@@ -47,6 +47,8 @@ class Plan:
 
 def main() -> int:
     args = arguments()
+    if args.drawn:
+        return draw(args.drawn, args.plot)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     # One thread for each worker, whatever the launcher: two cores are few.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,10 +67,15 @@ def arguments() -> argparse.Namespace:
     add("--event", action="append", default=[], help="events with this text; may be repeated")
     add("--timeline", action="store_true", help="a killed worker, event by event")
     add("--kills", type=int, default=5, help="kills behind each timeline")
-    add("--json", type=Path, help="write all samples, as numbers or why there is none")
+    add(
+        "--json", type=Path, help="write all samples, or why there is none; or a timeline's medians"
+    )
     add("--markdown", type=Path, help="write the table for a document")
-    add("--plot", type=Path, metavar="PNG")
+    add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
+    add("--from", dest="drawn", type=Path, metavar="JSON", help="draw that, and measure nothing")
     args = parser.parse_args()
+    if args.drawn and not args.plot:
+        parser.error("--from JSON: where to? Give --plot FILE")
     if args.quick:
         args.repeat, args.bound, args.idle = 1, 20.0, 5.0
     args.only = args.only or (("exec", "prefork", "in process") if args.timeline else NAMES)
@@ -82,7 +89,12 @@ async def run(args: argparse.Namespace) -> int:
     title = f"recovery: torch {version('torch')}, {machine}, {args.repeat} repetitions"
     async with EmbeddedEtcd() as etcd:
         if args.timeline:
-            return timeline.show(etcd.endpoint, args.only, args.kills, console, args.plot)
+            found = timeline.show(etcd.endpoint, args.only, args.kills, console)
+            if args.json:
+                args.json.write_text(json.dumps({"title": title, "stages": found}, indent=1) + "\n")
+            if args.plot:
+                figures.stages(found, args.plot)
+            return 0
         plan = Plan(args.repeat, args.slow, args.bound, args.idle, tuple(args.event))
         with ExitStack() as scope:
             runners = [
@@ -104,6 +116,16 @@ async def run(args: argparse.Namespace) -> int:
         args.markdown.write_text(figures.markdown(faults.MEASURES, samples, ours))
     if args.plot:
         figures.bars(title, faults.MEASURES, samples, args.plot)
+    return 0
+
+
+def draw(drawn: Path, to: Path) -> int:
+    """What --json has written, of stages or of samples."""
+    found = json.loads(drawn.read_text())
+    if "stages" in found:
+        figures.stages(found["stages"], to)
+    else:
+        figures.bars(found["title"], faults.MEASURES, found["samples"], to)
     return 0
 
 

@@ -92,9 +92,9 @@ class Kill:
 
 
 def show(
-    endpoint: str, names: Sequence[str], kills: int, console: Console, png: Path | None
-) -> int:
-    """Measure, print a table for each start method, and draw all of them to `png`."""
+    endpoint: str, names: Sequence[str], kills: int, console: Console
+) -> dict[str, dict[str, float]]:
+    """Measure, and print a table for each start method; gives each stage's median in seconds."""
     found = {name: recoveries(name, endpoint, kills) for name in names}
     for name, each in found.items():
         console.print(table(name, each))
@@ -103,9 +103,7 @@ def show(
         for chain in chains:
             console.print(f"  {chain.count('→') + 1}: {chain}")
         console.print()
-    if png:
-        figures.stages({name: medians(each) for name, each in found.items()}, png)
-    return 0
+    return {name: medians(each) for name, each in found.items()}
 
 
 def recoveries(

@@ -77,7 +77,8 @@ class Replay:
     keys: dict[str, Recorded] = field(default_factory=dict)
     round: dict[str, Any] = field(default_factory=dict)  # the last one, though it be deleted
     handed_out: int = 0
-    outcomes: int = 0
+    halted: set[str] = field(default_factory=set)  # runs that somebody wanted to stop
+    outcomes: dict[str, str] = field(default_factory=dict)  # of each run
 
     def worlds(self) -> dict[int, World]:
         """All final rounds, and when each was seen to be over."""
@@ -133,10 +134,20 @@ class Replay:
             case "reports" if value["failure"] and not value["victim"]:
                 if int(rest[0]) != self.round.get("generation"):
                     self._say(event, "I5: a culprit's report of a world that was over")
+            case "wanted" if value["stop"]:
+                self.halted.add(value["stop"]["run"])
             case "outcome":
-                self.outcomes += 1
-                if self.outcomes > 1 or value["state"] != "succeeded":
-                    self._say(event, f"I7: outcome {self.outcomes} is {value}")
+                self._outcome(event, value["run"], value["state"])
+
+    def _outcome(self, event: Recorded, run: str, state: str) -> None:
+        """One of each run: it has succeeded, or it was stopped and somebody wanted that."""
+        if run in self.outcomes:
+            self._say(event, f"I7: a second outcome of run {run}, which has {self.outcomes[run]}")
+        if state != "succeeded" and (state != "stopped" or run not in self.halted):
+            self._say(event, f"I7: run {run} has {state}")
+        if "succeeded" in self.outcomes.values():
+            self._say(event, "I7: another run after one that has succeeded")
+        self.outcomes[run] = state
 
     def _round(
         self, event: Recorded, now: dict[str, Any], members: set[str], txn: list[Recorded]
@@ -321,7 +332,7 @@ def residue(nodes: Nodes, etcd: EtcdServer) -> list[str]:
     found, job = [], nodes.job
     kinds: dict[str, Callable[[], list[str]]] = {
         "processes": job.processes,
-        "keys": lambda: [k for k in keys(etcd, job.name) if not _stays(k)],
+        "keys": lambda: [k for k, value in keys(etcd, job.name).items() if not _stays(k, value)],
         "leases": lambda: sorted(leases(etcd)),
         "files": nodes.files,
         "shared memory": lambda: _shared(job),
@@ -353,8 +364,10 @@ def tracebacks(directory: Path, *, plain: bool) -> list[str]:
     return found
 
 
-def _stays(key: str) -> bool:
-    return key == "outcome" or key.startswith("history/")
+def _stays(key: str, value: dict[str, Any]) -> bool:
+    """That a run was to stop stands until somebody wants something else of the job."""
+    stopped = key == "wanted" and value["stop"] and not (value["drains"] or value["scale"])
+    return bool(stopped) or key == "outcome" or key.startswith("history/")
 
 
 def _in_the_end(find: Callable[[], list[str]], seconds: float) -> list[str]:

@@ -35,8 +35,11 @@ class Kind(StrEnum):
     GUARDIAN_KILL = "guardian killed"
     FORKSERVER_KILL = "fork server killed"
     LEAVE = "node leaves on SIGTERM"
+    DRAIN = "node drained by command, started again, and undrained"
     JOIN = "node joins"
     TRICKLE = "node joins soon after another"
+    SCALE = "job scaled by command to other numbers of nodes, and back"
+    STOP = "job stopped by command, and run again"
     DISK_FREEZE = "disk of the log files frozen for a while"
     ETCD_KILL = "etcd member killed for a while"
     ETCD_STOP = "etcd member stopped for a while"
@@ -54,6 +57,7 @@ NODE_FAULTS = {  # the node is not there for some time, or for ever
     Kind.NODE_KILL: 3,
     Kind.CONTAINER_KILL: 3,
     Kind.LEAVE: 4,
+    Kind.DRAIN: 4,
 }
 LOST = {Kind.AGENT_KILL, Kind.NODE_KILL, Kind.LEAVE}
 JOINS = {Kind.JOIN, Kind.TRICKLE}
@@ -66,7 +70,16 @@ PART_FAULTS = {
 MEMBER_FAULTS = {Kind.ETCD_KILL: 4, Kind.ETCD_STOP: 4}  # etcd goes on without the member
 OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3, Kind.PERMISSION_LOST: 3}
 ETCD_GONE = {*MEMBER_FAULTS, *OUTAGES}  # one at a time
-OTHERS = {Kind.COMPACTION: 3, Kind.JOIN: 4, Kind.TRICKLE: 2, Kind.DISK_FREEZE: 4}
+OTHERS = {
+    Kind.COMPACTION: 3,
+    Kind.JOIN: 4,
+    Kind.TRICKLE: 2,
+    Kind.DISK_FREEZE: 4,
+    Kind.SCALE: 4,
+}
+ONE_AT_A_TIME = {Kind.DISK_FREEZE, Kind.SCALE}
+STOPS = 0.05  # of all bursts; all nodes go, so that nothing else can happen
+OTHER_SIZES = ("2:3", "3:4", "2", "3", "2,4")  # all of MIN_NODES to MAX_NODES
 WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | OTHERS
 
 
@@ -75,7 +88,7 @@ class Fault:
     """`at` seconds after its burst begins, and over `lasts` seconds later, if it ends.
 
     target: the group rank that a node of the world has when the burst begins; or the role of
-    an etcd member ("leader", "follower"). Nothing for what has no target.
+    an etcd member ("leader", "follower"); or how many nodes may train. Nothing for what has none.
     """
 
     at: float
@@ -111,6 +124,9 @@ def schedule(seed: int, agents: int) -> Iterator[Burst]:
 
 
 def _burst(chance: random.Random, number: int, agents: int) -> Burst:
+    if chance.random() < STOPS:
+        stop = Fault(0.0, Kind.STOP, lasts=round(chance.uniform(0.3, 3), 1))
+        return Burst(number, round(chance.uniform(0.5, 4), 1), (stop,), agents)
     victims = chance.sample(range(FEWEST), FEWEST - 1)  # whom node faults may hit, one each
     spread = chance.choice((0.3, 1.5, 4.0))
     faults: list[Fault] = []
@@ -130,9 +146,10 @@ def _burst(chance: random.Random, number: int, agents: int) -> Burst:
             coming = _trickle(chance, at, victims, agents)
             agents += sum(fault.kind is kind for fault in coming)
             faults += coming
-        elif kind is Kind.DISK_FREEZE:
+        elif kind in ONE_AT_A_TIME:
             if all(fault.kind is not kind for fault in faults):
-                faults.append(Fault(at, kind, lasts=_while(chance)))
+                sizes = chance.choice(OTHER_SIZES) if kind is Kind.SCALE else ""
+                faults.append(Fault(at, kind, sizes, _while(chance)))
         elif kind is Kind.COMPACTION or not any(fault.kind in ETCD_GONE for fault in faults):
             faults.append(_of_etcd(chance, kind, at))
     agents -= sum(fault.kind in LOST for fault in faults)
@@ -145,7 +162,7 @@ def _of_a_node(chance: random.Random, kind: Kind, at: float, victim: int) -> Fau
         lasts = round(chance.uniform(0.3, 3), 1)
     elif kind is Kind.AGENT_SLEEP:
         lasts = round(chance.uniform(1.2 * TTL, 2.5 * TTL), 1)
-    elif kind is Kind.NODE_FREEZE:
+    elif kind in (Kind.NODE_FREEZE, Kind.DRAIN):
         lasts = _while(chance)
     return Fault(at, kind, str(victim), lasts)
 
@@ -194,7 +211,7 @@ def _not_before(at: float, fault: Fault) -> Fault:
     """The fault, with a node that it starts started at that moment at the soonest."""
     if fault.kind in JOINS:
         return replace(fault, at=at + fault.at if fault.kind is Kind.TRICKLE else at)
-    if fault.kind is Kind.CONTAINER_KILL:
+    if fault.kind in (Kind.CONTAINER_KILL, Kind.DRAIN):
         return replace(fault, lasts=round(max(fault.lasts, at - fault.at), 1))
     return fault
 
@@ -240,17 +257,23 @@ class Nemesis:
             return self._nodes.disk.freeze(), self._nodes.disk.thaw
         if fault.kind is Kind.COMPACTION:
             return self._etcd.compact(), None
+        if fault.kind is Kind.SCALE:
+            return self._nodes.scale(fault.target, fault.lasts), _nothing
+        if fault.kind is Kind.STOP:
+            return self._nodes.stop_job()
         if fault.kind in ETCD_GONE:
             return self._hit_etcd(fault)
         node = self._targets[int(fault.target)]
         agent = next((a for a in self._nodes.running if a.node == node), None)
         if agent is None:
             return f"{node}, which is gone", None
-        return node, self._hit_node(agent, fault.kind)
+        return node, self._hit_node(agent, fault)
 
-    def _hit_node(self, agent: Agent, kind: Kind) -> Undo | None:
+    def _hit_node(self, agent: Agent, fault: Fault) -> Undo | None:
         logs = self._nodes.logs
-        match kind:
+        match fault.kind:
+            case Kind.DRAIN:
+                return self._nodes.drain(agent, fault.lasts)
             case Kind.AGENT_KILL:
                 self._nodes.expect(agent, -signal.SIGKILL)
                 agent.kill()
@@ -297,6 +320,10 @@ class Nemesis:
         for member in victims:
             member.kill()
         return " ".join(m.name for m in victims), lambda: _start(victims)
+
+
+def _nothing() -> None:
+    """Of a fault that ends by itself."""
 
 
 def _stop(pids: list[int]) -> Undo:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ FLAGS: dict[str, Any] = {
     "redirects": 1,  # what workers say goes to files only; what goes wrong, to their agent's, too
 }
 COMMIT_EVERY = 3
+TRIES = 20  # of a command that is refused
 USER, PASSWORD, ROLE = "me", "mine", "training"  # as EtcdServer.guard makes them
 ROOT_USER, ROOT_PASSWORD = "root", "secret"
 
@@ -162,12 +164,15 @@ class Nodes:
         plain: bool,
     ) -> None:
         self.disk = disk
+        self._endpoints = endpoints
         self.job = Job(endpoints, directory, name)
         self.logs = WorkerLogs(directory)
         self._changes = Changes(directory)
         self._expected: dict[Agent, int | None] = {}  # exit status of agents; None: it runs
         self._seen, self._plain = seen, plain
         self._awaited: set[str] = set()  # names of nodes that will start again
+        self._returning: list[Agent] = []  # agents that are to end, and whose nodes start then
+        self._orders: list[Order] = []
 
     @property
     def running(self) -> list[Agent]:
@@ -185,6 +190,41 @@ class Nodes:
         """Keep the name of an agent that is killed now; gives what starts another one under it."""
         self._awaited.add(agent.node)
         return lambda: self.start(agent.node)
+
+    def drain(self, agent: Agent, seconds: float) -> Callable[[], None]:
+        """Have it leave, and undrain it after so long; gives what starts its node again."""
+        self.expect(agent, 128 + signal.SIGTERM)
+        self._awaited.add(agent.node)
+        who = shlex.quote(agent.node)
+        self._order(f"sleep {seconds} & give drain {who} --wait && wait && give undrain {who}")
+        return lambda: self._returning.append(agent)
+
+    def scale(self, sizes: str, seconds: float) -> str:
+        """Have other numbers of nodes train for so long; what was done, in words."""
+        self._order(f"give scale {sizes} && sleep {seconds} && give scale {MIN_NODES}:{MAX_NODES}")
+        return f"to {sizes}"
+
+    def stop_job(self) -> tuple[str, Callable[[], None]]:
+        """All leave, and the job's run is over; who, and what starts their nodes again."""
+        agents = self.running
+        for agent in agents:
+            self.expect(agent, 128 + signal.SIGTERM)
+            self._awaited.add(agent.node)
+        self._order("give stop --wait")
+        return "all", lambda: self._returning.extend(agents)
+
+    def _order(self, commands: str) -> None:
+        path = self.job.directory / f"order{len(self._orders)}.log"
+        self._orders.append(Order(self._endpoints, self.job.name, commands, path))
+        self._changes.follow(self._orders[-1].process.pid)
+
+    def _start_again(self) -> None:
+        """The nodes that return, when all that they have run before has ended."""
+        if any(agent.running() for agent in self._returning):
+            return
+        for agent in self._returning:
+            self.start(agent.node)
+        self._returning = []
 
     def start(self, node: str) -> None:
         """Start an agent of this name."""
@@ -229,6 +269,9 @@ class Nodes:
             assert status in (None, code), (
                 f"{agent.node} (pid {agent.pid}) ended with {status}:\n{agent.output[-3000:]}"
             )
+        for order in self._orders:
+            assert order.process.poll() in (None, 0), f"a command failed: {order}"
+        self._start_again()
         return True
 
     def whole(self) -> Callable[[], bool]:
@@ -240,8 +283,11 @@ class Nodes:
             names, trains = {agent.node for agent in self.running}, set(self.logs.nodes())
             # One that has not come to etcd yet would give up if that were to go now.
             spares = [a for a in self.running if a.node not in trains and "spare" in a.output]
+            given = all(order.process.poll() is not None for order in self._orders)
             return (
-                not leaving
+                given
+                and not self._returning
+                and not leaving
                 and trains <= names
                 and len(trains) == min(len(names), MAX_NODES)
                 and len(trains) + len(spares) == len(names)
@@ -266,8 +312,41 @@ class Nodes:
         return [str(path) for path in found if not path.name.startswith("torchinductor_")]
 
     def close(self) -> None:
+        for order in self._orders:
+            order.close()
         self.job.close()
         self._changes.close()
+
+
+class Order:
+    """Commands that somebody gives at a shell, in which `give COMMAND ...` is of this job.
+
+    It is given again where it is refused: a node may be without a lease just then.
+    """
+
+    def __init__(self, endpoints: str, job: str, commands: str, log: Path) -> None:
+        self._commands, self._log = commands, log
+        where = f"--etcd {endpoints} --user {ROOT_USER} --timeout 60"
+        ours = f"{shlex.quote(sys.executable)} -m elastic_etcd"
+        again = f"for _ in $(seq {TRIES}); do {ours} $c {job} $* {where} && return; sleep 1; done"
+        script = f"give() {{ c=$1; shift; {again}; return 1; }}; {commands}"
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["sh", "-c", script],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "ELASTIC_ETCD_PASSWORD": ROOT_PASSWORD},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def __str__(self) -> str:
+        return f"{self._commands}\n{self._log.read_text()[-3000:]}"
+
+    def close(self) -> None:
+        """Whoever gives them goes away."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def forkserver(agent: Agent) -> list[int]:

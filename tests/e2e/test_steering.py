@@ -127,7 +127,7 @@ def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
     job: Job, tmp_path: Path, etcd: EtcdServer
 ) -> None:
     """Also where somebody sends SIGTERM meanwhile, as Kubernetes does after a preStop hook."""
-    n1 = saver(job, "n1", tmp_path, leave_deadline=1)
+    n1 = saver(job, "n1", tmp_path, leave_deadline=1, stop_exit_code=6)
     job.said(n1, "training", seconds=90)
     assert steer(job, "drain", "--self", "--deadline", "120", node="n1")["deadline"] == 120
     job.said(n1, "saving", seconds=60)
@@ -145,10 +145,10 @@ def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
     job.exits(again, 143, seconds=60)
     assert (tmp_path / "saved").exists(), again.output
     (tmp_path / "saved").unlink()
-    third = saver(job, "n1", tmp_path)  # the order to stop was for that run
+    third = saver(job, "n1", tmp_path, stop_exit_code=6)  # the order to stop was for that run
     job.said(third, "training", seconds=90)
     assert steer(job, "stop", "--wait")["state"] == "stopped"
-    job.exits(third, 143, seconds=60)
+    job.exits(third, 6, seconds=60)
     assert not (tmp_path / "saved").exists(), "without --save nothing is saved for all"
 
 

@@ -29,11 +29,30 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     signal.pause()
 """
+STEPS = """
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+import signal
+signal.pause()
+"""
 HANGS = """
 import time
 import elastic_etcd as ee
 ee.heartbeat()
 time.sleep(1000)
+"""
+SLOW = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    time.sleep(0.02 + 0.08 * dist.get_rank())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
 """
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,8 +139,9 @@ def steer(etcd: EtcdServer, prefix: str, *argv: str) -> None:
     assert main([*argv, f"--etcd={etcd.endpoint}", f"--prefix={prefix}", "--timeout=60"]) == 0
 
 
-def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
-    """One that succeeds after a restart, one that fails, one that hangs, one that is stopped.
+def five_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
+    """One that succeeds after a restart, one that fails, one that is slow, one that hangs, and one
+    that is stopped, as the slow one is.
 
     The last one is scaled, and a node is drained from it.
     """
@@ -134,10 +154,19 @@ def four_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     ]
     for agent in pair:
         ends(agent, 1)
+    pair = [
+        launch(etcd, prefix, directory, n, "--nnodes=2", worker=SLOW) for n in ("node1", "node2")
+    ]
+    said(pair[0], "is slow: ")
+    steer(etcd, prefix, "stop", "resnet-7")
+    for agent in pair:
+        ends(agent, 128 + signal.SIGTERM)
     restart = ("--hang-action=restart", "--hang-timeout=1", "--max-restarts=0")
     ends(launch(etcd, prefix, directory, "node1", *restart, worker=HANGS), 1)
-    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2")
+    auto = ("--preload=auto", "--log-level=debug")
+    alone = launch(etcd, prefix, directory, "node1", "--nnodes=1:2", *auto, worker=STEPS)
     said(alone, "group rank 0 of 1")
+    said(alone, "loaded ahead: torch")
     steer(etcd, prefix, "top", "resnet-7")
     steer(etcd, prefix, "scale", "resnet-7", "1")
     spare = launch(etcd, prefix, directory, "node2", "--nnodes=1:2")
@@ -176,7 +205,7 @@ def written(_etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> list
     prefix = "/test/keys-document"
     _etcd.ctl("put", f"{prefix}/start", "")
     found = json.loads(_etcd.ctl("get", f"{prefix}/start", "-w=json"))["header"]["revision"]
-    four_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
+    five_runs(_etcd, prefix, tmp_path_factory.mktemp("job"))
     return list(events(_etcd, prefix, found))
 
 

@@ -102,8 +102,8 @@ def test_a_torchrun_that_ends_while_it_is_to_stop_its_workers_leaves(
     joining = pool.submit(n3.next_rendezvous)
     told(n1, n2)
     fail(n2)
-    assert pool.submit(n1.next_rendezvous).result(120).world_size == 2
-    assert joining.result(120).world_size == 2
+    begun = pool.submit(n1.next_rendezvous)
+    assert [each.result(120).world_size for each in (begun, joining)] == [2, 2]
 
 
 def test_a_node_whose_workers_have_succeeded_takes_no_part_in_what_the_others_do(

@@ -45,7 +45,7 @@ class InMemory(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
         with ee.memory_checkpoint(trainer.global_step, every=5) as folder:
             if folder:
-                trainer.save_checkpoint(folder / "last.ckpt")
+                trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
         if folder:
             say("saved", trainer.global_step)
         assert (model.linear.weight == trainer.global_step).all()
@@ -84,7 +84,7 @@ def main() -> None:
     )
     path = ee.latest_checkpoint()
     data = DataLoader(torch.ones(1000, 4), batch_size=1)
-    trainer.fit(Model(), data, ckpt_path=path and path / "last.ckpt")
+    trainer.fit(Model(), data, ckpt_path=path and path / "last.ckpt", weights_only=False)
 
 
 if __name__ == "__main__":

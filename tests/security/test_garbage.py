@@ -37,9 +37,20 @@ GARBAGE = {
 TIMES = {"members": 3, "round": 4, "spec": 2, "ledger": 2, "outcome": 2}
 QUIET = (
     *("acks", "hang", "history", "ledger", "outcome", "paces", "steps", "strange"),
-    *("wanted", "watched"),
+    *("step_times", "stragglers", "wanted", "watched"),
 )
-MORE = {"hang", "outcome", "paces", "reports", "steps", "strange", "wanted", "watched"}
+MORE = {
+    "hang",
+    "outcome",
+    "paces",
+    "reports",
+    "step_times",
+    "steps",
+    "stragglers",
+    "strange",
+    "wanted",
+    "watched",
+}
 
 
 @dataclass
@@ -105,6 +116,8 @@ def of_kind(etcd: EtcdServer, job: Job, kind: str, generation: int) -> str:
     lease = next(name for name in there if name.startswith("members/")).partition("/")[2]
     if kind in ("reports", "steps"):
         return f"{kind}/{generation}/{lease}"
+    if kind == "step_times":
+        return f"{kind}/{lease}"
     return found[-1] if found else kind
 
 

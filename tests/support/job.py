@@ -110,6 +110,7 @@ class Job:
         env: dict[str, str] | None = None,
         output: Path | None = None,
         python: Path = Path(sys.executable),
+        program: tuple[str, ...] = ("elastic_etcd.launch",),
         **flags: object,
     ) -> Agent:
         """Start an agent; `worker` are the arguments of trainers/ddp.py, `flags` more of launch's.
@@ -121,7 +122,7 @@ class Job:
         """
         mark = f"{self.mark}.{len(self.agents)}.{node}"
         flags = {"lease_ttl": TTL, "settle": 20, "max_restarts": 3} | flags
-        argv = [str(python), "-m", "elastic_etcd.launch", "--job", self.name]
+        argv = [str(python), "-m", *program, "--job", self.name]
         argv += ["--etcd", self.endpoint] if self.endpoint else []
         argv += ["--node-name", node, "--nnodes", nnodes, "--nproc-per-node", str(nproc)]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]

@@ -62,6 +62,7 @@ SECOND = History(
     world_size=2,
     restarts=1,
     hangs=("rank 1 on n2 is in step 7 for 62 s",),
+    stragglers=("n2 is as fast as the others again",),
     spent_before=SPENT,
 )
 FINAL = Round(

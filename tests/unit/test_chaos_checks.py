@@ -271,6 +271,19 @@ def an_old_page(events: list[Recorded]) -> None:
     events[9] = page(9, 3, 1, 2)
 
 
+def outcomes(*runs: str) -> list[Recorded]:
+    return [
+        put(n, "outcome", 0, n - 10, run=run, state="succeeded") for n, run in enumerate(runs, 11)
+    ]
+
+
+def test_a_run_that_somebody_stops_is_not_blamed() -> None:
+    stop = put(11, "wanted", stop={"run": "r"})
+    over = [put(12, "outcome", run="r", state="stopped"), deleted(13, "outcome")]
+    again = put(14, "outcome", run="s", state="succeeded")
+    assert replay([*recorded(), stop, *over, again], 2, 4).wrong == []
+
+
 @pytest.mark.parametrize(
     ("tamper", "found"),
     [
@@ -278,7 +291,10 @@ def an_old_page(events: list[Recorded]) -> None:
         (lambda e: e.insert(9, round_(9, 5, 1, "final")), "I1: a second world"),
         (lambda e: e.append(put(11, f"acks/1/{2:016x}", 2, 2)), "I5: an ack in generation 2"),
         (lambda e: e.append(put(11, "ledger", 0, 4, generation=1)), "I1: generation 2"),
-        (lambda e: e.append(put(11, "outcome", state="failed")), "I7"),
+        (lambda e: e.append(put(11, "outcome", run="r", state="failed")), "I7: run r has failed"),
+        (lambda e: e.append(put(11, "outcome", run="r", state="stopped")), "I7: run r has stopped"),
+        (lambda e: e.extend(outcomes("r", "r")), "I7: a second outcome of run r"),
+        (lambda e: e.extend(outcomes("r", "s")), "I7: another run after one"),
         (lambda e: e.pop(4), "events missed"),
         (gone, "I5: its coordinator's lease was gone"),
         (not_acked, "I2"),

@@ -10,8 +10,8 @@ import pytest
 from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
-OF_A_JOB = [name for name in COMMANDS if name not in ("launch", "completion", "serve")]
-WITHOUT_JSON = ("top", "timeline")  # a screen, and a file that says by its name what it is
+NOT_OF_A_JOB = ("launch", "accelerate", "completion")
+OF_A_JOB = [name for name in COMMANDS if name not in NOT_OF_A_JOB]
 # What bash does when somebody presses the tab key after these words.
 TAB = """
 source "$1" && shift
@@ -32,7 +32,33 @@ def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^exit codes:\n  \d+ ", told, re.MULTILINE)
     assert "_" not in " ".join(re.findall(r"--[\w-]+", told)), "each flag once"
     if command in OF_A_JOB:
-        assert ("--json" in told) == (command not in WITHOUT_JSON)
+        assert "--json" in told
+        assert "130" in told
+        assert ("--all" in told.partition("\n\n")[0]) == (command != "scale")
+
+
+@pytest.mark.parametrize("command", [name for name in OF_A_JOB if name not in ("scale", "serve")])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ((), "no job given: give its id, or --all"),
+        (("j", "--all"), "j and --all: give one of both"),
+    ],
+)
+def test_a_job_or_all_of_them(
+    command: str, argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"drain": ["n"], "undrain": ["n"], "timeline": ["--json"]}.get(command, [])
+    if command == "drain" and not argv:
+        more = []
+    assert main([command, *argv, *more]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--all", "2:4"], ["2:4", "--all"], ["j", "2:4", "--all"]])
+def test_numbers_of_nodes_are_one_jobs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", *argv]) == 2
+    assert "how many nodes a job needs is its own affair" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", OF_A_JOB)

@@ -53,6 +53,13 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_that_are_named_exist(page: Path) -> None:
+    """Those of a clone, also where they stand in a block of code."""
+    named = re.findall(r"(?<![\w/.])scripts/([a-z][\w.-]*\w)", page.read_text())
+    assert [command for command in named if not (ROOT / "scripts" / command).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tests_that_are_named_exist(page: Path) -> None:
     for file, named in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
         assert f"def {named}(" in (ROOT / file).read_text(), named

@@ -28,8 +28,24 @@ def shorts(values: dict[str, str]) -> list[str]:
 
 
 def test_what_a_job_went_through() -> None:
-    assert shorts(RUNNING) == ["RENDEZVOUS", "FAILED", "STOPPED", "RENDEZVOUS", "hang", "drain"]
-    assert shorts(OVER) == ["RENDEZVOUS", "FAILED", "STOPPED", "RENDEZVOUS", "hang", "SUCCEEDED"]
+    assert shorts(RUNNING) == [
+        "RENDEZVOUS",
+        "FAILED",
+        "STOPPED",
+        "RENDEZVOUS",
+        "hang",
+        "straggler",
+        "drain",
+    ]
+    assert shorts(OVER) == [
+        "RENDEZVOUS",
+        "FAILED",
+        "STOPPED",
+        "RENDEZVOUS",
+        "hang",
+        "straggler",
+        "SUCCEEDED",
+    ]
     alone = {KEYS.outcome: OVER[KEYS.outcome]}
     assert shorts(alone) == ["SUCCEEDED"]
     assert shorts({KEYS.history(7): "garbage"}) == ["malformed"]
@@ -130,7 +146,7 @@ def test_followed_to_the_end(etcd: EtcdServer, prefix: str) -> None:
     command += ["--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
         assert shown.stdout
-        before = [next(shown.stdout) for _ in range(6)]
+        before = [next(shown.stdout) for _ in range(7)]
         assert HOSTILE not in "".join(before)
         assert "<script>\\x1b[2J\\n&" in before[3]
         etcd.ctl("put", keys.member(0xC), encode(Member(0xC, "n3", 1, run="r")))

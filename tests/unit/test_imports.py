@@ -43,8 +43,10 @@ MAY_IMPORT = {
 # The programs that are run by their path, which no import shows, and who runs them.
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "trampoline.py": "process.py",
+    "children/accelerate_environment.py": "cli/accelerate.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
-    "children/variables.py": "children/forkserver.py",
+    "children/imported.py": "children/forkserver.py",
+    "children/variables.py": ("children/forkserver.py", "children/imported.py"),
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
     "children/run_function.py": "launcher.py",
@@ -54,8 +56,14 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
+    "children/accelerate_environment.py": {"accelerate", "torch"},
     "children/entry.py": {"elastic_etcd.progress"},  # for the type checker, as the next two
-    "children/forkserver.py": {"elastic_etcd.children.entry", "elastic_etcd.children.variables"},
+    "children/forkserver.py": {
+        "elastic_etcd.children.entry",
+        "elastic_etcd.children.imported",
+        "elastic_etcd.children.variables",
+    },
+    "children/imported.py": {"elastic_etcd.children.variables"},
     "children/run_script.py": {"elastic_etcd.children.entry"},
     "children/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),

@@ -14,6 +14,7 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Participant,
+    Preload,
     decimal,
     decode,
     encode,
@@ -64,12 +65,14 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.steps(generation), KEYS.step(generation, lease)),
         (KEYS.steps(), KEYS.steps(generation)),
         (KEYS.history(), KEYS.history(generation)),
+        (KEYS.step_times, KEYS.step_time(lease)),
     ]
     for folder, key in below:
         assert folder.endswith("/")
         assert key.startswith(folder)
         assert len(key) > len(folder)
     single = [KEYS.spec, KEYS.ledger, KEYS.round, KEYS.outcome, KEYS.hang, KEYS.wanted]
+    single.append(KEYS.stragglers)
     assert all(k.startswith(KEYS.root + "/") for k in (*single, *(k for k, _ in below)))
 
 
@@ -128,3 +131,28 @@ def test_a_value_of_a_hundred_thousand_brackets_is_malformed() -> None:
 def test_a_generation_is_written_in_one_way(text: str) -> None:
     assert decimal(text) is None
     assert decimal("10") == 10
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["a b"],
+        ["a."],
+        [".a"],
+        ["1a"],
+        ["a;b"],
+        [""],
+        ["a" * 257],
+        ["a"] * 513,
+        ["a" * 200] * 200,
+        "a",
+    ],
+)
+def test_what_is_no_list_of_modules(modules: object) -> None:
+    with pytest.raises(ValueError, match="modules"):
+        decode(Preload, json.dumps({"v": 1, "modules": modules}))
+
+
+def test_modules() -> None:
+    known = Preload(("transformers", "transformers.models.gpt2", "_a.b1"))
+    assert decode(Preload, encode(known)) == known

@@ -181,7 +181,9 @@ def test_exit_codes_are_the_documented_ones() -> None:
     by_code = {
         c: r["action"] for r in rules if "onExitCodes" in r for c in r["onExitCodes"]["values"]
     }
-    assert by_code == {143: "Ignore", 2: "FailJob", 3: "FailJob"}
+    stopped = configured("job").stop_exit_code
+    assert by_code == {143: "Ignore", 2: "FailJob", 3: "FailJob", stopped: "FailJob"}
+    assert str(stopped) not in rows, "only a stopped job's agents give it"
     assert "wrong usage" in rows["2"]
     assert "--max-restarts" in rows["3"]
     assert "143 for SIGTERM" in rows["128 + n"]

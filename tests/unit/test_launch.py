@@ -20,6 +20,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.times import STOP_PATIENCE
 
 # A value for each of torchrun's flags, where "1" is none.
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 VALUES = {
     "nnodes": "1:4",
     "start_method": "fork",
@@ -276,6 +277,22 @@ def test_start_method(parse: Parse, argv: list[str], *, prefork: bool) -> None:
     assert parse(*argv).prefork is prefork
 
 
+@pytest.mark.parametrize(
+    ("argv", "preload", "learn"),
+    [
+        ([], (), False),
+        (["--preload=a,b.c", "--preload", "d"], ("a", "b.c", "d"), False),
+        (["--preload=auto"], (), True),
+        (["--preload=auto,a"], ("a",), True),
+        (["--preload=none"], (), False),
+        (["--preload=off"], (), False),
+    ],
+)
+def test_preload(parse: Parse, argv: list[str], preload: tuple[str, ...], *, learn: bool) -> None:
+    config = parse(*argv)
+    assert (config.preload, config.learn) == (preload, learn)
+
+
 def test_a_program_that_is_not_python_is_not_preforked(script: str) -> None:
     assert not launch.parse(["--no-python", "true"], {"PATH": "/usr/bin:/bin"}).prefork
 
@@ -392,9 +409,8 @@ def test_lines_of_the_agent() -> None:
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
 
 
-def test_the_readme_has_the_defaults() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| `?([\w/]+)`? \|", readme, re.MULTILINE)
+def test_the_document_has_the_defaults() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| `?([\w/]+)`? \|", DOCUMENT, re.MULTILINE)
     told = {name: default for name, default in rows if default not in ("random", "embedded")}
     plain = vars(options.build_parser({}).parse_args(["x"]))
     for name, default in told.items():
@@ -404,13 +420,12 @@ def test_the_readme_has_the_defaults() -> None:
     assert len(told) > 10
 
 
-def test_the_readme_has_every_flag_with_a_meaning() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_document_has_every_flag_with_a_meaning() -> None:
     spelt = [a.option_strings for a in options.build_parser({})._actions if a.option_strings]
     shown = {name for names in spelt for name in names if name.startswith("--") and "_" not in name}
     dropped = {"--" + dest.replace("_", "-") for dest in options.WITHOUT_MEANING} | {"--help"}
     short = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
-    missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in readme]
+    missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in DOCUMENT]
     assert missing == []
 
 

@@ -10,11 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import api as torchs
-from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd import launch, pickled
 from elastic_etcd.agent.account import Account
@@ -232,36 +229,6 @@ def test_a_rank_that_exits_otherwise_has_no_value(worker: Path) -> None:
     with pytest.raises(SystemExit):
         run_function.main(pickled.save_function(worker, sys.exit, (4,)))
     assert pickled.load_values(worker, 3) == {}
-
-
-class Watched(DistributedDataParallel):  # type: ignore[misc] # untyped
-    """Notes what it still has when its end has begun."""
-
-    def __init__(self, seen: list[set[str]]) -> None:
-        super().__init__(torch.nn.Linear(2, 1))
-        self.seen = seen
-
-    def __del__(self) -> None:
-        super().__del__()
-        self.seen.append(vars(self).keys() & {"logger", "process_group", "reducer"})
-
-
-def leaves_a_module(seen: list[set[str]]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    module = Watched(seen)
-    dist.destroy_process_group()
-    del module
-
-
-def test_a_module_that_outlives_its_group_frees_its_reducer_first(
-    worker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reducer that has the last reference to a group may wait for ever for gloo's threads."""
-    monkeypatch.setattr(DistributedDataParallel, "__del__", lambda _: None, raising=False)
-    seen = list[set[str]]()
-    monkeypatch.setattr(run_function, "load", lambda _: (leaves_a_module, (seen,)))
-    run_function.main(worker / "function")
-    assert seen == [{"process_group"}]
 
 
 def failure(rank: int, second: int, error_file: Path, **more: Any) -> WorkerFailure:

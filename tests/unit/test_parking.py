@@ -195,7 +195,7 @@ async def test_one_that_does_not_park_in_its_grace_is_killed(
     parks, deaf = Script(tmp_path, "one"), Script(tmp_path, "two", "deaf")
     watched.launch(parks.command, deaf.command)
     pids = await elastic(watched)
-    watched.workers.stop(0.2, Interrupt(1, "n2 is lost"))
+    watched.workers.stop(2.0, Interrupt(1, "n2 is lost"))
     await watched.emptied()
     assert deaf.hears("interrupt")
     assert [(f.rank, f.code) for f in watched.failures] == [(1, -signal.SIGKILL)]

@@ -118,6 +118,29 @@ dist.destroy_process_group()
     assert printed(ways, text) == "[[2.0, 2.0, 2.0, 2.0]]\n"
 
 
+@pytest.mark.parametrize("start", ["fork", "scripted"])
+def test_a_module_that_outlives_its_group_frees_its_reducer_first(
+    ways: BothWays, start: str
+) -> None:
+    """A reducer that has the last reference to a group may wait for ever for gloo's threads."""
+    text = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Watched(DistributedDataParallel):
+    def __del__(self):
+        super().__del__()
+        print(vars(self).keys() & {"logger", "process_group", "reducer"})
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = Watched(torch.nn.Linear(2, 1))
+dist.destroy_process_group()
+del module
+"""
+    assert getattr(ways, start)(ways.script(text)).out == "{'process_group'}\n"
+
+
 def test_nothing_touches_cuda_before_the_worker_does(ways: BothWays) -> None:
     text = """\
 import os, torch

@@ -157,6 +157,72 @@ def test_pauses_are_not_the_steps_time() -> None:
     assert page.read().steps == 3
 
 
+def measure(page: Page, *, times: int, waited: int) -> Progress:
+    for _ in range(times):
+        for _ in range(progress.EVERY):
+            page.step(told=False)
+        page.waited(waited)
+    return page.read()
+
+
+def test_what_steps_take_outside_of_collectives() -> None:
+    page = Page(progress._sealed_memory())
+    page.clear()
+    before = page.is_measured
+    page.clear(measured=True)
+    assert (before, page.is_measured) == (False, True)
+    page.waited(0)
+    page.step(told=False)
+    page.waited(0)
+    assert page.read().measured == 0, "nothing is known of the first step"
+    few = measure(page, times=progress.MEASURED - 1, waited=0)
+    assert (few.measured, few.outside) == (9, 0.0)
+    whole = measure(page, times=1, waited=0)
+    assert whole.usual > 0
+    assert whole.outside > 0
+    assert measure(page, times=5, waited=0).outside > 0
+    assert measure(page, times=10, waited=10**12).outside == 0.0, "all of it is waiting"
+
+
+def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
+    page = Page(progress._sealed_memory())
+    page.clear(measured=True)
+    before = measure(page, times=3, waited=0).measured
+    page.step(told=True)  # counts from 1 again
+    page.waited(0)
+    assert page.read().measured == before
+    for _ in range(100):  # more than are remembered
+        page.step(told=True)
+    page.waited(0)
+    assert page.read().measured == before
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
+    text = """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(80):
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    """
+    pages = Pages()
+    with BothWays(tmp_path) as ways:
+        for run in (ways.fork, ways.scripted):
+            env = ways.env | {progress.VARIABLE: pages.begin(0, measured=measured)}
+            done = run(ways.script(textwrap.dedent(text)), env)
+            assert (done.code, done.err) == (0, "")
+            found = pages.read(0)
+            assert (found.measured >= progress.MEASURED) == measured
+            assert (0 < found.outside <= 2 * found.usual) == measured
+    pages.close()
+
+
 def test_a_worker_can_neither_shorten_the_page_nor_mislead_its_reader(tmp_path: Path) -> None:
     pages = Pages()
     path = pages.begin(0)

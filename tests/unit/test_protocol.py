@@ -13,6 +13,7 @@ from elastic_etcd import protocol
 from elastic_etcd.protocol import (
     LONGEST,
     LONGEST_TEXT,
+    Anew,
     AskCurrent,
     AskLeaving,
     Bye,
@@ -27,10 +28,12 @@ from elastic_etcd.protocol import (
     Forked,
     Formed,
     Hello,
+    Imported,
     Interrupt,
     Keep,
     Kept,
     Leaving,
+    LeftOut,
     Over,
     Parked,
     Reader,
@@ -61,6 +64,8 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_worker, Recall(1, "n"), {"type": "recall", "id": 1, "name": "n"}),
     (from_worker, AskCurrent(1), {"type": "current", "id": 1}),
     (from_worker, AskLeaving(1), {"type": "leaving", "id": 1}),
+    (from_worker, Imported(), {"type": "imported"}),
+    (from_worker, Anew(), {"type": "anew"}),
     (from_agent, Welcome(1), {"type": "welcome", "v": 1}),
     (from_agent, Kept(1, "n"), {"type": "kept", "id": 1, "name": "n"}),
     (from_agent, Recalled(1, "n", found=False),
@@ -74,7 +79,8 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_agent, World(7, "why", {"A": "b"}),
      {"type": "world", "generation": 7, "reason": "why", "env": {"A": "b"}}),
     (from_agent, Bye("why"), {"type": "bye", "reason": "why"}),
-    (from_fork_server, Warm(), {"type": "warm"}),
+    (from_fork_server, Warm(("a.b",)), {"type": "warm", "modules": ["a.b"]}),
+    (from_fork_server, LeftOut("a", "w"), {"type": "left_out", "module": "a", "why": "w"}),
     (from_fork_server, Unsafe("threads"), {"type": "unsafe", "why": "threads"}),
     (from_fork_server, CannotImport("m", "why"),
      {"type": "cannot_import", "module": "m", "why": "why"}),
@@ -106,7 +112,7 @@ def test_a_message_is_an_object_with_its_type(
             continue
         with pytest.raises(ValueError, match=name):
             reader(packet({n: value for n, value in shown.items() if n != name}))
-        with pytest.raises(ValueError, match=rf"at `\$\.{name}`"):
+        with pytest.raises(ValueError, match=rf"at `\$\.{name}\b"):
             reader(packet(shown, **{name: [1]}))
 
 

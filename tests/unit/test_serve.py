@@ -213,6 +213,28 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
         waits_for("there is room again", lambda: server.get("/api/events", "HEAD")[0] == 200)
 
 
+async def test_one_job_only(etcd: EtcdServer, prefix: str) -> None:
+    keys = Keys(f"{prefix}/j")
+    await write(etcd, running(keys, 3) | ended(Keys(f"{prefix}/over")))
+    with serving(etcd, prefix, "j") as server:
+        server.host = server.host.removesuffix("/jobs/j")
+        assert [job["job"] for job in server.json("/api/jobs")["jobs"]] == ["j"]
+        assert server.get("/api/jobs/over")[0] == 404
+        deserted = {key for key in running(keys, 3) if key.startswith(keys.members)}
+        assert server.json("/api/jobs/j")["state"] == "training"
+        for key in deserted:
+            etcd.ctl("del", key)
+        gone = lambda: server.json("/api/jobs/j")["state"] == "deserted"  # noqa: E731
+        waits_for("nobody is there", gone)
+    command = [sys.executable, "-m", "elastic_etcd", "serve", "--json", "--listen=0"]
+    where = (f"--etcd={etcd.endpoint}", f"--prefix={prefix}")
+    with subprocess.Popen([*command, *where], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        told = json.loads(process.stdout.readline())
+        process.terminate()
+    assert (told["shown"], told["url"][:17]) == (prefix, "http://127.0.0.1:")
+
+
 async def test_etcd_is_away_and_comes_back(own_etcd: EtcdServer, prefix: str) -> None:
     own_etcd.start()
     keys = Keys(f"{prefix}/j")
@@ -253,7 +275,8 @@ async def test_a_signal_ends_it(etcd: EtcdServer, prefix: str, number: signal.Si
     [
         (["--etcd=127.0.0.1:1", "--timeout=0.5", "--listen=0"], 5, "127.0.0.1:1"),
         (["--etcd=127.0.0.1:1", "--listen=:80"], 2, "--listen: :80: say 0.0.0.0:80"),
-        (["j"], 2, "unrecognized arguments: j"),
+        (["a/b"], 2, "a job id is 1 to 128"),
+        (["j", "--all"], 2, "j and --all: give one of both"),
     ],
 )
 def test_what_can_not_be_served(argv: list[str], code: int, told: str) -> None:

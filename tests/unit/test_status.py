@@ -168,7 +168,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     status._show(status.describe("j", view(RUNNING | {KEYS.outcome: encode(OUTCOME)})))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [
-        "job j: final, generation 4",
+        "job j: failed, generation 4",
         "because node2 left",
         "1 to 2 nodes, 1 of 3 restarts used",
     ]

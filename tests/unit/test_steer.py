@@ -144,7 +144,7 @@ def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
         (("drain", "k", "a"), 1, " has no job at "),
         (("drain", "j", "bb"), 1, "job j has no node bb (did you mean b?)"),
         (("drain", "j", "zebra"), 1, "job j has no node zebra; there are a, b, c"),
-        (("drain", "j"), 2, "which node? Give its name, or --self."),
+        (("drain", "j"), 2, "which node? Give its name, or --self"),
         (("drain", "j", "a", "--self"), 2, "which node?"),
         (("drain", "j", "a", "--deadline", "soon"), 2, "soon is not a number of seconds"),
         (("undrain", "j", "a"), 1, "node a of job j is not drained"),
@@ -173,7 +173,7 @@ def test_a_job_that_is_over(shell: Shell, command: tuple[str, ...]) -> None:
 
 def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNKILLABLE", "STOP_PATIENCE"):
-        monkeypatch.setattr(f"elastic_etcd.cli.steer.{name}", 0.5)
+        monkeypatch.setattr(f"elastic_etcd.cli.orders.{name}", 0.5)
     code, told = shell("drain", "j", "a", "--wait", "--deadline", "0")
     assert (code, told) == (4, "error: after 1 s a is still there; what was asked for stands\n")
     assert shell.wanted == Wanted((Drain("a", 0.0),))

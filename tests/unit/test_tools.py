@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 import elastic_etcd
 from tests.support.job import DDP, ELASTIC, FORKSERVER, GUARDIAN, ROOT
 
-LIBRARIES = {"bench_lib", "chaos_lib", "fuzz_lib"}
+LIBRARIES = {"bench_lib", "chaos_lib", "docs_lib", "fuzz_lib"}
 PACKAGES = ["tests.support", *(f"scripts.{name}" for name in sorted(LIBRARIES))]
 
 

@@ -1,6 +1,7 @@
 """`elastic-etcd top`: on a real terminal of 80 columns and 24 lines, and without one."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -24,6 +25,7 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    Outcome,
     Pace,
     Page,
     Participant,
@@ -38,6 +40,7 @@ from elastic_etcd.core.schema import (
 from tests.support.etcd import EtcdServer
 
 NAMES = [f"node{n}" for n in range(1, 31)]
+OVER = Outcome("failed", "no restarts left", "r", 4, 3, at="2026-11-22T10:06:00+00:00")
 HOSTILE = "\x1b[31mnode2[bold]"
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -109,7 +112,7 @@ def terminal(argv: list[str]) -> Iterator[Screen]:
 
 def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     with terminal(command(etcd, keys)) as top:
-        top.shows("job j: final, generation 2", "node1 ", "4.50", "commit", "of 30 nodes")
+        top.shows("job j: training, generation 2", "node1 ", "4.50", "commit", "of 30 nodes")
         top.shows("10:05:04 generation 2: node7 is lost (0.5 s)", "q: quit")
         lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) <= 80
@@ -144,6 +147,55 @@ def test_a_terminal_is_left_as_it_was(etcd: EtcdServer, keys: Keys) -> None:
         top.text += os.read(top.terminal, 1 << 16).decode()
         assert "\x1b[?1049l" in top.text
         assert termios.tcgetattr(top.terminal) == top.before
+
+
+def printed(etcd: EtcdServer, keys: Keys, *flags: str) -> str:
+    argv = command(etcd, keys, *flags)
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_how_long_leases_still_are(etcd: EtcdServer, keys: Keys) -> None:
+    lease = etcd.ctl("lease", "grant", "500").split()[1]
+    member = Member(int(lease, 16), "spare1", 1, run="r")
+    etcd.ctl("put", keys.member(member.lease), encode(member), "--lease", lease)
+    assert re.search(r"spare1 +spare +- +- +- +- +[45]\d\d/500 s", printed(etcd, keys))
+    nodes = {n["node"]: n for n in json.loads(printed(etcd, keys, "--json"))["nodes"]}
+    assert nodes["spare1"]["lease"] == lease
+    left = nodes["spare1"]["lease_left"]
+    assert 400 < left["seconds"] <= left["granted"] == 500
+    assert nodes["node1"]["lease_left"] is None, "there is none of that id"
+    assert nodes["node1"]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
+    with terminal(command(etcd, keys)) as top:
+        top.shows("node1 ")
+        top.press("\x1b[A" + 40 * "j")
+        top.shows("spare1", "/500 s")
+    etcd.ctl("lease", "revoke", lease)
+
+
+def test_all_jobs_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
+    where = (f"--etcd={etcd.endpoint}", f"--prefix={keys.root.removesuffix('/j')}", "--timeout=60")
+    argv = [sys.executable, "-m", "elastic_etcd", "top", "--all", *where]
+    with terminal(argv) as top:
+        top.shows("1 job under", "training", "30 training", "q: quit")
+        etcd.ctl("put", f"{keys.root.removesuffix('/j')}/k/outcome", encode(OVER))
+        top.shows("2 jobs under", "failed")
+        lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
+        assert max(map(len, lines)) <= 80
+        top.press("q")
+        assert top.process.wait(90) == 0
+
+
+def test_a_long_reason_leaves_room_for_the_rest(etcd: EtcdServer, keys: Keys) -> None:
+    name = "a-node-whose-name-is-as-long-as-some-clouds-have-them.example.org"
+    etcd.ctl("put", keys.member(131), encode(Member(131, name, 1, run="r")))
+    etcd.ctl("put", keys.spec, encode(Spec("r", Limits(8, 64, multiple_of=8))))
+    with terminal(command(etcd, keys)) as top:
+        top.shows("node1 ")
+        top.press(40 * "j")
+        top.shows("a-node-w", "spare")
+        shown = SEQUENCE.sub("", top.text)
+        for head in ("node", "state", "ranks", "step", "steps/s", "doing", "lease", "why"):
+            assert re.search(rf"\b{head}\b", shown), head
 
 
 def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:

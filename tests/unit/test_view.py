@@ -43,6 +43,8 @@ from elastic_etcd.core.schema import (
     Round,
     Spec,
     Steps,
+    StepTime,
+    Stragglers,
     Suspect,
     decode,
     encode,
@@ -153,6 +155,8 @@ steps = st.builds(Steps, leases, numbers, st.lists(rank_steps, max_size=3).map(t
 hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
+step_times = st.builds(StepTime, leases, numbers, spans, spans)
+stragglers = st.builds(Stragglers, numbers, numbers, words, st.lists(words, max_size=3).map(tuple))
 reports = st.builds(Report, leases, numbers, st.none() | failures)
 outcomes = st.builds(
     Outcome,
@@ -247,6 +251,16 @@ def test_hang(hang: Hang) -> None:
     assert decode(Hang, encode(hang)) == hang
 
 
+@given(step_times)
+def test_step_time(found: StepTime) -> None:
+    assert decode(StepTime, encode(found), lease=found.lease) == found
+
+
+@given(stragglers)
+def test_stragglers(found: Stragglers) -> None:
+    assert decode(Stragglers, encode(found)) == found
+
+
 @given(outcomes)
 def test_outcome(outcome: Outcome) -> None:
     assert decode(Outcome, encode(outcome)) == outcome
@@ -311,6 +325,8 @@ JOB = {
     KEYS.report(4, 0xA): encode(Report(0xA, 0, FAILURE)),
     KEYS.history(4): encode(History(4)),
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
+    KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
+    KEYS.stragglers: encode(Stragglers(4, 1, "n2 is slow ...", ("n2",))),
 }
 
 
@@ -365,7 +381,7 @@ def test_no_key_is_another_one_written_differently(name: str) -> None:
 
 def test_what_is_mirrored_does_not_grow_with_the_job() -> None:
     whole = {KEYS.round, KEYS.ledger, KEYS.outcome, KEYS.hang, KEYS.wanted, KEYS.watched}
-    few = {*whole, KEYS.page(0), KEYS.member(0xB)}
+    few = {*whole, KEYS.stragglers, KEYS.page(0), KEYS.member(0xB)}
     assert keys_of(covered(KEYS, Narrow(), 0xB)) == few
     assert keys_of(covered(KEYS, Narrow(page=3), 0xB)) == {*few, KEYS.page(3)} - {KEYS.page(0)}
     assert keys_of(covered(KEYS, Narrow(0xB), 0xB)) == few

@@ -157,7 +157,8 @@ def main() -> None:
     print(f"rank {trainer.global_rank} of {trainer.world_size}: pid {os.getpid()}", flush=True)
     model = Classifier(args.lr)
     path = ee.latest_checkpoint(disk=args.output / "checkpoints")
-    trainer.fit(model, loader, test_loader, ckpt_path=path and path / "last.ckpt")
+    last = path and path / "last.ckpt"
+    trainer.fit(model, loader, test_loader, ckpt_path=last, weights_only=False)
     if trainer.is_global_zero:
         torch.save(model.state_dict(), args.output / "model.pt")
         print("accuracy", trainer.callback_metrics["test/accuracy"].item())

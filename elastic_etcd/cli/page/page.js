@@ -69,10 +69,8 @@ function sizes(limits) {
 }
 
 function badge(state) {
-  const ended = state.outcome && state.outcome.state;
-  const kind = ended === "failed" ? "bad" : ended === "succeeded" || state.phase === "final" ? "good" : "warn";
-  const text = ended || (state.phase === "final" ? "training" : state.phase);
-  return el("span", {class: `badge ${kind}`}, {good: "● ", warn: "◐ ", bad: "✕ "}[kind] + text);
+  const kind = {failed: "bad", succeeded: "good", training: "good"}[state.state] || "warn";
+  return el("span", {class: `badge ${kind}`}, {good: "● ", warn: "◐ ", bad: "✕ "}[kind] + state.state);
 }
 
 const rate = (value) => (value === null ? "-" : value.toFixed(2));
@@ -106,7 +104,7 @@ function drawJobs({prefix, jobs}) {
 const parts = {};  // of a job's page, by name; the charts keep their place
 
 function drawJob(state) {
-  document.title = state ? `${shown(job)}: ${state.outcome ? shown(state.outcome.state) : shown(state.phase)}` : shown(job);
+  document.title = state ? `${shown(job)}: ${shown(state.state)}` : shown(job);
   if (!state) {
     delete parts.head;
     show(el("section", {}, el("h1", {}, job),

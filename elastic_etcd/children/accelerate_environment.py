@@ -1,0 +1,171 @@
+"""`accelerate_environment.py` tells what `accelerate launch` would set for its workers.
+
+`elastic-etcd accelerate` runs it by its path, with the Python of the workers, as accelerate loads
+torch. It reads one JSON object, {argv, flags}, and writes one: {environment, flags, script, told},
+or {error}. All of accelerate's own code runs, but for what starts processes. The standard library,
+accelerate and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# What says how many processes there are, and where they meet, with accelerate's defaults.
+_MEETING = {
+    "num_machines": 1,
+    "num_processes": -1,
+    "machine_rank": 0,
+    "main_process_ip": None,
+    "main_process_port": None,
+    "rdzv_backend": "static",
+}
+_OF_EACH_WORLD = ("MASTER_ADDR", "MASTER_PORT")
+_BELOW = "; workers of this launcher run below it, on machines with a CPU or GPUs"
+
+
+class Refused(Exception):
+    """What can't work here, with the reason."""
+
+
+def split(
+    argv: Sequence[str], ours: Mapping[str, bool], theirs: Mapping[str, bool]
+) -> tuple[list[str], list[str], list[str]]:
+    """The launcher's flags, accelerate's, and the script with its arguments.
+
+    `ours` and `theirs` tell of each flag whether a value follows; one of both is the launcher's.
+    What neither knows is left to the launcher, which abbreviates, or says what is wrong.
+    """
+    mine: list[str] = []
+    others: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, has_value, _ = word.partition("=")
+        known, to = (ours, mine) if name in ours or name not in theirs else (theirs, others)
+        to.append(word)
+        if known.get(name) and not has_value and rest:
+            to.append(rest.pop(0))
+    return mine, others, rest
+
+
+def answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
+    """What accelerate makes of `argv`, or why it can't be; `ours` are the launcher's flags."""
+    try:
+        return _answer(argv, ours)
+    except Refused as error:
+        return {"error": str(error)}
+    except ModuleNotFoundError as error:
+        return {"error": f"{error} in {sys.executable}", "missing": error.name}
+    except Exception as error:  # noqa: BLE001 - accelerate raises what it likes
+        return {"error": f"accelerate: {error}"}
+
+
+def _answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
+    from accelerate.commands import launch  # noqa: PLC0415 - it loads torch
+
+    parser = launch.launch_command_parser()
+    parser.error = _refuse
+    actions = parser._actions  # noqa: SLF001 - argparse has no other way
+    theirs = {name: each.nargs != 0 for each in actions for name in each.option_strings}
+    flags, others, script = split(argv, ours, theirs)
+    args = parser.parse_args([*others, "script"])
+    told = _told(args, launch)
+    _be_second_of_two(args, told)
+    return {
+        "environment": _environment(args, launch),
+        "flags": flags,
+        "script": script,
+        "told": told,
+    }
+
+
+def _told(args: Any, launch: Any) -> dict[str, Any]:
+    """What the command line, or else the file, says of _MEETING, where that is no default."""
+    given: set[str] = getattr(args, "nondefault", set())
+    there = args.config_file or (Path(launch.default_config_file).is_file() and not args.cpu)
+    config = _config(args.config_file, launch) if there else None
+    told = {name: getattr(args, name) for name in _MEETING if name in given}
+    for name, default in _MEETING.items():
+        value = getattr(config, name, default)
+        if name not in told and value not in (None, default):
+            told[name] = value
+    return told
+
+
+def _config(file: str | None, launch: Any) -> Any:
+    name = file or launch.default_config_file
+    if not Path(name).is_file():
+        raise Refused(f"--config-file {name}: no such file (looked from {Path.cwd()})")
+    try:
+        return launch.load_config_from_file(file)
+    except Exception as error:  # a YAML reader, and accelerate, raise what they like
+        raise Refused(f"--config-file {name}: accelerate can't read it: {error}") from error
+
+
+def _be_second_of_two(args: Any, told: Mapping[str, Any]) -> None:
+    """Then accelerate looks for no free port here, and one GPU of each machine is not too few."""
+    local = max(1, told.get("num_processes", 1) // max(1, told.get("num_machines", 1)))
+    args.num_machines, args.machine_rank, args.num_processes = 2, 1, 2 * local
+    args.main_process_ip, args.main_process_port = "127.0.0.1", 29500
+    args.deepspeed_multinode_launcher = "standard"
+
+
+def _environment(args: Any, launch: Any) -> dict[str, str]:
+    """What is set, or has another value than in this process's environment."""
+    from torch.distributed import run  # noqa: PLC0415 - as above
+
+    found: dict[str, str] = {}
+
+    def keep(**environment: str) -> nullcontext[None]:
+        found.update(environment)
+        return nullcontext()
+
+    def start(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
+        if command[0] != sys.executable:
+            raise Refused(f"accelerate would start {command[0]}" + _BELOW)
+        found.update(env)
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    launch.patch_environment = keep
+    run.run = lambda _: None
+    launch.subprocess = SimpleNamespace(Popen=start)
+    launch.tpu_launcher = launch.tpu_pod_launcher = _refuse_tpu
+    launch.sagemaker_launcher = _refuse_sagemaker
+    launch.launch_command(args)
+    now = os.environ
+    return {k: v for k, v in found.items() if now.get(k) != v and k not in _OF_EACH_WORLD}
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refused(message)
+
+
+def _refuse_tpu(_: Any) -> NoReturn:
+    _refuse("a TPU's processes are started by torch_xla" + _BELOW)
+
+
+def _refuse_sagemaker(*_: Any) -> NoReturn:
+    _refuse("compute_environment AMAZON_SAGEMAKER: Amazon starts such a job" + _BELOW)
+
+
+def main() -> None:
+    """Answer one question."""
+    asked = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    told = answer(asked["argv"], asked["flags"])
+    with answers:
+        json.dump(told, answers)
+
+
+if __name__ == "__main__":
+    main()

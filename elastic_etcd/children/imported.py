@@ -1,0 +1,288 @@
+"""What a script imports: its worker tells the agent, and a fork server loads it ahead next time.
+
+Only what is installed counts: packages in a folder called site-packages or dist-packages. Each is
+tried in a child of the fork server first, and left out if its import does more than to import.
+Loaded by its path, as entry.py is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import json
+import locale
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from elastic_etcd.children.variables import Group
+
+_FOLDERS = ("site-packages", "dist-packages")
+_MOST_BAD = 32  # modules that are left out, until no more are tried
+_MOST = 512  # modules that are loaded
+_MOST_CHARACTERS = 1 << 15  # of their names
+_LONGEST_NAME = 256
+_LONGEST = 1 << 24  # bytes of what a worker tells
+_PATIENCE = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+# --- in a worker --------------------------------------------------------------------------
+
+
+def tell(known: set[str], before: Mapping[str, str], env: Mapping[str, str]) -> None:
+    """Tell the agent what was imported beside the `known` modules, in that order.
+
+    And which variables are others than `before`: an import that reads one of these can't be had
+    ahead. `env` says where the agent is.
+    """
+    now = dict(os.environ)
+    names = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+    found = {
+        "modules": [name for name in _installed_now() if name not in known],
+        "changed": {name: now.get(name) for name in names},
+    }
+    fd = os.memfd_create("imported", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, json.dumps(found).encode())
+        call(env, "imported", fd)
+    finally:
+        os.close(fd)
+
+
+def call(env: Mapping[str, str], kind: str, *fds: int) -> None:
+    """Send the agent one message (docs/channel.md), if it is there."""
+    whose = {name: int(env.get(f"ELASTIC_ETCD_{name.upper()}", -1)) for name in _WHOSE}
+    hello = {"type": "hello", "v": 1, "pid": os.getpid(), **whose}
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.settimeout(_PATIENCE)
+        channel.connect(env.get("ELASTIC_ETCD_SOCKET", ""))
+        channel.send(json.dumps(hello).encode())
+        channel.recv(_LONGEST)  # what is left unread would end the connection before it is read
+        socket.send_fds(channel, [json.dumps({"type": kind}).encode()], fds)
+
+
+_WHOSE = ("local_rank", "generation")
+
+
+def _installed_now() -> Iterator[str]:
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.name == name and is_installed(spec) and _is_name(name):
+            yield name
+
+
+def _is_name(name: str) -> bool:
+    return len(name) <= _LONGEST_NAME and all(part.isidentifier() for part in name.split("."))
+
+
+def is_installed(spec: ModuleSpec) -> bool:
+    """Whether all of its files are installed ones."""
+    files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+    folders = tuple(f"{folder}/" for folder in sys.path if Path(folder).name in _FOLDERS)
+    return bool(files) and all(str(file).startswith(folders) for file in files)
+
+
+# --- in the fork server -------------------------------------------------------------------
+
+
+def read(fd: int) -> tuple[list[str], dict[str, str | None]]:
+    """The modules and the variables of `tell`; what is not like that is left out."""
+    found = json.loads(os.pread(fd, _LONGEST, 0))
+    names = [n for n in found["modules"] if isinstance(n, str) and _is_name(n)]
+    return names, dict(found["changed"])
+
+
+class Spoilt(Exception):
+    """An import was harmless in its trial, and not in this process, which is of no use any more."""
+
+
+class Learned:
+    """Loads modules that scripts have imported, those that are harmless, in their order.
+
+    `has(name)` says whether one is there already, `load(name)` imports it and gives what speaks
+    against that, "" if nothing does; `left_out(name, why)` is told of those. A trial may take
+    `patience` seconds for each module.
+    """
+
+    def __init__(
+        self,
+        has: Callable[[str], bool],
+        load: Callable[[str], str],
+        left_out: Callable[[str, str], None],
+        patience: float,
+    ) -> None:
+        self.names: list[str] = []
+        self._has = has
+        self._load = load
+        self._left_out = left_out
+        self._patience = patience
+        self._bad: list[str] = []
+
+    def load(self, names: Sequence[str]) -> None:
+        """Load them. Raises Spoilt."""
+        names = list(names)
+        while names and len(self._bad) < _MOST_BAD:
+            good, why = self._try(names)
+            for name in names[:good]:
+                if self._has(name) or self._is_full(name):
+                    continue
+                if fault := self._load(name):
+                    raise Spoilt(f"{name}: {fault}")
+                self.names.append(name)
+            if good == len(names):
+                return
+            other, rest = names[good], names[good + 1 :]
+            below = [name for name in rest if name.startswith(f"{other}.")]
+            self._bad.append(other)
+            self._left_out(other, why)
+            names = [name for name in rest if name not in below]
+
+    def _is_full(self, name: str) -> bool:
+        together = sum(map(len, self.names)) + len(name)
+        return len(self.names) >= _MOST or together > _MOST_CHARACTERS
+
+    def _try(self, names: Sequence[str]) -> tuple[int, str]:
+        """How many of them, from the first, a child could load, and what was wrong then."""
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if not child:
+            self._live_as_child(names, theirs)
+        os.close(theirs)
+        poll = select.poll()
+        poll.register(ours)
+        good, why = 0, ""
+        with open(ours, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+            while not why and good < len(names):
+                if not poll.poll(self._patience * 1000):
+                    why = f"its import takes more than {self._patience:g} s"
+                elif told := file.read(1):
+                    good, why = (good + 1, "") if told == b"+" else (good, _rest(file))
+                else:
+                    why = "its import ends the process"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return good, why
+
+    def _live_as_child(self, names: Sequence[str], theirs: int) -> None:
+        """What its imports print is looked at by `_load`, and nothing else leaves this process."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        os.nice(19)
+        try:
+            output = os.memfd_create("output", os.MFD_CLOEXEC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            for name in names:
+                why = "" if self._has(name) else self._load(name)
+                os.write(theirs, f"-{why}"[:1000].encode(errors="replace") if why else b"+")
+                if why:
+                    break
+        finally:
+            os._exit(0)
+
+
+def _rest(file: Any) -> str:
+    text: bytes = file.read(4096)
+    return text.decode(errors="replace") or "?"
+
+
+def shadowed(name: str) -> str:
+    """Why the script would not find an installed module of that name, "" if it does."""
+    spec = PathFinder.find_spec(name.partition(".")[0])
+    if spec is None:
+        return "it is not installed"
+    return "" if is_installed(spec) else f"it is {spec.origin}, which is not installed"
+
+
+def foreign(modules: Mapping[str, ModuleType]) -> str:
+    """What of these modules has a file that is not an installed one, or ""."""
+    for name, module in modules.items():
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.has_location and not is_installed(spec):
+            return f"it imports {name} from {spec.origin}, which is not installed"
+    return ""
+
+
+def touched(group: Group, changed: Mapping[str, str | None]) -> str:
+    """A variable that the script changes and that these imports have read or set, or ""."""
+    names = group.read | group.set.keys()
+    return min((n for n in names & changed.keys() if os.environ.get(n) != changed[n]), default="")
+
+
+def state(torch: ModuleType) -> dict[str, object]:
+    """What an import must leave as it is, by its name."""
+    ctypes.CDLL(None).fflush(None)
+    root = logging.root
+    return {
+        "sys.argv": list(sys.argv),
+        "sys.path": list(sys.path),
+        "the working directory": os.getcwd(),  # noqa: PTH109
+        "__main__": (sys.modules["__main__"], dict(vars(sys.modules["__main__"]))),
+        "builtins": dict(vars(builtins)),
+        "a hook": (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook,
+                   sys.breakpointhook, warnings.showwarning, builtins.__import__),
+        "a standard stream": (sys.stdin, sys.stdout, sys.stderr),
+        "logging": (root.level, [*root.handlers], [*root.filters], root.disabled,
+                    root.manager.disable, logging.getLoggerClass(),
+                    logging.getLogRecordFactory(), logging.lastResort,
+                    logging.getLevelName("INFO")),
+        "a signal's handler": [signal.getsignal(n) for n in sorted(signal.valid_signals())],
+        "open files": sorted(_open_files()),
+        "the random state": _random_states(torch),
+        "a setting of Python": (sys.getrecursionlimit(), sys.getswitchinterval(),
+                                gc.get_threshold(), gc.isenabled(), len(gc.callbacks),
+                                socket.getdefaulttimeout(), locale.setlocale(locale.LC_ALL)),
+        "its children": _children(),
+        "the filters of warnings": list(warnings.filters),
+        "output": os.fstat(1).st_size + os.fstat(2).st_size,
+    }  # fmt: skip
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):  # the listing's own
+            yield int(fd.name), str(fd.readlink())
+
+
+def _children() -> str:
+    file = Path("/proc/self/task") / str(os.getpid()) / "children"
+    return file.read_text() if file.exists() else ""  # not every kernel tells
+
+
+def _random_states(torch: ModuleType) -> tuple[object, ...]:
+    numpy = sys.modules.get("numpy.random")
+    return (
+        random.getstate(),
+        str(numpy.get_state(legacy=False)) if numpy else None,
+        bytes(torch.get_rng_state()),
+    )
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first thing that is not as it was, or ""."""
+    return next((name for name, value in before.items() if not _same(value, after[name])), "")
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, tuple):  # what was not there before may be there now
+        return all(a is None or _same(a, b) for a, b in zip(before, after, strict=True))
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(v is after[k] for k, v in before.items())
+    return bool(before == after)

@@ -1,0 +1,121 @@
+"""`scripts/bench imports`: how long a restart takes to the first line after the script's imports.
+
+A script imports a framework, does a step and exits 1 when it is told to; its launcher starts it
+again. Time runs from that exit to the end of the imports in the next worker. Frameworks that are
+not installed are left out.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from .figures import grid
+
+IMPORTS = {
+    "torch": "import torch, torch.distributed",
+    "transformers": "from transformers import GPT2Config, GPT2LMHeadModel, Trainer",
+    "lightning": "import lightning",
+}
+SCRIPT = """\
+import os, sys, time
+{imports}
+imported = time.monotonic()
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+folder = sys.argv[1]
+with open(f"{{folder}}/begun", "w") as begun:  # waits for who measures
+    begun.write(str(imported))
+open(f"{{folder}}/exit").read()
+with open(f"{{folder}}/exits", "w") as exits:
+    exits.write(str(time.monotonic()))
+os._exit(1)
+"""
+OURS = ("elastic_etcd.launch", "--standalone", "--min-uptime=0", "--log-level=debug")
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone"),
+    "exec": (*OURS, "--start-method=exec"),
+    "prefork": OURS,
+    "--preload auto": (*OURS, "--preload=auto"),
+}
+LEARNED = "loaded ahead: torch, "
+REFILL = 4.0  # seconds until workers wait for their order again
+PATIENCE = 120.0
+
+
+def restarts(framework: str, launcher: str, repeats: int) -> Iterator[float]:
+    """Seconds of each restart."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for fifo in ("begun", "exit", "exits"):
+            os.mkfifo(folder / fifo)
+        script = folder / "script.py"
+        script.write_text(SCRIPT.format(imports=IMPORTS[framework]))
+        more = ("--nproc-per-node=1", f"--max-restarts={repeats + 1}", str(script), name)
+        with (folder / "log").open("wb") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", *LAUNCHERS[launcher], *more], stdout=log, stderr=log
+            )
+        try:
+            (folder / "begun").read_text()
+            if launcher == "--preload auto":
+                wait_until_learned(folder / "log")
+            for _ in range(repeats):
+                time.sleep(REFILL)
+                (folder / "exit").write_text("")
+                exits = float((folder / "exits").read_text())
+                yield float((folder / "begun").read_text()) - exits
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            agent.wait(PATIENCE)
+
+
+def wait_until_learned(log: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while LEARNED not in (said := log.read_text(errors="replace")):
+        if time.monotonic() > end:
+            raise SystemExit(f"nothing was learned:\n{said}")
+        time.sleep(0.1)
+
+
+def show(found: dict[str, dict[str, list[float]]]) -> None:
+    rows = []
+    for framework, times in found.items():
+        base = statistics.median(times["torchrun"])
+        rows.append((framework, *(cell(samples, base) for samples in times.values())))
+    title = "seconds from a worker's exit to the next one's imports: median (range), to torchrun's"
+    Console(width=140).print(grid(title, ("", *LAUNCHERS), rows))
+
+
+def cell(samples: list[float], base: float) -> str:
+    middle = statistics.median(samples)
+    return f"{middle:.2f} ({min(samples):.2f}-{max(samples):.2f}) {middle / base:.2f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench imports", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write the samples there as well")
+    args = parser.parse_args()
+    installed = [name for name in IMPORTS if importlib.util.find_spec(name)]
+    found = {
+        framework: {name: [*restarts(framework, name, args.repeats)] for name in LAUNCHERS}
+        for framework in installed
+    }
+    show(found)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

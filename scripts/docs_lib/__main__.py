@@ -1,0 +1,49 @@
+"""`python -m scripts.docs_lib FOLDER`: all pages of the site, in a folder that is made anew.
+
+It has the repository's tree, so that links between documents hold as they are. Links to the source
+lead to pages that show it.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from . import reference
+
+ROOT = Path(__file__).parents[2]
+AT_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+SOURCE = re.compile(r"\]\((\.\./elastic_etcd/[\w/]+\.py)\)")
+
+
+def main(to: Path) -> None:
+    shutil.rmtree(to, ignore_errors=True)
+    (to / "docs").mkdir(parents=True)
+    write(to / "index.md", (ROOT / "README.md").read_text())
+    for file in (*map(ROOT.joinpath, AT_ROOT), *(ROOT / "docs").iterdir()):
+        if file.suffix == ".md":
+            document(file, to)
+        else:
+            shutil.copy(file, to / "docs")  # a picture
+    for name, text in reference.pages():
+        write(to / "reference" / name, text)
+
+
+def document(file: Path, to: Path) -> None:
+    """A page, and one for each source file that it links to."""
+    text = file.read_text()
+    write(to / file.relative_to(ROOT), SOURCE.sub(r"](\1.md)", text))
+    for link in SOURCE.findall(text):
+        source = (file.parent / link).resolve()
+        name = source.relative_to(ROOT)
+        shown = f"# {name}\n\n~~~~~ python\n{source.read_text()}~~~~~\n"
+        write(to / f"{name}.md", shown)
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

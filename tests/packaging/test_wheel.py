@@ -1,0 +1,168 @@
+"""The files of a release: what is in them, and that they run where nothing else is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from email.message import Message
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from elastic_etcd import __version__
+from tests.support.etcd import EtcdServer
+from tests.support.venv import ROOT
+
+pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
+
+SMOKE = Path(__file__).with_name("smoke.py")
+EXTRAS = "embedded,metrics,web,notebook,completion"
+TRAIN = """\
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("a world of", dist.get_world_size(), "in generation", os.environ["ELASTIC_ETCD_GENERATION"])
+dist.destroy_process_group()
+"""
+LOADED = "elastic_etcd.agent.metrics, elastic_etcd.cli.web, elastic_etcd.launcher, shtab, uvicorn"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(ROOT / "scripts" / "dist", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"elastic_etcd-{__version__}.dist-info/METADATA").decode()
+    return message_from_string(text)
+
+
+@pytest.fixture(scope="module")
+def user(
+    wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """An empty folder, and the programs of an environment into which the wheel was installed.
+
+    All but torch comes from a folder of wheels, without an index.
+    """
+    folder = tmp_path_factory.mktemp("user")
+    python = folder / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    lend("torch", folder / "venv")
+    wheels = needed(metadata)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index"]
+    alone = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull}
+    run(*pip, "--find-links", wheels, f"elastic_etcd[{EXTRAS}] @ {wheel.as_uri()}", env=alone)
+    return folder, python.parent
+
+
+def needed(metadata: Message) -> Path:
+    """A folder of wheels, kept for the next time: all that ours asks for, but torch."""
+    asked = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    wanted = [f"{r.name}{r.specifier}" for r in asked if r.name != "torch" and applies(r)]
+    constraints = ROOT / "scripts" / "constraints.txt"
+    stamp = "\n".join([*wanted, constraints.read_text()])
+    folder = ROOT / "build" / f"needed-{sys.version_info.major}.{sys.version_info.minor}"
+    done = folder / "requirements.txt"
+    if not done.exists() or done.read_text() != stamp:
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+        run(*pip, "--constraint", constraints, "--dest", folder, *wanted)
+        done.write_text(stamp)
+    return folder
+
+
+def applies(requirement: Requirement) -> bool:
+    marker = requirement.marker
+    return not marker or any(marker.evaluate({"extra": extra}) for extra in EXTRAS.split(","))
+
+
+def lend(name: str, venv: Path) -> None:
+    """Let an environment have a package of this one, and what that needs: it is large."""
+    (site,) = venv.glob("lib/*/site-packages")
+    for each in closure(name, {}).values():
+        for part in {Path(file).parts[0] for file in each.files or []} - {"..", "__pycache__"}:
+            link = site / part
+            if not link.exists():
+                link.symlink_to(str(each.locate_file(part)))
+
+
+def closure(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
+    """The package and all that it needs, by name."""
+    found[name] = distribution(name)
+    for each in map(Requirement, found[name].requires or []):
+        if each.name not in found and (not each.marker or each.marker.evaluate({"extra": ""})):
+            closure(each.name, found)
+    return found
+
+
+def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    """What it prints; it must go well."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> None:
+    """It was built from the sdist, so that has them, too."""
+    tracked = run("git", "ls-files", "elastic_etcd", cwd=ROOT).split()
+    assert {"elastic_etcd/py.typed", "elastic_etcd/cli/page/page.html"} < set(tracked)
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert sorted(names) == sorted(tracked)
+        assert [n for n in names if archive.read(n) != (ROOT / n).read_bytes()] == []
+
+
+def test_the_licence_is_in_both(dist: Path, wheel: Path) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(wheel) as archive:
+        name = f"elastic_etcd-{__version__}.dist-info/licenses/LICENSE"
+        assert archive.read(name) == licence
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        member = archive.extractfile(f"elastic_etcd-{__version__}/LICENSE")
+        assert member
+        assert member.read() == licence
+
+
+def test_what_it_says_of_itself(metadata: Message) -> None:
+    assert metadata["Version"] == __version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert set(EXTRAS.split(",")) < set(metadata.get_all("Provides-Extra", []))
+
+
+def test_a_new_user_without_a_network(user: tuple[Path, Path]) -> None:
+    folder, programs = user
+    env = {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    (folder / "train.py").write_text(TRAIN)
+    assert run("elastic-etcd", "--version", env=env) == f"elastic-etcd {__version__}\n"
+    assert "--nnodes" in run("python", "-m", "elastic_etcd.launch", "--help", env=env)
+    assert "undrain" in run("elastic-etcd", "completion", "bash", env=env)
+    run("python", "-W", "error", "-c", f"import {LOADED}", env=env)
+    told = run("elastic-etcd", "launch", "train.py", cwd=folder, env=env)
+    assert "a world of 1 in generation 1" in told
+
+
+def test_its_client(user: tuple[Path, Path], etcd: EtcdServer, prefix: str) -> None:
+    folder, programs = user
+    run(programs / "python", "-W", "error", SMOKE, etcd.endpoint, prefix, cwd=folder, env={})

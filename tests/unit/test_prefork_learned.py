@@ -1,0 +1,312 @@
+"""What a script imports is loaded before it the next time, and the script can't tell."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from elastic_etcd.agent.channel import ChannelServer
+from elastic_etcd.agent.prefork import Prefork, imported
+from elastic_etcd.process import exited
+from tests.unit.prefork import DEADLINE, BothWays
+
+pytestmark = pytest.mark.timeout(600)
+
+# Each package remembers the process that has imported it.
+HEAD = "import os\npid = os.getpid()\n"
+HARMLESS = {
+    "plain": "",
+    "pack/__init__.py": "",
+    "pack/deep/__init__.py": "",
+    "pack/deep/leaf.py": "def name():\n    import sys\n    return sys.modules[__name__].__name__\n",
+    "reads": "home = os.environ.get('READS_HOME', 'at home')\n",
+    "sets": "os.environ.setdefault('SET_BY_SETS', 'FALSE')\n",
+    "warns": "import warnings\nwarnings.filterwarnings('ignore', message='of warns')\n"
+    "warnings.simplefilter('default', category=ImportWarning)\n",
+    "logs": "import logging\nlogger = logging.getLogger('logs.inner')\nlogger.setLevel(10)\n"
+    "logger.addHandler(logging.NullHandler())\n",
+    "after": "import plain, torch.nn\n",
+}
+HARMFUL = {
+    "a_thread": "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()",
+    "printing": "print('hello')",
+    "to_stderr": "import sys\nsys.stderr.write('hello')",
+    "raising": "raise RuntimeError('no GPU here')",
+    "exiting": "os._exit(0)",
+    "killed": "os.kill(os.getpid(), 9)",
+    "endless": "open('endless').read()",
+    "handling": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: None)",
+    "opening": "file = open('/dev/null')",
+    "moving": "os.chdir('/')",
+    "finding": "import sys\nsys.path.append('/nowhere')",
+    "arguing": "import sys\nsys.argv.append('-v')",
+    "drawing": "import random\nrandom.random()",
+    "drawing_torch": "import torch\ntorch.rand(1)",
+    "drawing_numpy": "import numpy\nnumpy.random.rand()",
+    "logging_root": "import logging\nlogging.basicConfig()",
+    "naming_main": "import __main__\n__main__.left = 1",
+    "hooking": "import sys\nsys.excepthook = print",
+    "a_child": "import subprocess\nsubprocess.Popen(['sleep', '1000'])",
+    "of_ours": "import own",
+    "with_rank": "rank = os.environ.get('RANK')",
+    "unfiltering": "import warnings\nwarnings.resetwarnings()",
+    "own": "",  # which is no installed one: the script's folder has it
+    "not_there": None,
+}
+
+
+def write(packages: Path, modules: Mapping[str, str | None]) -> None:
+    for name, text in modules.items():
+        if text is not None:
+            file = packages / (name if name.endswith(".py") else f"{name}.py")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(HEAD + text)
+
+
+def names(modules: Mapping[str, str | None]) -> list[str]:
+    return [n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in modules]
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    folder = tmp_path_factory.mktemp("learned")
+    os.mkfifo(folder / "endless")
+    harmless = [*names(HARMLESS), "torch"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(Prefork, "patience", 2.0)
+        patch.setenv("RANK", "0")
+        ways = BothWays(folder, learned=[*names(HARMFUL), *harmless])
+        write(ways.packages, {**HARMLESS, **HARMFUL})
+        (folder / "own.py").write_text(HEAD)
+        del ways.env["RANK"]  # each worker has its own
+        with ways:
+            yield ways
+
+
+def ahead(ways: BothWays, name: str, before: str = "") -> bool:
+    """Whether a worker finds this module loaded already when it imports it."""
+    text = f"import os\n{before}import {name} as found\nprint(found.pid != os.getpid())"
+    done = ways.fork(ways.script(text))
+    assert done.code == 0, done.err
+    return {"True": True, "False": False}[done.out.split()[-1]]
+
+
+@pytest.mark.parametrize("name", names(HARMLESS))
+def test_what_is_harmless_is_loaded_ahead(ways: BothWays, name: str) -> None:
+    assert ahead(ways, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n in HARMFUL
+        if n not in ("raising", "exiting", "killed", "endless", "not_there", "with_rank")
+    ],
+)
+def test_what_does_more_than_to_import_is_left_out(ways: BothWays, name: str) -> None:
+    assert not ahead(ways, name)
+
+
+def test_what_can_not_be_imported_fails_in_the_script(ways: BothWays) -> None:
+    for name in ("raising", "not_there"):
+        assert ways.same(ways.script(f"import {name}")).code == 1
+
+
+SEEN = """\
+import logging, os, random, signal, sys, warnings
+theirs = {"plain", "pack", "reads", "sets", "warns", "logs", "after"}
+print(sorted(name for name in sys.modules if name.split(".")[0] in theirs))
+print(sorted(name for name in logging.root.manager.loggerDict if name.split(".")[0] in theirs))
+told = [str(each) for each in warnings.filters]  # torch's own are there from the start
+print([each for each in told if "of warns" in each or "ImportWarning" in each])
+print(logging.root.level, logging.root.handlers, os.environ.get("SET_BY_SETS"))
+print([signal.getsignal(number) for number in sorted(signal.valid_signals())])
+print(sys.argv, sys.path, os.getcwd(), sorted(vars(sys.modules["__main__"])))
+print([hasattr(sys.modules[p], c) for p, c in [("pack", "deep")] if p in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["", "import plain", "import pack", "import plain, pack.deep.leaf, reads, sets, warns, logs"],
+)
+def test_a_script_sees_nothing_that_it_has_not_imported(ways: BothWays, imports: str) -> None:
+    text = "import os\n" + (f"{imports}\n" if imports else "")
+    argv = ways.script(f"{text}{SEEN}")
+    forked, executed = ways.fork(argv), ways.exec(argv)
+    assert (forked.code, forked.err) == (0, "")
+    assert forked.out.splitlines() == executed.out.splitlines()
+
+
+def test_a_module_is_known_by_its_name(ways: BothWays) -> None:
+    text = "import pack.deep.leaf as leaf, sys\nspec = leaf.__spec__\n"
+    text += "print(leaf.name(), spec.name, spec.loader, spec.parent)\n"
+    text += "import pack\nprint(pack.deep.leaf is leaf, sys.modules['pack.deep.leaf'] is leaf)"
+    assert ways.same(ways.script(text)).code == 0
+
+
+def test_t19_what_a_script_sets_before_it_imports_a_module_counts(ways: BothWays) -> None:
+    """Also after its import of torch."""
+    for first in ("", "import torch\n"):
+        text = (
+            f"import os\n{first}os.environ['READS_HOME'] = 'away'\nimport reads\nprint(reads.home)"
+        )
+        forked = ways.fork(ways.script(text))
+        assert (forked.code, forked.out) == (0, "away\n"), forked.err
+        assert "changes READS_HOME before it imports reads" in forked.err
+    assert ahead(ways, "reads", "import reads\nos.environ['READS_HOME'] = 'away'\n"), "it is later"
+
+
+def test_t19_what_only_this_worker_has_counts(ways: BothWays) -> None:
+    env = {**ways.env, "READS_HOME": "of the worker"}
+    done = ways.fork(ways.script("import reads\nprint(reads.home)"), env)
+    assert (done.code, done.out) == (0, "of the worker\n"), done.err
+
+
+@pytest.mark.parametrize("value", [None, "TRUE"])
+def test_t20_what_a_module_sets_in_the_environment_stays(ways: BothWays, value: str | None) -> None:
+    text = "import os\nprint(os.environ.get('SET_BY_SETS'))\nimport sets\n"
+    text += "print(os.environ['SET_BY_SETS'], os.popen('echo $SET_BY_SETS').read())"
+    env = {**ways.env, **({"SET_BY_SETS": value} if value else {})}
+    forked, executed = ways.fork(ways.script(text), env), ways.exec(ways.script(text), env)
+    assert (forked.code, forked.out) == (0, executed.out), forked.err
+
+
+def test_a_logger_that_the_script_gets_first_is_the_one_of_the_module(ways: BothWays) -> None:
+    text = "import logging\nlogging.getLogger('logs').setLevel(40)\nimport logs\n"
+    text += "print(logs.logger.parent.level, logs.logger.level)"
+    forked = ways.fork(ways.script(text))
+    assert (forked.code, forked.out) == (0, "40 10\n"), forked.err
+
+
+@pytest.mark.parametrize("where", ["beside the script", "on a path that it adds"])
+def test_another_version_in_the_way_is_the_one(ways: BothWays, where: str) -> None:
+    own = ways.folder if where.startswith("beside") else ways.folder / "vendored"
+    own.mkdir(exist_ok=True)
+    file = own / "plain.py"
+    file.write_text("which = 'of the user'\n")
+    try:
+        text = (
+            f"import sys\nsys.path.insert(0, {str(own)!r})\nimport after, plain\nprint(plain.which)"
+        )
+        forked = ways.fork(ways.script(text))
+        assert (forked.code, forked.out) == (0, "of the user\n"), forked.err
+    finally:
+        file.unlink()
+
+
+def test_a_learned_module_is_never_the_users_own(tmp_path: Path) -> None:
+    """The user's may change, and it may do what only the script may do."""
+    ways = BothWays(tmp_path, learned=["mine", "plain", "over"])
+    write(ways.packages, {"plain": "", "over": ""})
+    for name in ("mine", "over"):
+        (tmp_path / f"{name}.py").write_text(f"{HEAD}open('imported', 'a').write(__name__)\n")
+    with ways:
+        assert not (tmp_path / "imported").exists()
+        assert ahead(ways, "plain")
+        assert not Path("imported").exists()
+
+
+STEP = """\
+import plain, own, os, torch
+import pack.deep.leaf
+os.environ["SET_BY_SCRIPT"] = "1"
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+optimizer.step()
+import reads
+optimizer.step()
+"""
+
+
+async def test_a_worker_tells_what_it_has_imported_by_its_first_step(tmp_path: Path) -> None:
+    given = BothWays(tmp_path)
+    write(given.packages, HARMLESS)
+    (tmp_path / "own.py").write_text(HEAD)
+    told: asyncio.Queue[int] = asyncio.Queue()
+    channels = ChannelServer(lambda *_: None, told.put_nowait)
+    env = {**given.env, "ELASTIC_ETCD_SOCKET": channels.open(), "RANK": "3"}
+    env |= {"ELASTIC_ETCD_LOCAL_RANK": "0", "ELASTIC_ETCD_GENERATION": "1"}
+    argv = given.script(STEP)
+    prefork = Prefork(argv, given.env, (), 1)
+    prefork.start()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await prefork.warm()
+            for learn in (False, True):
+                worker = await prefork.fork(argv, env, 1, 2, learn=learn)
+                assert await exited(worker) == 0
+            fd = await told.get()
+            assert told.empty(), "once, and only who is asked"
+    finally:
+        prefork.close()
+        channels.close()
+    found = json.loads(os.pread(fd, 1 << 24, 0))
+    os.close(fd)
+    order = [
+        n for n in found["modules"] if n.partition(".")[0] in ("plain", "pack", "own", "reads")
+    ]
+    assert order == ["plain", "pack", "pack.deep", "pack.deep.leaf"]
+    assert "torch" in found["modules"]
+    assert {"RANK": "3", "SET_BY_SCRIPT": "1"}.items() <= found["changed"].items()
+
+
+async def test_what_a_worker_has_told_is_had_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = BothWays(tmp_path)
+    write(given.packages, HARMLESS)
+    argv = given.script("import os, plain\nprint(plain.pid == os.getpid())")
+    learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+    prefork = Prefork(argv, given.env, (), 1, learned.put_nowait)
+    prefork.start()
+
+    async def run() -> str:
+        with (tmp_path / "out").open("w+") as out:
+            worker = await prefork.fork(argv, given.env, out.fileno(), 2)
+            assert await exited(worker) == 0
+            out.seek(0)
+            return out.read()
+
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await prefork.warm()
+            before = prefork.pid
+            prefork.learn(imported(["not_there", "plain", "pack.deep.leaf"]))
+            assert prefork.ready, "the old one goes on"
+            assert await run() == "True\n"
+            assert await learned.get() == ("plain", "pack.deep.leaf")
+            assert prefork.pid != before
+            assert await run() == "False\n"
+            prefork.learn(None)
+            assert await learned.get() == ()
+            assert await run() == "True\n", "forgotten"
+    finally:
+        prefork.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - nobody else has to be told
+        await asyncio.sleep(0.01)
+
+
+async def test_what_can_not_be_learned_leaves_the_fork_server_as_it_was(tmp_path: Path) -> None:
+    given = BothWays(tmp_path)
+    # Harmless in a trial, which is nicer to others, and not in the fork server.
+    write(given.packages, {"plain": "if os.nice(0) < 19:\n    os._exit(3)\n"})
+    prefork = Prefork(given.script(""), given.env, (), 1)
+    prefork.start()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await prefork.warm()
+            before = prefork.pid
+            prefork.learn(imported(["plain"]))
+            await until(lambda: prefork._next is not None)
+            await until(lambda: prefork._next is None)
+            assert (prefork.pid, prefork.ready) == (before, True)
+    finally:
+        prefork.close()

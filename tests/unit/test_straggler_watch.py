@@ -1,0 +1,111 @@
+"""What an agent tells of its own steps, when it does, and which lines of the coordinator's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from elastic_etcd.agent import stragglers
+from elastic_etcd.agent.stragglers import StragglerWatch
+from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import (
+    Keys,
+    Limits,
+    Master,
+    Phase,
+    Round,
+    StepTime,
+    Stragglers,
+    decode,
+)
+from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.progress import Doing, Progress
+
+NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 2, 2, Master("n1", 80))
+MEASURED = Progress(Doing.STEP, 0.1, 60, 0.6, usual=0.6, outside=0.5, measured=10)
+
+
+class Node:
+    """A node with one worker, and what its agent publishes."""
+
+    def __init__(self) -> None:
+        self.keys = Keys("/elastic_etcd/j")
+        self.at = MEASURED
+        self.told: list[StepTime] = []
+        self.looks = 0
+        self.watch = StragglerWatch(self, self)  # type: ignore[arg-type]
+
+    def progress(self) -> list[tuple[Any, Progress]]:
+        self.looks += 1
+        return [(None, self.at)]
+
+    async def publish(self, txn: Txn) -> bool:
+        (put,) = (put for put in txn.then if isinstance(put, Put))
+        self.told.append(decode(StepTime, put.value, lease=0xB))
+        return True
+
+    async def look(self, at: Progress) -> list[float]:
+        """What it has told once it has seen its worker there."""
+        self.at, before = at, self.looks
+        async with asyncio.timeout(60):
+            while self.looks < before + 2:  # noqa: ASYNC110 - a page has no events
+                await asyncio.sleep(0.01)
+        return [time.outside for time in self.told]
+
+
+def state(nodes: int = 2, factor: float = 1.5, found: Stragglers | None = None) -> State:
+    now = replace(NOW, nodes=nodes, world_size=nodes)
+    view = View(9, Narrow(), round=now, stragglers=found)
+    local = Local("r", 0xB, 2, 2, acked=1, running=1, ran=1)
+    return State(local, 1, view=view, limits=Limits(1, 2, straggler_factor=factor))
+
+
+@asynccontextmanager
+async def telling(node: Node, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(stragglers, "_PERIOD", 0.01)
+    monkeypatch.setattr(stragglers, "_A_SECOND", 1000)
+    task = asyncio.create_task(node.watch.tell())
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_it_is_told_when_fifty_steps_have_shown_something_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node()
+    node.watch.see(state())
+    async with telling(node, monkeypatch):
+        assert await node.look(MEASURED._replace(measured=9, outside=0.0)) == []
+        assert await node.look(MEASURED) == [0.5]
+        assert await node.look(MEASURED._replace(measured=19, outside=0.9)) == [0.5]
+        assert await node.look(MEASURED._replace(measured=20, outside=0.54)) == [0.5]
+        assert await node.look(MEASURED._replace(measured=30, outside=0.9)) == [0.5, 0.9]
+    assert node.told[0] == StepTime(0xB, 1, 0.5, 0.6)
+
+
+@pytest.mark.parametrize("alone", [state(nodes=1), state(factor=0.0)], ids=["one node", "off"])
+async def test_nothing_is_told_where_nobody_is_compared(
+    monkeypatch: pytest.MonkeyPatch, alone: State
+) -> None:
+    node = Node()
+    node.watch.see(alone)
+    async with telling(node, monkeypatch):
+        await asyncio.sleep(0.2)
+        assert node.looks == 0
+        node.watch.see(state())
+        assert await node.look(MEASURED) == [0.5]
+
+
+def test_a_line_is_told_once_and_an_old_one_never(caplog: pytest.LogCaptureFixture) -> None:
+    node, old = Node(), Stragglers(1, 4, "n1 is slow ...", ("n1",))
+    new = Stragglers(1, 5, "n2 is slow ...", ("n1", "n2"))
+    for found in (old, old, new, new):
+        node.watch.see(state(found=found))
+    assert [record.message for record in caplog.records] == ["n2 is slow ..."]
