@@ -135,7 +135,10 @@ class Job:
         """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
         seen = await self.client.range(*self.ranges, timeout=self.timeout)
         if not is_known(self.view_of(seen)):
-            raise ElasticEtcdError(f"{self.client.endpoint} has no job at {self.keys.root}")
+            raise ElasticEtcdError(
+                f"{self.client.endpoint} has no job at {self.keys.root}; elastic-etcd status --all "
+                "shows those under --prefix"
+            )
         return seen
 
     async def view(self) -> View:

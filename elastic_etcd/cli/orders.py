@@ -82,6 +82,9 @@ class Job(look.Job):
         try:
             async with asyncio.timeout(seconds):
                 return await first(self.client, self.ranges, fits)
+        except asyncio.CancelledError:  # by Ctrl-C
+            look.note(f"{what}; what was asked for stands")
+            raise
         except TimeoutError:
             raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
 
@@ -120,7 +123,8 @@ async def drain(job: Job, args: Namespace) -> dict[str, Any]:
         job.run_of(view)
         there = [m for m in view.members if m.node == node]
         if args.self and not there:
-            raise ElasticEtcdError(f"this machine's node, {node}, is not in job {job.name}")
+            told = f"this machine's node, {node}, is not in job {job.name}"
+            raise ElasticEtcdError(f"{told}{_meant(view, node)}")
         limits = job.limits_of(view)
         for member in (m for m in there if m.leaving and args.deadline is not None):
             stands = wanted.leave_deadline(view, member, limits)

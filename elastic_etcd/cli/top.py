@@ -232,7 +232,8 @@ class Screen:
         events = status.events(self._state)[-_EVENTS:]
         rows = max(1, min(len(self.nodes), room - min(len(events), 3) - 1))
         shown_events = events[-max(0, room - rows - 1) :] if room > rows + 1 else []
-        return Group(*map(_line, head), self._table(rows), *map(_line, ["", *shown_events, *foot]))
+        nodes = self._table(rows) if self.nodes else _line("  no node is there")
+        return Group(*map(_line, head), nodes, *map(_line, ["", *shown_events, *foot]))
 
     def _foot(self) -> list[str]:
         if self._once:

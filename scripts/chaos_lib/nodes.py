@@ -172,6 +172,7 @@ class Nodes:
         self._seen, self._plain = seen, plain
         self._awaited: set[str] = set()  # names of nodes that will start again
         self._returning: list[Agent] = []  # agents that are to end, and whose nodes start then
+        self._returned = 0.0  # when the last ones of them started (wall clock)
         self._orders: list[Order] = []
 
     @property
@@ -224,6 +225,7 @@ class Nodes:
             return
         for agent in self._returning:
             self.start(agent.node)
+            self._returned = time.time()
         self._returning = []
 
     def start(self, node: str) -> None:
@@ -291,7 +293,7 @@ class Nodes:
                 and trains <= names
                 and len(trains) == min(len(names), MAX_NODES)
                 and len(trains) + len(spares) == len(names)
-                and self.logs.trains(since)
+                and self.logs.trains(max(since, self._returned))
             )
 
         return recovered

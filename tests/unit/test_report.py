@@ -98,7 +98,5 @@ def test_from_a_real_etcd(etcd: EtcdServer, prefix: str) -> None:
     assert json.loads(call("j", "--json").stdout) == describe("j", view(OVER), 0.0)
     assert call("j").stdout.startswith("job j, run r: succeeded\n  goodput 95.8 %: trained")
     nobody = call("k")
-    assert (nobody.returncode, nobody.stderr) == (
-        1,
-        f"error: {etcd.endpoint} has no job at {prefix}/k\n",
-    )
+    assert nobody.returncode == 1
+    assert nobody.stderr.startswith(f"error: {etcd.endpoint} has no job at {prefix}/k; ")

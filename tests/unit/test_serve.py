@@ -350,6 +350,12 @@ async def test_in_a_browser(etcd: EtcdServer, prefix: str, tmp_path: Path) -> No
             assert page.evaluate("document.querySelector('pre').textContent") == TRACEBACK
             assert page.evaluate("document.querySelectorAll('img, main script').length") == 0
             assert page.evaluate("document.documentElement.scrollWidth") == 390
+            page.open(server.url, width=390)
+            page.shows("document.querySelectorAll('tbody tr').length === 2")
+            left = "Math.round(document.querySelector('td.{}').getClientRects()[0].left)"
+            padding = "getComputedStyle(document.querySelector('td.rest')).paddingLeft"
+            assert page.evaluate(left.format("rest")) == page.evaluate(left.format("name"))
+            assert page.evaluate(padding) == "0px", "lines begin where their job's name does"
             assert page.complaints() == []
             asked = set(page.requests())
             assert len(asked) > 5

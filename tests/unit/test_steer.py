@@ -1,6 +1,10 @@
 """`elastic-etcd drain`, `undrain` and `stop`: what they write, and what they refuse."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -96,7 +100,7 @@ def test_a_machine_drains_the_agent_that_is_there(
     shell.etcd.ctl("del", shell.keys.member(B.lease))
     assert shell("drain", "j", "--self") == (
         1,
-        "error: this machine's node, b, is not in job j\n",
+        "error: this machine's node, b, is not in job j; there are a, c\n",
     )
     shell.ok("stop", "j", "--save")
     assert shell.wanted == Wanted((), Halt("r", save=True)), "who has left is not drained any more"
@@ -169,6 +173,22 @@ def test_a_job_that_is_over(shell: Shell, command: tuple[str, ...]) -> None:
     outcome = Outcome("succeeded", "all are done", "r", 1, 0, at="2026-11-22T10:00:00Z")
     shell.put(shell.keys.outcome, encode(outcome))
     assert shell(*command) == (1, "error: job j is over: succeeded at 2026-11-22T10:00:00Z\n")
+
+
+def test_who_ends_a_wait_is_told_what_stands(shell: Shell) -> None:
+    where = ("--etcd", shell.etcd.endpoint, "--prefix", shell.prefix, "--timeout", "60")
+    command = [sys.executable, "-m", "elastic_etcd", "drain", "j", "a", "--wait", *where]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while shell.wanted is None:
+            assert time.monotonic() < deadline
+        time.sleep(0.5)  # it may be about to wait
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=60)[1]
+    assert (process.returncode, told) == (
+        130,
+        "note: a is still there; what was asked for stands\n",
+    )
 
 
 def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,14 @@ def test_a_long_reason_leaves_room_for_the_rest(etcd: EtcdServer, keys: Keys) ->
             assert re.search(rf"\b{head}\b", shown), head
 
 
+def test_a_job_that_is_over(etcd: EtcdServer, keys: Keys) -> None:
+    etcd.ctl("del", "--prefix", keys.root)
+    etcd.ctl("put", keys.outcome, encode(OVER))
+    lines = printed(etcd, keys).splitlines()
+    assert "  no node is there" in map(str.rstrip, lines)
+    assert not any("lease" in line for line in lines)
+
+
 def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     etcd.ctl("put", keys.wanted, encode(Wanted((Drain(HOSTILE),))))
     shown = subprocess.run(command(etcd, keys), capture_output=True, text=True, check=True).stdout
