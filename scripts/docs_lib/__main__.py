@@ -13,6 +13,8 @@ from . import reference
 
 ROOT = Path(__file__).parents[2]
 AT_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+ROW = re.compile(r"^\|.*$", re.MULTILINE)
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 SOURCE = re.compile(r"\]\((\.\./elastic_etcd/[\w/]+\.py)\)")
 
 
@@ -32,12 +34,17 @@ def main(to: Path) -> None:
 def document(file: Path, to: Path) -> None:
     """A page, and one for each source file that it links to."""
     text = file.read_text()
-    write(to / file.relative_to(ROOT), SOURCE.sub(r"](\1.md)", text))
+    write(to / file.relative_to(ROOT), SOURCE.sub(r"](\1.md)", ROW.sub(row, text)))
     for link in SOURCE.findall(text):
         source = (file.parent / link).resolve()
         name = source.relative_to(ROOT)
         shown = f"# {name}\n\n~~~~~ python\n{source.read_text()}~~~~~\n"
-        write(to / f"{name}.md", shown)
+        write(to / f"{name}.md", UNSEARCHED + shown)
+
+
+def row(found: re.Match[str]) -> str:
+    """Of a table: GitHub wants each | in code to be escaped, and the site none."""
+    return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), found[0])
 
 
 def write(file: Path, text: str) -> None:
