@@ -55,6 +55,7 @@ class Group:
         self.filters: list[Any] = []  # of warnings, those that it has added
         self.loggers: dict[str, Any] = {}
         self.needs: list[Group] = []  # what it has found there already
+        self._origins: dict[str, str | None] = {}  # of its modules in no package
         self._children: list[tuple[ModuleType, str, ModuleType]] = []  # of others' packages
 
     @contextmanager
@@ -115,10 +116,16 @@ class Group:
         self.filters = [each for each in warnings.filters if each not in filters]
         self.loggers = {name: made[name] for name in made if name not in loggers}
         self.by_c = _numeric() != libraries
+        tops = {name: _origin(name) for name in self.modules if "." not in name}
+        self._origins = {name: origin for name, origin in tops.items() if origin}
         for name, module in self.modules.items():
             package, _, child = name.rpartition(".")
             if package not in self.modules and package in sys.modules:
                 self._children.append((sys.modules[package], child, module))
+
+    def moved(self) -> str:
+        """A module of it whose name finds another file now, or ""."""
+        return next((name for name, at in self._origins.items() if _origin(name) != at), "")
 
     def is_read(self, name: str) -> bool:
         """Whether the imports have read this variable, as far as one can tell."""
@@ -279,13 +286,20 @@ class Imports(Loader, MetaPathFinder):
 
     def _needed(self, wanted: Sequence[Group]) -> list[Group]:
         """These and what they need, as far as it is withheld, each after what it needs."""
-        found: list[Group] = []
+        found: dict[Group, None] = {}
+        seen: set[Group] = set()
+
+        def add(group: Group) -> None:
+            if group not in seen:
+                seen.add(group)
+                for need in group.needs:
+                    add(need)
+                if group in self.groups:
+                    found[group] = None
+
         for group in wanted:
-            missing = [need for need in group.needs if need not in found]
-            found += [need for need in self._needed(missing) if need not in found]
-            if group in self.groups and group not in found:
-                found.append(group)
-        return found
+            add(group)
+        return list(found)
 
     def find_spec(
         self,
@@ -326,9 +340,8 @@ class Imports(Loader, MetaPathFinder):
     def _check_origins(self, wanted: Group) -> None:
         """Begin anew where the script would find another file now than the fork server did."""
         for group in self._needed([wanted]):
-            for name, module in group.modules.items() if group.learned else ():
-                if "." not in name and _moved(name, module) and self._begin:
-                    self._begin(f"finds another {name} than the one that was loaded ahead", True)
+            if self._begin and (name := group.moved()):
+                self._begin(f"finds another {name} than the one that was loaded ahead", True)
 
 
 def _numeric() -> set[str]:
@@ -347,12 +360,9 @@ def _are_related(name: str, other: str) -> bool:
     return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
-def _moved(name: str, module: ModuleType) -> bool:
-    spec = module.__spec__
-    if spec is None or not spec.has_location:
-        return False
+def _origin(name: str) -> str | None:
     found = PathFinder.find_spec(name)
-    return found is None or found.origin != spec.origin
+    return found.origin if found else None
 
 
 def _add_filters(filters: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """`scripts/bench imports`: how long a restart takes to the first line after the script's imports.
 
 A script imports a framework, does a step and exits 1 when it is told to; its launcher starts it
-again. Time runs from that exit to the end of the imports in the next worker. Frameworks that are
-not installed are left out.
+again. Time runs from that exit to the end of the imports in the next worker; its CPU time until
+then does not depend on what else the machine does. Frameworks that are not installed are left out.
 """
 
 import argparse
@@ -30,12 +30,12 @@ IMPORTS = {
 SCRIPT = """\
 import os, sys, time
 {imports}
-imported = time.monotonic()
+imported, spent = time.monotonic(), time.process_time()
 import torch
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 folder = sys.argv[1]
 with open(f"{{folder}}/begun", "w") as begun:  # waits for who measures
-    begun.write(str(imported))
+    begun.write(f"{{imported}} {{spent}}")
 open(f"{{folder}}/exit").read()
 with open(f"{{folder}}/exits", "w") as exits:
     exits.write(str(time.monotonic()))
@@ -53,8 +53,8 @@ REFILL = 4.0  # seconds until workers wait for their order again
 PATIENCE = 120.0
 
 
-def restarts(framework: str, launcher: str, repeats: int) -> Iterator[float]:
-    """Seconds of each restart."""
+def restarts(framework: str, launcher: str, repeats: int) -> Iterator[tuple[float, float]]:
+    """Seconds of each restart, and those of CPU time in the worker."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for fifo in ("begun", "exit", "exits"):
@@ -74,7 +74,8 @@ def restarts(framework: str, launcher: str, repeats: int) -> Iterator[float]:
                 time.sleep(REFILL)
                 (folder / "exit").write_text("")
                 exits = float((folder / "exits").read_text())
-                yield float((folder / "begun").read_text()) - exits
+                imported, spent = map(float, (folder / "begun").read_text().split())
+                yield imported - exits, spent
         finally:
             agent.send_signal(signal.SIGTERM)
             agent.wait(PATIENCE)
@@ -88,13 +89,18 @@ def wait_until_learned(log: Path) -> None:
         time.sleep(0.1)
 
 
-def show(found: dict[str, dict[str, list[float]]]) -> None:
-    rows = []
-    for framework, times in found.items():
-        base = statistics.median(times["torchrun"])
-        rows.append((framework, *(cell(samples, base) for samples in times.values())))
-    title = "seconds from a worker's exit to the next one's imports: median (range), to torchrun's"
-    Console(width=140).print(grid(title, ("", *LAUNCHERS), rows))
+def show(found: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+    for number, what in enumerate(("wall clock", "CPU time of the worker")):
+        rows = []
+        for framework, times in found.items():
+            ways = [[sample[number] for sample in samples] for samples in times.values()]
+            rows.append(
+                (framework, *(cell(samples, statistics.median(ways[0])) for samples in ways))
+            )
+        title = (
+            f"seconds from an exit to the end of the next imports, {what}: median (range), ratio"
+        )
+        Console(width=140).print(grid(title, ("", *LAUNCHERS), rows))
 
 
 def cell(samples: list[float], base: float) -> str:
@@ -105,9 +111,10 @@ def cell(samples: list[float], base: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench imports", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", action="append", choices=IMPORTS, metavar="FRAMEWORK")
     parser.add_argument("--json", metavar="FILE", help="write the samples there as well")
     args = parser.parse_args()
-    installed = [name for name in IMPORTS if importlib.util.find_spec(name)]
+    installed = [name for name in args.only or IMPORTS if importlib.util.find_spec(name)]
     found = {
         framework: {name: [*restarts(framework, name, args.repeats)] for name in LAUNCHERS}
         for framework in installed

@@ -53,7 +53,7 @@ def test_a_restart_and_a_newcomer_have_what_the_script_imports(job: Job, etcd: E
     n1 = start(job, "n1")
     first = job.trains(1)
     assert found(job, "n1", first) == "False at home"
-    assert "large" in (job.wait("it is learned", lambda: known(etcd, job)) or [])
+    assert "large" in (job.wait("it is learned", lambda: known(etcd, job), 300) or [])
     job.said(n1, "large")
     n2 = start(job, "n2")
     second = job.trains(2, after=first)
@@ -69,7 +69,7 @@ def test_a_restart_and_a_newcomer_have_what_the_script_imports(job: Job, etcd: E
 def test_t19_what_the_script_sets_keeps_its_effect(job: Job, etcd: EtcdServer) -> None:
     n1 = start(job, "n1", first="os.environ['LARGE_HOME'] = 'away'")
     generation = job.trains(1)
-    modules = job.wait("it is learned", lambda: known(etcd, job))
+    modules = job.wait("it is learned", lambda: known(etcd, job), 300)
     assert "large" not in modules
     job.said(n1, "large is not loaded ahead: it has to do with LARGE_HOME")
     send(signal.SIGKILL, [job.worker(generation, 0).pid])
@@ -85,13 +85,13 @@ def test_t19_a_script_that_sets_it_only_later_is_not_loaded_ahead_any_more(
     changes = "if int(os.environ['ELASTIC_ETCD_GENERATION']) > 1: os.environ['LARGE_HOME'] = 'away'"
     n1 = start(job, "n1", first=changes)
     first = job.trains(1)
-    assert "large" in (job.wait("it is learned", lambda: known(etcd, job)) or [])
+    assert "large" in (job.wait("it is learned", lambda: known(etcd, job), 300) or [])
     job.said(n1, "loaded ahead: torch, ")
     send(signal.SIGKILL, [job.worker(first, 0).pid])
     second = job.trains(1, after=first)
     assert found(job, "n1", second) == "False away"
     assert "this script changes LARGE_HOME before it imports large" in n1.output
-    job.wait("all nodes are told", lambda: known(etcd, job) == [])
+    job.wait("all nodes are told", lambda: known(etcd, job) == [], 300)
     job.said(n1, "this script's own modules are not loaded ahead any more")
     job.finish(n1)
 

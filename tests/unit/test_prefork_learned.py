@@ -37,7 +37,6 @@ HARMFUL = {
     "raising": "raise RuntimeError('no GPU here')",
     "exiting": "os._exit(0)",
     "killed": "os.kill(os.getpid(), 9)",
-    "endless": "open('endless').read()",
     "handling": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: None)",
     "opening": "file = open('/dev/null')",
     "moving": "os.chdir('/')",
@@ -73,11 +72,9 @@ def names(modules: Mapping[str, str | None]) -> list[str]:
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
     folder = tmp_path_factory.mktemp("learned")
-    os.mkfifo(folder / "endless")
     harmless = [*names(HARMLESS), "torch"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(Prefork, "patience", 2.0)
         patch.setenv("RANK", "0")
         ways = BothWays(folder, learned=[*names(HARMFUL), *harmless])
         write(ways.packages, {**HARMLESS, **HARMFUL})
@@ -102,11 +99,7 @@ def test_what_is_harmless_is_loaded_ahead(ways: BothWays, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n
-        for n in HARMFUL
-        if n not in ("raising", "exiting", "killed", "endless", "not_there", "with_rank")
-    ],
+    [n for n in HARMFUL if n not in ("raising", "exiting", "killed", "not_there", "with_rank")],
 )
 def test_what_does_more_than_to_import_is_left_out(ways: BothWays, name: str) -> None:
     assert not ahead(ways, name)
@@ -210,6 +203,15 @@ def test_a_learned_module_is_never_the_users_own(tmp_path: Path) -> None:
         assert not (tmp_path / "imported").exists()
         assert ahead(ways, "plain")
         assert not Path("imported").exists()
+
+
+def test_what_never_ends_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prefork, "patience", 1.0)
+    os.mkfifo(tmp_path / "never")
+    ways = BothWays(tmp_path, learned=["endless"])
+    write(ways.packages, {"endless": f"open({str(tmp_path / 'never')!r}).read()\n"})
+    with ways:
+        assert ways.prefork.ready
 
 
 STEP = """\
