@@ -2,20 +2,20 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import hangs
 from tests.support.disks import disk_that_may_stand_still, standing_still
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent, Job
-from tests.support.processes import send
 from tests.support.proxy import Proxy, proxy_aside
 
 pytestmark = pytest.mark.timeout(600)
@@ -33,12 +33,6 @@ def spins():
     while True:
         pass
 
-def blocks():
-    open(sys.argv[2]).read()
-
-def is_stopped():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
 def main():
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -52,24 +46,6 @@ def main():
 
 main()
 """
-IN_PROCESS = """
-import time
-import torch
-import elastic_etcd as ee
-
-state = ee.ElasticState(model=torch.nn.Linear(2, 2), step=0)
-
-@ee.run
-def train(state):
-    while state.step < 1000:
-        state.step += 1
-        state.commit(every=2)
-        state.check()
-        if state.step == 5:
-            time.sleep(1000)
-
-train(state)
-"""
 Flags = dict[str, Any]
 STARVED: Flags = {"hang_timeout": 8}  # no step takes so long, on a busy machine either
 SLOW = """
@@ -77,13 +53,13 @@ import sys, time
 import torch
 import elastic_etcd as ee
 
-time.sleep(3)  # an import
+time.sleep(6)  # an import
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-time.sleep(3)  # the first step compiles
+time.sleep(6)  # the first step compiles
 for _ in range(3):
     optimizer.step()
 with ee.quiet("evaluation"):
-    time.sleep(3)
+    time.sleep(6)
 optimizer.step()
 """
 
@@ -100,52 +76,30 @@ def script(job: Job, text: str, *arguments: str) -> tuple[str, ...]:
 
 
 def evidence(job: Job, agent: Agent, rank: int) -> str:
+    """All that was found out about this rank, one hang after the other."""
     job.said(agent, f"rank {rank}: where it stands is in ", 60)
-    (path,) = re.findall(rf"rank {rank}: where it stands is in (\S+/hang.txt)", agent.output)
+    (path,) = {*re.findall(rf"rank {rank}: where it stands is in (\S+/hang.txt)", agent.output)}
     return Path(path).read_text()
 
 
-@pytest.mark.parametrize("method", ["prefork", "exec"])
 @pytest.mark.parametrize(
-    ("how", "stands"), [("sleeps", "in sleeps"), ("spins", "in spins"), ("blocks", "in blocks")]
+    ("text", "method"),
+    [(hangs.PLAIN, "prefork"), (hangs.PLAIN, "exec"), (hangs.ELASTIC, "prefork")],
+    ids=["plain", "exec", "ee.run"],
 )
-def test_a_rank_that_hangs_is_told_with_its_stacks(
-    job: Job, flags: Flags, how: str, stands: str, method: str
+def test_each_hang_is_told_with_where_it_stands(
+    job: Job, flags: Flags, text: str, method: str
 ) -> None:
-    os.mkfifo(job.directory / "fifo")
-    command = script(job, PLAIN, how, str(job.directory / "fifo"))
-    n1 = job.start("n1", nproc=2, script=command, start_method=method, **flags)
-    job.said(n1, "rank 1 is in step 6 for ", 60)
+    command = hangs.script(job, text)
+    more: Flags = {"start_method": method, "env": {"WORLDS": "0"}, "max_restarts": 0}
+    n1 = job.start("n1", nproc=2, script=command, **flags | more)
+    hangs.names_each(job, n1)
     found = evidence(job, n1, 1)
-    assert stands in found
-    assert re.search(r"^\d+ \d+ \S+ [RS] ", found, re.MULTILINE), found
-    # The other one waits for it.
-    job.said(n1, "rank 0 is in step 6 for ")
+    for stands in (*(f"in {way}\n" for way in hangs.WAYS if way != "is_stopped"), r" [RS] ", " T "):
+        assert re.search(stands, found), (stands, found)
+    # The other one waited for it.
     assert "_engine_run_backward" in evidence(job, n1, 0)
-    assert n1.output.count("rank 1 is in step 6") == 1
-    n1.terminate()
-    job.exits(n1, 143)
-
-
-def test_a_stopped_rank_is_told_and_that_it_goes_on(job: Job, flags: Flags) -> None:
-    command = script(job, PLAIN, "is_stopped")
-    n1 = job.start("n1", nproc=2, script=command, **flags)
-    job.said(n1, "rank 1 is in step 6 for ", 60)
-    assert re.search(r"^\d+ \d+ \S+ T ", evidence(job, n1, 1), re.MULTILINE)
-    send(signal.SIGCONT, n1.others())
-    job.said(n1, "rank 1 goes on after step 6", 60)
-    job.exits(n1, 0)
-
-
-def test_a_rank_of_ee_run_that_hangs_is_told(job: Job, flags: Flags) -> None:
-    n1 = job.start("n1", script=script(job, IN_PROCESS), **flags)
-    job.said(n1, "rank 0 is in step 6 for ", 60)
-    assert "in train" in evidence(job, n1, 0)
-    job.abandoned = True
-    n1.terminate()
-    job.said(n1, "leaving; once more")
-    n1.terminate(signal.SIGINT)
-    job.exits(n1, 130)
+    assert "worker 1 on n1 exited 1" in status(job)
 
 
 def test_what_is_slow_is_no_hang(job: Job, flags: Flags) -> None:
@@ -313,14 +267,13 @@ def main():
 )
 
 
-def pair(job: Job, text: str, *arguments: str, **flags: Any) -> dict[str, Agent]:
+def pair(job: Job, command: tuple[str, ...], **flags: Any) -> dict[str, Agent]:
     """Two nodes; the one with rank 1 is called behind."""
-    command = script(job, text, *arguments)
     folder = str(job.directory)
     usual: Flags = {"nnodes": "2", "log_dir": folder, "hang_timeout": 3, "lease_ttl": 10}
     agents = [job.start(node, script=command, **usual | flags) for node in ("n1", "n2")]
     for agent in agents:
-        job.said(agent, "group rank ", 60)
+        job.said(agent, "group rank ", 120)
     first, second = agents
     if "group rank 1 " in first.output:
         first, second = second, first
@@ -335,7 +288,7 @@ def status(job: Job) -> str:
 
 
 def test_every_node_and_the_history_say_who_is_behind(job: Job) -> None:
-    nodes = pair(job, PLAIN, "sleeps")
+    nodes = pair(job, script(job, PLAIN, "sleeps"))
     behind = nodes["behind"].node
     for agent in nodes.values():
         job.said(agent, f"warning: rank 1 on {behind} is in step 6 for ", 60)
@@ -358,35 +311,45 @@ def test_every_node_and_the_history_say_who_is_behind(job: Job) -> None:
 BEHIND = r"rank 1 on n[12] is in step 6 for \d+ s, 1 other waits in 6 "
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (ONCE, BEHIND + r"\(train.py:\d+ in spins\)"),
-        (ELASTIC, BEHIND + r"\(stopped\)"),
-        (
-            ONCE.replace("dist.get_rank() == 1 and ", ""),
-            r"nobody has moved for \d+ s \(storage\? network\?\)",
-        ),
-    ],
-    ids=["plain", "ee.run", "nobody"],
-)
-def test_a_world_that_hangs_is_begun_anew(job: Job, text: str, told: str) -> None:
-    nodes = pair(job, text, "spins", hang_action="restart", max_restarts=1)
-    for agent in nodes.values():
-        job.exits(agent, 0, 120)
+NOBODY = r"nobody has moved for \d+ s \(storage\? network\?\)"
+
+
+@pytest.mark.parametrize("text", [hangs.PLAIN, hangs.ELASTIC], ids=["plain", "ee.run"])
+def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
+    flags: Flags = {"hang_action": "restart", "max_restarts": 4, "env": {"WORLDS": "4"}}
+    agents = pair(job, hangs.script(job, text), **flags | {"suspect_after": 0}).values()
+    for agent in agents:
+        job.exits(agent, 0, 240)
     said = status(job)
-    line = re.search(f"ended: ({told})\n", said)
-    assert line, said
-    for agent in nodes.values():
-        assert agent.output.count(f"warning: {line[1]}\n") == 1
-        assert f"generation 2 ({line[1]}): " in agent.output
+    for generation, where in enumerate(hangs.WAYS.values(), 2):
+        line = re.search(f"ended: ({BEHIND}{where})\n", said)
+        assert line, said
+        begun(agents, line[1], generation)
+
+
+def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
+    text = ONCE.replace("dist.get_rank() == 1 and ", "")
+    command = script(job, text, "spins")
+    agents = pair(job, command, hang_action="restart", max_restarts=1).values()
+    for agent in agents:
+        job.exits(agent, 0, 120)
+    line = re.search(f"ended: ({NOBODY})\n", status(job))
+    assert line, status(job)
+    begun(agents, line[1], 2)
+
+
+def begun(agents: Iterable[Agent], line: str, generation: int) -> None:
+    """All have told this line, and its world was ended for that."""
+    for agent in agents:
+        assert f"warning: {line}\n" in agent.output
+        assert f"generation {generation} ({line}): " in agent.output
         # Where it stood was found out before it was killed.
         evidence = agent.output.index(": where it stands is in ")
-        assert evidence < agent.output.index("generation 2 (")
+        assert evidence < agent.output.index(f"generation {generation} (")
 
 
 def test_who_waits_for_what_may_last_does_not_hang(job: Job) -> None:
-    nodes = pair(job, ALONE)
+    nodes = pair(job, script(job, ALONE))
     for agent in nodes.values():
         job.exits(agent, 0, 60)
         assert "rank 1 on " in agent.output, agent.output
@@ -441,16 +404,6 @@ def test_a_data_loader_that_blocks_is_told(job: Job, flags: Flags) -> None:
     assert len(processes) > 1  # the loader's, too
     fifo.write_text("go on")
     job.exits(n1, 0, 120)
-
-
-def test_a_data_loader_s_worker_that_dies_is_a_failure_and_no_hang(job: Job, flags: Flags) -> None:
-    text = LOADER.replace("open(sys.argv[1]).read()", "os.kill(os.getpid(), 9)")
-    command = script(job, text.replace("import sys", "import os"))
-    n1 = job.start("n1", nproc=2, script=command, max_restarts=0, **flags | STARVED)
-    job.exits(n1, 1, 120)
-    assert re.search(r"DataLoader worker \(pid.*\) is killed by signal: Killed", n1.output)
-    assert "worker 1 on n1 exited 1" in status(job)
-    assert "where it stands is in" not in n1.output
 
 
 def test_who_saves_to_a_disk_that_stands_still_does_not_hang(
