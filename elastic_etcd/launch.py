@@ -43,6 +43,7 @@ _RDZV_CONF = {
     "key": "key",
 }
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
+_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 
 def main(
@@ -322,6 +323,9 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
         yield f"--rdzv-conf {key} has no meaning here"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
+    if env.get(_FILE_TIMER) == "1":
+        why = "nobody serves TORCHELASTIC_TIMER_FILE; see --hang-timeout"
+        yield f"{_FILE_TIMER} has no meaning here: {why}"
 
 
 class _Lines(logging.Formatter):

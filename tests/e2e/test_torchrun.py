@@ -86,7 +86,7 @@ def nodes(tmp_path: Path, etcd: EtcdServer, prefix: str) -> Iterator[list[Torchr
         node.kill()
 
 
-def test_a_worker_fails_a_node_comes_and_a_node_is_lost(
+def test_a_worker_fails_a_node_comes_etcd_restarts_and_a_node_is_lost(
     nodes: list[Torchrun], tmp_path: Path, etcd: EtcdServer, prefix: str
 ) -> None:
     n1, n2 = (Torchrun(name, tmp_path, etcd, prefix) for name in ("n1", "n2"))
@@ -101,6 +101,8 @@ def test_a_worker_fails_a_node_comes_and_a_node_is_lost(
     nodes.append(n3)
     for node in nodes:
         node.reaches(3)
+    etcd.kill()
+    etcd.start()
     n1.kill()
     for node in (n2, n3):
         node.reaches(2)

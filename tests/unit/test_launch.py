@@ -372,6 +372,13 @@ def test_health_checks_port_from_torchs_variable(
     assert [line for line in remarks(**port) if "elastic_etcd[metrics]" in line]
 
 
+def test_torchs_file_timer_is_said_to_be_served_by_nobody() -> None:
+    (line,) = remarks(TORCHELASTIC_ENABLE_FILE_TIMER="1")
+    assert "TORCHELASTIC_TIMER_FILE" in line
+    assert "--hang-timeout" in line
+    assert remarks(TORCHELASTIC_ENABLE_FILE_TIMER="0") == []
+
+
 def test_log_level(parse: Parse) -> None:
     assert parse(LOGLEVEL="warning").log_level == "WARNING"
     assert parse(LOGLEVEL="chatty").log_level == "INFO"
