@@ -7,7 +7,6 @@ is written and set after it: a process that is killed in between leaves the othe
 """
 
 import errno
-import hashlib
 import logging
 import mmap
 import os
@@ -32,15 +31,15 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.digest import CHUNK, Summer, chunk_of, digest_of, digest_of_sums, one_thread
 from elastic_etcd.train.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.room import check_memory
 from elastic_etcd.train.unchanged import Unchanged, can_be_skipped
 
 HEADER = 4096  # one page, so that the body is aligned as memory is
-CHUNK = 2 << 20  # summed while it is still in the cache, and large enough for torch's overhead
 _ALIGNED = 64
 _FIELDS = struct.Struct("<8sQQqQQ16s")
-_MAGIC = b"eestate2"
+_MAGIC = b"eestate3"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: all page faults at once, a third of their time
 
 Piece = tuple[int, torch.Tensor]  # where in the body, and what: int64 words or uint8 bytes
@@ -110,7 +109,7 @@ class Memfd:
         weakref.finalize(self, os.close, fd)
         self.pid = os.getpid()
         self.unchanged = Unchanged()
-        self.sums: list[int] = []  # of the chunks, since the last commit of this process
+        self.sums: list[bytes] = []  # of the chunks, since the last commit of this process
         if os.fstat(fd).st_size < HEADER:
             os.ftruncate(fd, HEADER)
         self._map_memory(os.fstat(fd).st_size)
@@ -385,8 +384,8 @@ def aligned(size: int) -> int:
 
 
 def write_body(
-    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[int] = ()
-) -> tuple[bytes, list[int]]:
+    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[bytes] = ()
+) -> tuple[bytes, list[bytes]]:
     """Copy the pieces, which ascend, into the body. The digest of what is there then, and the sums.
 
     known: the sums of the chunks as they are, for those that no piece reaches.
@@ -395,63 +394,47 @@ def write_body(
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
     More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # also of the thread that follows
-    try:
-        with ThreadPoolExecutor(1) as other:
-            sums = _write_batches(body, batches, other)
-    finally:
-        torch.set_num_threads(threads)
-    words = body.view(torch.int64)
-    for chunk in range(-(-len(body) // CHUNK)):
-        if chunk not in sums:
-            sums[chunk] = known[chunk] if chunk < len(known) else _chunk_sum(words, chunk)
-    numbers = [int(sums[chunk]) for chunk in range(len(sums))]
-    return _digest_of_sums(numbers), numbers
-
-
-def digest_of(body: torch.Tensor) -> bytes:
-    """What `write_body` returned, of a body as it is now.
-
-    The 64-bit words of each chunk are summed, and the sums hashed: any one changed word is found,
-    and so are chunks in another order; words that swap places inside one chunk are not.
-    """
-    words = body.view(torch.int64)
-    whole = len(body) // CHUNK
-    sums = words[: whole * CHUNK // 8].view(whole, CHUNK // 8).sum(1).tolist()
-    if whole * CHUNK < len(body):
-        sums.append(int(_chunk_sum(words, whole)))
-    return _digest_of_sums(sums)
+    with one_thread(), ThreadPoolExecutor(1) as other:
+        sums = _write_batches(body, batches, other)
+        words, summer = body.view(torch.int64), Summer()
+        for chunk in range(-(-len(body) // CHUNK)):
+            if chunk not in sums:
+                there = chunk < len(known)
+                sums[chunk] = known[chunk] if there else summer.sum_of(chunk_of(words, chunk))
+    ordered = [sums[chunk] for chunk in range(len(sums))]
+    return digest_of_sums(ordered), ordered
 
 
 def _write_batches(
     body: torch.Tensor, batches: Iterable[Sequence[Piece]], other: Executor
-) -> dict[int, Any]:
+) -> dict[int, bytes]:
     """The sums of the chunks that the pieces reach."""
-    sums: dict[int, Any] = {}
+    sums: dict[int, bytes] = {}
+    summers = Summer(), Summer()
     for batch in batches:
         begin = batch[0][0] // CHUNK
         end = batch[-1][0] + batch[-1][1].nbytes
         middle = (begin + -(-end // CHUNK)) // 2
         first = None
         if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
-            first = other.submit(_write_half, body, batch, begin * CHUNK, middle * CHUNK)
-        sums |= _write_half(body, batch, middle * CHUNK, end)
+            half = body, batch, begin * CHUNK, middle * CHUNK
+            first = other.submit(_write_half, *half, summers[0])
+        sums |= _write_half(body, batch, middle * CHUNK, end, summers[1])
         if first:
             sums |= first.result()
     return sums
 
 
 def _write_half(
-    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int
-) -> dict[int, torch.Tensor]:
+    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int, summer: Summer
+) -> dict[int, bytes]:
     """Copy what lies from `begin` to `end`. The sums of the chunks that it reaches.
 
     Each is taken when the chunk is whole, or the last piece is there: the last one's may be taken
     again with the next batch.
     """
     words = body.view(torch.int64)
-    sums: dict[int, torch.Tensor] = {}
+    sums: dict[int, bytes] = {}
     chunk = -1
     for start, piece in batch:
         target = words if piece.dtype == torch.int64 else body
@@ -459,21 +442,12 @@ def _write_half(
         first, stop = max(start, begin), min(start + piece.nbytes, end)
         while first < stop:
             if first // CHUNK != chunk and chunk >= 0:
-                sums[chunk] = _chunk_sum(words, chunk)
+                sums[chunk] = summer.sum_of(chunk_of(words, chunk))
             chunk = first // CHUNK
             last = min(stop, (chunk + 1) * CHUNK)
             part = piece[(first - start) // unit : (last - start) // unit]
             target[first // unit : last // unit].copy_(part)
             first = last
     if chunk >= 0:
-        sums[chunk] = _chunk_sum(words, chunk)
+        sums[chunk] = summer.sum_of(chunk_of(words, chunk))
     return sums
-
-
-def _chunk_sum(words: torch.Tensor, chunk: int) -> torch.Tensor:
-    words_each = CHUNK // 8
-    return words[chunk * words_each : (chunk + 1) * words_each].sum()
-
-
-def _digest_of_sums(sums: Sequence[int]) -> bytes:
-    return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=16).digest()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.digest import Summer, one_thread
 from elastic_etcd.train.snapshot import Header, Memfd, MemfdPair, StateSnapshot, Version
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
@@ -89,11 +90,11 @@ def even_out(
 
 
 def block_sums(body: torch.Tensor) -> torch.Tensor:
-    """The sum of the words of each block."""
-    words, each = body.view(torch.int64), BLOCK // 8
-    whole = len(words) // each
-    sums = words[: whole * each].view(whole, each).sum(1)
-    return torch.cat((sums, words[whole * each :].sum().view(1))) if len(words) % each else sums
+    """The sum of each block, as the digest has it of a chunk."""
+    summer = Summer()
+    with one_thread():
+        sums = b"".join(summer.sum_of(block) for block in body.view(torch.int64).split(BLOCK // 8))
+    return torch.frombuffer(bytearray(sums), dtype=torch.int64)
 
 
 def _copy_of(memfds: MemfdPair, mine: StateSnapshot, size: int) -> torch.Tensor:
