@@ -21,6 +21,7 @@ from elastic_etcd.train.digest import CHUNK, digest_of
 from elastic_etcd.train.encoding import decode, dumps, encode
 from elastic_etcd.train.snapshot import (
     HEADER,
+    Draft,
     Header,
     MemfdPair,
     Piece,
@@ -61,7 +62,7 @@ def at_once(pieces: Iterator[Piece]) -> list[list[Piece]]:
 
 def put(memfds: MemfdPair, version: Version, tensors: list[torch.Tensor]) -> None:
     parts = {"all": encode(list(range(len(tensors))), {})}
-    memfds.write(version, parts, named(tensors), at_once)
+    memfds.write(Draft(version, parts, named(tensors), at_once))
 
 
 def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -309,7 +310,7 @@ def commit_until(fds: list[Any], count: int, last: int) -> None:
         yield from ([piece] for piece in islice(pieces, last))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    memfds.write(Version(0, count + 1, 1), {}, named(numbered(count + 1)), killed)
+    memfds.write(Draft(Version(0, count + 1, 1), {}, named(numbered(count + 1)), killed))
 
 
 def commit_for_ever(fds: list[Any], said: Any) -> None:
@@ -375,7 +376,7 @@ def test_a_part_is_read_with_its_tensors() -> None:
     tensors: dict[str, torch.Tensor] = {}
     part = encode({"w": torch.arange(5)}, tensors, name="model")
     memfds = memory()
-    memfds.write(Version(0, 1, 1), {"model": part}, tensors, at_once)
+    memfds.write(Draft(Version(0, 1, 1), {"model": part}, tensors, at_once))
     newest = memfds.newest_intact()
     assert newest is not None
     parts, found = newest.load()
