@@ -77,6 +77,13 @@ class Recall(_Message, frozen=True):
     name: Name
 
 
+class Share(_Message, frozen=True):
+    """Let the descriptor that comes along be all workers' of this node, or give the one that is."""
+
+    id: Number
+    name: Name
+
+
 class AskCurrent(_Message, frozen=True, tag="current"):
     """The worker asks whether its generation is the job's current one."""
 
@@ -105,6 +112,7 @@ FromWorker: TypeAlias = (
     | Keep
     | Drop
     | Recall
+    | Share
     | AskCurrent
     | AskLeaving
     | Imported
@@ -133,7 +141,7 @@ class Kept(_Message, frozen=True):
 
 
 class Recalled(_Message, frozen=True):
-    """The answer to Recall; if it is `found`, its descriptor comes along."""
+    """The answer to Recall and Share; if it is `found`, its descriptor comes along."""
 
     id: Number
     name: Name

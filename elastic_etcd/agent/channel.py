@@ -36,6 +36,7 @@ from elastic_etcd.protocol import (
     Leaving,
     Recall,
     Recalled,
+    Share,
     Welcome,
     World,
     encode,
@@ -44,6 +45,7 @@ from elastic_etcd.protocol import (
 
 _WORKERS = 1024  # connections
 _NAMES = 16  # that one worker may have us keep
+_SHARED = 24  # that one worker may share
 _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
@@ -70,6 +72,8 @@ class ChannelServer:
         self.heard = heard
         self.imported = imported
         self.kept: dict[tuple[int, str], int] = {}
+        self.shared: dict[str, int] = {}
+        self._sharers: dict[str, set[int]] = {}
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node has been told to leave
         self._socket: socket.socket | None = None
@@ -100,9 +104,10 @@ class ChannelServer:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
-        for fd in self.kept.values():
+        for fd in (*self.kept.values(), *self.shared.values()):
             os.close(fd)
         self.kept.clear()
+        self.shared.clear()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -117,11 +122,32 @@ class ChannelServer:
         if older is not None:
             os.close(older)
 
-    def drop(self, local_rank: int, name: str) -> None:
-        """Let go of what is kept by that name, if anything is."""
-        fd = self.kept.pop((local_rank, name), None)
-        if fd is not None:
+    def share(self, local_rank: int, name: str, fd: int) -> int:
+        """Own `fd` from here on; gives what is shared by that name, which is the first's.
+
+        Raises ValueError when this worker shares too many.
+        """
+        sharers = self._sharers.setdefault(name, set())
+        sharers.add(local_rank)
+        if sum(local_rank in ranks for ranks in self._sharers.values()) > _SHARED:
             os.close(fd)
+            self.drop(local_rank, name)
+            raise ValueError(f"more than {_SHARED} descriptors to share")
+        if self.shared.setdefault(name, fd) != fd:
+            os.close(fd)
+        return self.shared[name]
+
+    def drop(self, local_rank: int, name: str) -> None:
+        """Let go of what is kept by that name, and of what nobody else shares."""
+        fds = [self.kept.pop((local_rank, name), None)]
+        sharers = self._sharers.get(name, {local_rank})
+        sharers.discard(local_rank)
+        if not sharers:
+            self._sharers.pop(name, None)
+            fds.append(self.shared.pop(name, None))
+        for fd in fds:
+            if fd is not None:
+                os.close(fd)
 
     def _accept(self) -> None:
         assert self._socket is not None
@@ -236,14 +262,17 @@ class WorkerChannel:
         """Take a message and its descriptor, which is taken out of `fds`."""
         if isinstance(message, Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        if fds and not isinstance(message, Keep | Imported):
-            raise ValueError("a descriptor without a keep")
+        if fds and not isinstance(message, Keep | Share | Imported):
+            raise ValueError("a descriptor without a keep or share")
         match message:
             case Hello():
                 self._greet(message)
             case Keep(number, name):
                 self._server.keep(self.local_rank, name, _one(fds, "a keep"))
                 self.send(Kept(number, name))
+            case Share(number, name):
+                fd = self._server.share(self.local_rank, name, _one(fds, "a share"))
+                self.send(Recalled(number, name, found=True), fd)
             case Imported():
                 self._server.imported(_one(fds, "an imported"))
             case Drop(name):

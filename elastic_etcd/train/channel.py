@@ -39,6 +39,7 @@ from elastic_etcd.protocol import (
     Parked,
     Recall,
     Recalled,
+    Share,
     encode,
     from_agent,
 )
@@ -56,6 +57,8 @@ class Channel:
 
     def __init__(self, path: str) -> None:
         self.generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
+        local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
+        self.local_rank = int(local_rank)
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = threading.Lock()  # one at a time
@@ -93,6 +96,16 @@ class Channel:
         if fd < 0:
             raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
         return fd
+
+    def share(self, name: str, fd: int) -> int:
+        """What this node's workers share by that name, a descriptor of ours: `fd`'s if none did.
+
+        It outlives this process, until all local ranks that share it have dropped it.
+        """
+        answer, shared = self._request(Share(0, name), fd)
+        if not isinstance(answer, Recalled) or shared < 0:
+            raise AgentGone(f"the agent at {self._path} did not send {name!r}")
+        return shared
 
     def current(self, timeout: float = ANSWER_TIMEOUT) -> None:
         """Return if this generation is still the job's: the agent asks etcd, linearizably.
@@ -175,13 +188,12 @@ class Channel:
         self._socket.close()
 
     def _greet(self) -> None:
-        local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
-        self.send(Hello(VERSION, os.getpid(), int(local_rank), self.generation))
+        self.send(Hello(VERSION, os.getpid(), self.local_rank, self.generation))
         self._receive(time.monotonic() + ANSWER_TIMEOUT)  # its welcome
 
     def _request(
         self,
-        request: Keep | Recall | AskCurrent | AskLeaving,
+        request: Keep | Recall | Share | AskCurrent | AskLeaving,
         fd: int = -1,
         timeout: float = ANSWER_TIMEOUT,
     ) -> tuple[Answer, int]:

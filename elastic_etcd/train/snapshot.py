@@ -7,7 +7,6 @@ is written and set after it: a process that is killed in between leaves the othe
 """
 
 import errno
-import hashlib
 import logging
 import mmap
 import os
@@ -24,7 +23,9 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -32,15 +33,15 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.digest import CHUNK, Summer, chunk_of, digest_of, digest_of_sums, one_thread
 from elastic_etcd.train.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.room import check_memory
-from elastic_etcd.train.unchanged import Unchanged, can_be_skipped
+from elastic_etcd.train.unchanged import Frozen, Unchanged, can_be_skipped
 
 HEADER = 4096  # one page, so that the body is aligned as memory is
-CHUNK = 2 << 20  # summed while it is still in the cache, and large enough for torch's overhead
 _ALIGNED = 64
 _FIELDS = struct.Struct("<8sQQqQQ16s")
-_MAGIC = b"eestate2"
+_MAGIC = b"eestate3"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: all page faults at once, a third of their time
 
 Piece = tuple[int, torch.Tensor]  # where in the body, and what: int64 words or uint8 bytes
@@ -110,7 +111,7 @@ class Memfd:
         weakref.finalize(self, os.close, fd)
         self.pid = os.getpid()
         self.unchanged = Unchanged()
-        self.sums: list[int] = []  # of the chunks, since the last commit of this process
+        self.sums: list[bytes] = []  # of the chunks, since the last commit of this process
         if os.fstat(fd).st_size < HEADER:
             os.ftruncate(fd, HEADER)
         self._map_memory(os.fstat(fd).st_size)
@@ -153,6 +154,13 @@ class Memfd:
         packed = header.pack()
         self.memory[: len(packed)] = packed
         return StateSnapshot(self, header)
+
+    def release(self) -> None:
+        """Give the memory back, and what it holds."""
+        if self.room:
+            self.clear()
+            os.ftruncate(self.fd, HEADER)
+            self._map_memory(HEADER)
 
     def _map_memory(self, length: int) -> None:
         self.memory = mmap.mmap(self.fd, length)
@@ -208,16 +216,24 @@ class MemfdPair:
     def __init__(self, fds: Sequence[int]) -> None:
         self.memfds = [Memfd(fd) for fd in fds]
 
+    @property
+    def node(self) -> int:
+        """The node whose ranks share snapshots; -1: none."""
+        return -1
+
     def newest(self) -> StateSnapshot | None:
         """The newest that was written to its end, if any."""
-        found = [snapshot for memfd in self.memfds if (snapshot := memfd.snapshot())]
-        return max(found, key=lambda each: each.header.version.age(), default=None)
+        return max(self.snapshots(), key=lambda each: each.header.version.age(), default=None)
+
+    def snapshots(self) -> list[StateSnapshot]:
+        """Those that were written to their end."""
+        return [snapshot for memfd in self.memfds if (snapshot := memfd.snapshot())]
 
     def newest_intact(self) -> StateSnapshot | None:
         """The newest whose body is what was written; one that is not is dropped, and logged."""
         while (newest := self.newest()) is not None and not newest.is_intact():
             _log.error("the snapshot %s is damaged: going back one", newest.header)
-            newest.memfd.clear()
+            self._let_go(newest.memfd)
         return newest
 
     def version(self) -> Version | None:
@@ -240,34 +256,93 @@ class MemfdPair:
             check_memory(size, sum(max(0, size - memfd.room) for memfd in self.memfds))
         return older.clear(size)
 
-    def write(
-        self,
-        version: Version,
-        parts: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        batched: Callable[[Iterator[Piece]], Iterable[Sequence[Piece]]],
-        frozen: Collection[str] = (),
-    ) -> None:
-        """Write a snapshot; the newest stays as it is until this one is whole.
-
-        `batched` is given the pieces and makes them batches, in host memory. What it raises is
-        raised, and nothing is written then. Tensors named in `frozen` are not copied again if they
-        are there already, as unchanged.py finds it.
-        """
-        objects, size = pack(parts, tensors)
+    def write(self, draft: "Draft") -> None:
+        """Write a snapshot; the newest stays as it is until this one is whole."""
         memfd = self.older()
-        there = dict(_skippable(tensors, frozen))
-        found, known = memfd.unchanged.find(there, memfd.whole()), memfd.sums
-        pieces = pieces_of(objects, tensors.values(), found)
-        digest, sums = write_body(self.clear_older(size), batched(pieces), known if found else ())
-        memfd.unchanged.keep(there, found)
-        memfd.sums = sums
-        memfd.set(Header(version, len(objects), size, digest))
+        draft.write(memfd, self.clear_older)
+
+    @contextmanager
+    def receiving(self, size: int) -> Iterator[Memfd]:
+        """A memory file with room for `size` bytes; the newest, once a snapshot is set in it."""
+        memfd = self.older()
+        self.clear_older(size)
+        yield memfd
+        if snapshot := memfd.snapshot():
+            self.prefer(snapshot)
+
+    def take(self, header: Header) -> StateSnapshot | None:  # noqa: ARG002 - there is no other here
+        """The snapshot of this header, if another worker of this node has it."""
+        return None
 
     def prefer(self, snapshot: StateSnapshot) -> None:
         """Make this the newest: what is as new, of another lineage, is dropped."""
         while (newest := self.newest()) is not None and newest.memfd is not snapshot.memfd:
-            newest.memfd.clear()
+            self._let_go(newest.memfd)
+
+    def begin_anew(self) -> None:
+        """All ranks have the same values now."""
+
+    def _let_go(self, memfd: Memfd) -> None:
+        """What it holds is no snapshot of ours any more."""
+        memfd.clear()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A snapshot to be written.
+
+    `batched` is given the pieces and makes them batches, in host memory; what it raises is raised,
+    and nothing is written then. Tensors named in `frozen` are not copied again if they are there
+    already, as unchanged.py finds it.
+    """
+
+    version: Version
+    parts: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    batched: Callable[[Iterator[Piece]], Iterable[Sequence[Piece]]]
+    frozen: Collection[str] = ()
+
+    @cached_property
+    def objects(self) -> bytes:
+        """What is no tensor, encoded. Raises UsageError."""
+        return pack(self.parts, self.tensors)[0]
+
+    @cached_property
+    def size(self) -> int:
+        """Of the body, in bytes."""
+        return Header.size_of(_rows(self.tensors), self.objects)
+
+    def write(self, memfd: Memfd, clear: Callable[[int], torch.Tensor]) -> StateSnapshot:
+        """Write it into the memory file, once that is cleared."""
+        found = memfd.unchanged.find(self._skippable, memfd.whole())
+        known = memfd.sums if found else ()
+        pieces = pieces_of(self.objects, self.tensors.values(), found)
+        digest, sums = write_body(clear(self.size), self.batched(pieces), known)
+        return self._note(memfd, found, digest, sums)
+
+    def sums(self) -> list[bytes]:
+        """Of the chunks that it would have; nothing is written."""
+        return sums_of(self.batched(pieces_of(self.objects, self.tensors.values())))
+
+    def header(self, digest: bytes) -> Header:
+        """What is written beside a body of this digest."""
+        return Header(self.version, len(self.objects), self.size, digest)
+
+    def note(self, memfd: Memfd, sums: list[bytes]) -> None:
+        """The memory file has it already, written by another worker."""
+        memfd.unchanged.keep(self._skippable, memfd.unchanged.find(self._skippable, memfd.whole()))
+        memfd.sums = sums
+
+    def _note(
+        self, memfd: Memfd, found: Mapping[int, Frozen], digest: bytes, sums: list[bytes]
+    ) -> StateSnapshot:
+        memfd.unchanged.keep(self._skippable, found)
+        memfd.sums = sums
+        return memfd.set(self.header(digest))
+
+    @cached_property
+    def _skippable(self) -> dict[int, torch.Tensor]:
+        return dict(_skippable(self.tensors, self.frozen))
 
 
 class Row(NamedTuple):
@@ -288,12 +363,16 @@ class Row(NamedTuple):
 
 def pack(parts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
     """The encoded objects, and the size of a body that holds the tensors and them."""
-    rows = [
+    rows = _rows(tensors)
+    objects = dumps({"tensors": rows, "parts": parts})
+    return objects, Header.size_of(rows, objects)
+
+
+def _rows(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
+    return [
         Row(name, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cuda)
         for name, t in tensors.items()
     ]
-    objects = dumps({"tensors": rows, "parts": parts})
-    return objects, Header.size_of(rows, objects)
 
 
 def _skippable(
@@ -385,8 +464,8 @@ def aligned(size: int) -> int:
 
 
 def write_body(
-    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[int] = ()
-) -> tuple[bytes, list[int]]:
+    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[bytes] = ()
+) -> tuple[bytes, list[bytes]]:
     """Copy the pieces, which ascend, into the body. The digest of what is there then, and the sums.
 
     known: the sums of the chunks as they are, for those that no piece reaches.
@@ -395,63 +474,80 @@ def write_body(
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
     More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # also of the thread that follows
-    try:
-        with ThreadPoolExecutor(1) as other:
-            sums = _write_batches(body, batches, other)
-    finally:
-        torch.set_num_threads(threads)
-    words = body.view(torch.int64)
-    for chunk in range(-(-len(body) // CHUNK)):
-        if chunk not in sums:
-            sums[chunk] = known[chunk] if chunk < len(known) else _chunk_sum(words, chunk)
-    numbers = [int(sums[chunk]) for chunk in range(len(sums))]
-    return _digest_of_sums(numbers), numbers
+    with one_thread(), ThreadPoolExecutor(1) as other:
+        sums = _write_batches(body, batches, other)
+        words, summer = body.view(torch.int64), Summer()
+        for chunk in range(-(-len(body) // CHUNK)):
+            if chunk not in sums:
+                there = chunk < len(known)
+                sums[chunk] = known[chunk] if there else summer.sum_of(chunk_of(words, chunk))
+    ordered = [sums[chunk] for chunk in range(len(sums))]
+    return digest_of_sums(ordered), ordered
 
 
-def digest_of(body: torch.Tensor) -> bytes:
-    """What `write_body` returned, of a body as it is now.
+def sums_of(batches: Iterable[Sequence[Piece]]) -> list[bytes]:
+    """The sums of the chunks of a body that the pieces, which are all of it, would make."""
+    chunk, summer = torch.empty(CHUNK, dtype=torch.uint8), Summer()
+    words = chunk.view(torch.int64)
+    sums: list[bytes] = []
+    end = 0
+    with one_thread():
+        for first, part in chain.from_iterable(map(_within_chunks, batches)):
+            end = first + part.nbytes
+            if part.nbytes == CHUNK and part.dtype == torch.int64:
+                sums.append(summer.sum_of(part))  # where it is
+                continue
+            target = words if part.dtype == torch.int64 else chunk
+            place = first % CHUNK // part.element_size()
+            target[place : place + len(part)].copy_(part)
+            if end % CHUNK == 0:
+                sums.append(summer.sum_of(words))
+        if end % CHUNK:
+            sums.append(summer.sum_of(words[: end % CHUNK // 8]))
+    return sums
 
-    The 64-bit words of each chunk are summed, and the sums hashed: any one changed word is found,
-    and so are chunks in another order; words that swap places inside one chunk are not.
-    """
-    words = body.view(torch.int64)
-    whole = len(body) // CHUNK
-    sums = words[: whole * CHUNK // 8].view(whole, CHUNK // 8).sum(1).tolist()
-    if whole * CHUNK < len(body):
-        sums.append(int(_chunk_sum(words, whole)))
-    return _digest_of_sums(sums)
+
+def _within_chunks(batch: Sequence[Piece]) -> Iterator[Piece]:
+    """The same pieces, none of which reaches into two chunks."""
+    for start, piece in batch:
+        unit = piece.element_size()
+        first, end = start, start + piece.nbytes
+        while first < end:
+            last = min(end, (first // CHUNK + 1) * CHUNK)
+            yield first, piece[(first - start) // unit : (last - start) // unit]
+            first = last
 
 
 def _write_batches(
     body: torch.Tensor, batches: Iterable[Sequence[Piece]], other: Executor
-) -> dict[int, Any]:
+) -> dict[int, bytes]:
     """The sums of the chunks that the pieces reach."""
-    sums: dict[int, Any] = {}
+    sums: dict[int, bytes] = {}
+    summers = Summer(), Summer()
     for batch in batches:
         begin = batch[0][0] // CHUNK
         end = batch[-1][0] + batch[-1][1].nbytes
         middle = (begin + -(-end // CHUNK)) // 2
         first = None
         if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
-            first = other.submit(_write_half, body, batch, begin * CHUNK, middle * CHUNK)
-        sums |= _write_half(body, batch, middle * CHUNK, end)
+            half = body, batch, begin * CHUNK, middle * CHUNK
+            first = other.submit(_write_half, *half, summers[0])
+        sums |= _write_half(body, batch, middle * CHUNK, end, summers[1])
         if first:
             sums |= first.result()
     return sums
 
 
 def _write_half(
-    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int
-) -> dict[int, torch.Tensor]:
+    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int, summer: Summer
+) -> dict[int, bytes]:
     """Copy what lies from `begin` to `end`. The sums of the chunks that it reaches.
 
     Each is taken when the chunk is whole, or the last piece is there: the last one's may be taken
     again with the next batch.
     """
     words = body.view(torch.int64)
-    sums: dict[int, torch.Tensor] = {}
+    sums: dict[int, bytes] = {}
     chunk = -1
     for start, piece in batch:
         target = words if piece.dtype == torch.int64 else body
@@ -459,21 +555,12 @@ def _write_half(
         first, stop = max(start, begin), min(start + piece.nbytes, end)
         while first < stop:
             if first // CHUNK != chunk and chunk >= 0:
-                sums[chunk] = _chunk_sum(words, chunk)
+                sums[chunk] = summer.sum_of(chunk_of(words, chunk))
             chunk = first // CHUNK
             last = min(stop, (chunk + 1) * CHUNK)
             part = piece[(first - start) // unit : (last - start) // unit]
             target[first // unit : last // unit].copy_(part)
             first = last
     if chunk >= 0:
-        sums[chunk] = _chunk_sum(words, chunk)
+        sums[chunk] = summer.sum_of(chunk_of(words, chunk))
     return sums
-
-
-def _chunk_sum(words: torch.Tensor, chunk: int) -> torch.Tensor:
-    words_each = CHUNK // 8
-    return words[chunk * words_each : (chunk + 1) * words_each].sum()
-
-
-def _digest_of_sums(sums: Sequence[int]) -> bytes:
-    return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=16).digest()

@@ -21,11 +21,12 @@ from elastic_etcd import progress
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.progress import Doing
 from elastic_etcd.train import codecs, files, sync_point
-from elastic_etcd.train.channel import agent
+from elastic_etcd.train.channel import Channel, agent
 from elastic_etcd.train.collectives import World, rank_and_size
 from elastic_etcd.train.iterable import ElasticIterable
+from elastic_etcd.train.node_memfds import MOST_RANKS, NodeMemfds
 from elastic_etcd.train.sampler import ElasticSampler
-from elastic_etcd.train.snapshot import MemfdPair, Piece, StateSnapshot, Version
+from elastic_etcd.train.snapshot import HEADER, Draft, MemfdPair, Piece, StateSnapshot, Version
 from elastic_etcd.train.staging import Staging
 from elastic_etcd.train.steps import Steps
 from elastic_etcd.train.sync import Offer, compare_counts, even_out, gather_offers, spread
@@ -134,7 +135,7 @@ class ElasticState:
         memfds, (rank, size) = self._open_memfds(), rank_and_size(launched=False)
         compare_counts(self._counted)
         mine = memfds.newest() if self._at_commit else memfds.newest_intact()
-        offers = gather_offers(Offer(mine.header if mine else None, self._loaded))
+        offers = gather_offers(Offer(mine.header if mine else None, self._loaded, memfds.node))
         headers = [offer.newest for offer in offers]
         versions = [header.version if header else None for header in headers]
         newest = max(filter(None, versions), key=Version.age, default=None)
@@ -149,7 +150,7 @@ class ElasticState:
             differing = even_out(memfds, holders, headers)
             self._tell_of_differences(differing, rank, holders[0])
             loaded = self._at_commit and rank in holders and not differing
-        snapshot = spread(memfds, holders)
+        snapshot = spread(memfds, holders, [offer.node for offer in offers])
         if loaded:
             self._drop_gradients()
         else:
@@ -275,15 +276,16 @@ class ElasticState:
             if len(_kept) + len(names) > _MOST_KEPT:
                 most = _MOST_KEPT // len(names)
                 raise UsageError(f"the agent keeps {most} ElasticStates of a process: join some")
-            self._memfds = MemfdPair([_open_memfd(name) for name in names])
+            shared = [f"state{number}.{what}" for what in ("node0", "node1", "lock")]
+            self._memfds = _open(names, shared)
             _kept.update(names)
-            weakref.finalize(self, _closed.extend, names).atexit = False
+            weakref.finalize(self, _closed.extend, [*names, *shared]).atexit = False
         return self._memfds
 
     def _write_snapshot(self, version: Version) -> None:
         parts, tensors = self._save_values()
         frozen = codecs.frozen_names(self._values, tensors)
-        self._open_memfds().write(version, parts, tensors, self._staged, frozen)
+        self._open_memfds().write(Draft(version, parts, tensors, self._staged, frozen))
         self._calls = 0
         self._committed_at = sync_point.steps() + 1
         counts = [parts[name] for name in self._samplers()]
@@ -426,6 +428,25 @@ def _fence(path: Path, version: Version) -> Callable[[], None]:
 
 def _generation() -> int:
     return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))
+
+
+def _open(names: list[str], shared: list[str]) -> MemfdPair:
+    """The memory files of these names; where there is an agent the node's, too, and its lock."""
+    fds = [_open_memfd(name) for name in names]
+    channel = agent()
+    if channel is None or channel.local_rank >= MOST_RANKS:
+        return MemfdPair(fds)
+    *memfds, lock = [_share_memfd(channel, name) for name in shared]
+    return NodeMemfds(fds, memfds, lock, channel.local_rank)
+
+
+def _share_memfd(channel: Channel, name: str) -> int:
+    fd = os.memfd_create(f"elastic_etcd-{name}")
+    os.ftruncate(fd, HEADER)  # here: whoever opens it later may find it longer, and must not
+    try:
+        return channel.share(name, fd)
+    finally:
+        os.close(fd)
 
 
 def _open_memfd(name: str) -> int:

@@ -6,7 +6,7 @@ snapshots are one version, but not the same bytes, the lowest one's counts.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.digest import Summer, one_thread
 from elastic_etcd.train.snapshot import Header, Memfd, MemfdPair, StateSnapshot, Version
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
@@ -24,10 +25,14 @@ _NO_VERSION = Version(-1, -1, -1)
 
 
 class Offer(NamedTuple):
-    """What a rank brings to a sync: its newest snapshot, and which file it has loaded, if any."""
+    """What a rank brings to a sync: its newest snapshot, and which file it has loaded, if any.
+
+    node: whose ranks share snapshots; -1: none.
+    """
 
     newest: Header | None
     loaded: Version | None
+    node: int = -1
 
 
 def gather_offers(mine: Offer) -> list[Offer]:
@@ -42,14 +47,17 @@ def _numbers_of(offer: Offer) -> list[int]:
     newest = offer.newest or Header(_NO_VERSION, 0, 0, bytes(16))
     halves = struct.unpack("<qq", newest.digest)
     loaded = astuple(offer.loaded or _NO_VERSION)
-    return [*astuple(newest.version), newest.objects, newest.size, *halves, *loaded]
+    numbers = newest.objects, newest.size, *halves, *loaded, offer.node
+    return [*astuple(newest.version), *numbers]
 
 
 def _read_offer(numbers: Sequence[int]) -> Offer:
-    version, loaded = Version(*numbers[:3]), Version(*numbers[7:])
+    version, loaded = Version(*numbers[:3]), Version(*numbers[7:10])
     header = Header(version, numbers[3], numbers[4], struct.pack("<qq", *numbers[5:7]))
     return Offer(
-        None if version == _NO_VERSION else header, None if loaded == _NO_VERSION else loaded
+        None if version == _NO_VERSION else header,
+        None if loaded == _NO_VERSION else loaded,
+        numbers[10],
     )
 
 
@@ -89,11 +97,11 @@ def even_out(
 
 
 def block_sums(body: torch.Tensor) -> torch.Tensor:
-    """The sum of the words of each block."""
-    words, each = body.view(torch.int64), BLOCK // 8
-    whole = len(words) // each
-    sums = words[: whole * each].view(whole, each).sum(1)
-    return torch.cat((sums, words[whole * each :].sum().view(1))) if len(words) % each else sums
+    """The sum of each block, as the digest has it of a chunk."""
+    summer = Summer()
+    with one_thread():
+        sums = b"".join(summer.sum_of(block) for block in body.view(torch.int64).split(BLOCK // 8))
+    return torch.frombuffer(bytearray(sums), dtype=torch.int64)
 
 
 def _copy_of(memfds: MemfdPair, mine: StateSnapshot, size: int) -> torch.Tensor:
@@ -180,36 +188,67 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
             raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
 
 
-def spread(memfds: MemfdPair, holders: Sequence[int]) -> StateSnapshot:
+def spread(memfds: MemfdPair, holders: Sequence[int], nodes: Sequence[int]) -> StateSnapshot:
     """Copy the newest snapshot of the ranks in `holders` to all others. Collective.
 
-    It returns the snapshot. A transfer that breaks off leaves the receiver's older one as it was.
-    Raises MalformedState for one that does not arrive as it was sent.
+    nodes: each rank's, where it shares snapshots, else -1. One rank of a node gets it from another
+    node, and the others take it from that one's memory. It returns the snapshot. A transfer that
+    breaks off leaves the receiver's older one as it was. Raises MalformedState for one that does
+    not arrive as it was sent.
     """
     rank, size = rank_and_size(launched=False)
     newest = memfds.newest() if rank in holders else None
-    for sender, receiver in transfers(holders, size):
-        if rank == receiver:
-            newest = _receive_snapshot(memfds, sender)
-        elif rank == sender:
-            assert newest is not None
-            _send_snapshot(newest, receiver)
+    having = [*holders, *first_of_nodes(holders, nodes)]
+    newest = _transfer(memfds, newest, transfers(holders, having))
+    if len(having) < size:
+        offers = gather_offers(Offer(newest.header if newest else None, None))
+        if newest is None and (wanted := offers[holders[0]].newest):
+            newest = memfds.take(wanted)
+        found = gather([newest is not None])
+        having = [other for other, (has,) in enumerate(found) if has]
+        newest = _transfer(memfds, newest, transfers(having, range(size)))
+    memfds.begin_anew()
     assert newest is not None
     return newest
 
 
-def transfers(holders: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
-    """Who sends to whom, in an order in which each holder sends at the same time as the others.
+def first_of_nodes(holders: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """The ranks that get a snapshot over the network, since no other of their node has it."""
+    reached = {nodes[rank] for rank in holders}
+    first = []
+    for rank, node in enumerate(nodes):
+        if rank not in holders and (node < 0 or node not in reached):
+            first.append(rank)
+            reached.add(node)
+    return first
 
-    Who has received sends on: with h holders all have it after log2(size / h) in sequence.
+
+def transfers(holders: Sequence[int], ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Who sends to whom of `ranks`, in an order in which all holders send at the same time.
+
+    Who has received sends on: with h holders all have it after log2(ranks / h) in sequence.
     """
     having = list(holders)
-    lacking = [rank for rank in range(size) if rank not in having]
+    lacking = [rank for rank in ranks if rank not in having]
     while lacking:
         pairs = list(zip(having, lacking, strict=False))
         yield from pairs
         having += [receiver for _, receiver in pairs]
         del lacking[: len(pairs)]
+
+
+def _transfer(
+    memfds: MemfdPair, newest: StateSnapshot | None, pairs: Iterable[tuple[int, int]]
+) -> StateSnapshot | None:
+    """What this rank has after its part of these."""
+    rank, _ = rank_and_size(launched=False)
+    for sender, receiver in pairs:
+        if rank == receiver:
+            newest = _receive_snapshot(memfds, sender)
+        elif rank == sender:
+            assert newest is not None
+            _send_snapshot(newest, receiver)
+    return newest
 
 
 def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
@@ -222,12 +261,10 @@ def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
 
 def _receive_snapshot(memfds: MemfdPair, sender: int) -> StateSnapshot:
     header = _receive_header(sender)
-    memfd = memfds.older()
-    for bucket in memfds.clear_older(header.size).split(BUCKET):
-        _receive_bucket(bucket, sender)
-    snapshot = _arrived(memfd, header, sender)
-    memfds.prefer(snapshot)
-    return snapshot
+    with memfds.receiving(header.size) as memfd:
+        for bucket in memfd.body(header.size).split(BUCKET):
+            _receive_bucket(bucket, sender)
+        return _arrived(memfd, header, sender)
 
 
 def _arrived(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import checkpoint
 
+from elastic_etcd.train.node_memfds import NodeMemfds
 from elastic_etcd.train.state import ElasticState
 from elastic_etcd.train.unchanged import PROBATION
 from tests.support.channels import Job
@@ -251,7 +252,9 @@ def distributed_save(state: ElasticState, folder: Path) -> None:
 
 def memory_of_all(state: ElasticState) -> int:
     """Bytes of the snapshots of all ranks: their memory files, and pages that are theirs alone."""
-    files = sum(os.fstat(memfd.fd).st_blocks * 512 for memfd in state._open_memfds().memfds)  # noqa: SLF001
+    memfds = state._open_memfds()  # noqa: SLF001
+    shared = memfds.shared if isinstance(memfds, NodeMemfds) and dist.get_rank() == 0 else []
+    files = sum(os.fstat(memfd.fd).st_blocks * 512 for memfd in (*memfds.memfds, *shared))
     ours, private = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:

@@ -30,6 +30,7 @@ from elastic_etcd.protocol import (
     from_worker,
 )
 from elastic_etcd.train import encoding, snapshot
+from elastic_etcd.train.digest import digest_of
 from tests.support.spoilt import JOBS, LOCAL, acts
 
 HELLO = encode(Hello(1, 1, 0, 7))
@@ -148,7 +149,7 @@ def fuzz_snapshot(data: bytes) -> None:
     memfds = snapshot.MemfdPair([os.memfd_create("fuzz") for _ in range(2)])
     memfd = memfds.older()
     memfd.clear(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    digest = snapshot.digest_of(memfd.body(len(body)))
+    digest = digest_of(memfd.body(len(body)))
     for length in (size, len(body)):
         memfd.set(snapshot.Header(snapshot.Version(1, 1, 1), objects, length, digest))
         if newest := memfds.newest_intact():

@@ -148,3 +148,22 @@ def test_all_workers_of_a_node_at_once(job: Job, arguments: tuple[str, ...]) -> 
     assert {e.pid for e in workers if e.node == "n2"} < again
     job.finish(n1, n2)
     each_sample_once(job.directory)
+
+
+def test_four_workers_of_a_node_that_share_their_snapshots(job: Job) -> None:
+    """One is killed, a node joins and leaves."""
+    n1 = start(job, "n1", nproc=4, settle=0)
+    g = job.trains(4)
+    workers = [e.pid for e in job.events("start") if e.generation == g]
+    send(signal.SIGKILL, workers[:1])
+    g = job.trains(4, after=g)
+    again = {e.pid for e in job.events("start") if e.generation == g}
+    assert set(workers[1:]) < again
+    n2 = start(job, "n2", nproc=4)
+    g = job.trains(8, after=g)
+    n2.terminate()
+    job.exits(n2, 143)
+    g = job.trains(4, after=g)
+    assert {e.pid for e in job.events("start") if e.generation == g} == again
+    job.finish(n1)
+    each_sample_once(job.directory)

@@ -359,6 +359,27 @@ async def test_another_user_is_not_answered(agent: Agent, caplog: pytest.LogCapt
     assert "is not answered: it is user 65534" in caplog.text
 
 
+async def test_what_is_shared_is_the_first_one_s(agent: Agent) -> None:
+    """Until all that share it have dropped it."""
+    share = """
+        import os
+        os.environ["ELASTIC_ETCD_LOCAL_RANK"] = "{rank}"
+        from elastic_etcd.train.channel import agent
+        fd = os.memfd_create("test")
+        os.write(fd, b"{rank}")
+        print(os.pread(agent().share("state", fd), 1, 0))
+        {then}
+    """
+    assert await process(share.format(rank=1, then="")) == "b'1'\n"
+    for rank in (2, 1):
+        assert await process(share.format(rank=rank, then="agent().drop('state')")) == "b'1'\n"
+    assert await process(share.format(rank=3, then="")) == "b'3'\n"
+    (fd,) = agent.server.shared.values()
+    agent.server.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
@@ -374,6 +395,7 @@ async def test_the_document_shows_what_is_sent(
     again = await asyncio.to_thread(Channel, agent.path)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
+    await asyncio.to_thread(again.share, "state0.node0", memory(b""))
     await asyncio.to_thread(again.current)
     await asyncio.to_thread(again.leaving)
     again.elastic()
@@ -459,7 +481,7 @@ async def hung_up(sock: socket.socket) -> None:
         ([b'{"type":"current","id":%d}' % i for i in range(100)], "too many questions"),
         ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 250)] * 4000, "does not read"),
         ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 257)], "length <= 256 - at `$.name`"),
-        ([b'{"type":"keep","id":1,"name":"x"}'], "a keep has one descriptor"),
+        ([b'{"type":"keep","id":1,"name":"x"}'], "a keep or share has one descriptor"),
         ([b"[" * 60000], "malformed"),
         ([b'{"type":"elastic","x":' + b"[" * 60000 + b"}"], "nested too deeply"),
         ([b'{"type":"parked","generation":true,"error":""}'], "got `bool` - at `$.generation`"),
@@ -512,7 +534,7 @@ async def test_descriptors_that_nobody_asked_for(
         await hung_up(sock)
     os.close(fd)
     assert caplog.text.count("a descriptor without a keep") == 2
-    assert "a keep has one descriptor" in caplog.text
+    assert "a keep or share has one descriptor" in caplog.text
     assert "too many descriptors at once" in caplog.text
     assert "more than 16 descriptors to keep" in caplog.text
     assert len(agent.server.kept) == 16

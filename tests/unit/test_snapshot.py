@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from multiprocessing import Pipe
@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.digest import CHUNK, digest_of
 from elastic_etcd.train.encoding import decode, dumps, encode
 from elastic_etcd.train.snapshot import (
-    CHUNK,
     HEADER,
+    Draft,
     Header,
     MemfdPair,
     Piece,
     StateSnapshot,
     Version,
-    digest_of,
     pack,
     pieces_of,
     places_of,
@@ -62,7 +62,7 @@ def at_once(pieces: Iterator[Piece]) -> list[list[Piece]]:
 
 def put(memfds: MemfdPair, version: Version, tensors: list[torch.Tensor]) -> None:
     parts = {"all": encode(list(range(len(tensors))), {})}
-    memfds.write(version, parts, named(tensors), at_once)
+    memfds.write(Draft(version, parts, named(tensors), at_once))
 
 
 def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,9 +148,50 @@ def test_the_digest_is_of_every_byte(size: int) -> None:
     assert digest_of(body) == digest
 
 
-def test_two_chunks_that_change_places_are_found() -> None:
+@pytest.mark.parametrize("size", [8, 1 << 10, 8 << 10, 32 << 10, 256 << 10, CHUNK])
+def test_what_changes_places_is_found(size: int) -> None:
+    """Words, rows of a matrix, pieces of 2 MiB."""
     body = torch.randint(0, 255, (2 * CHUNK,), dtype=torch.uint8)
-    assert digest_of(body) != digest_of(torch.cat((body[CHUNK:], body[:CHUNK])))
+    swapped = body.clone()
+    swapped[:size], swapped[-size:] = body[-size:], body[:size]
+    assert digest_of(swapped) != digest_of(body)
+    if size < CHUNK:  # side by side
+        swapped = body.clone()
+        swapped[:size], swapped[size : 2 * size] = body[size : 2 * size], body[:size]
+        assert digest_of(swapped) != digest_of(body)
+
+
+PLAIN = [  # whose words differ in few bits, often only in their highest
+    torch.eye,
+    lambda n: torch.eye(n, dtype=torch.float64),
+    lambda n: torch.ones(n, n).sub_(2 * torch.eye(n)),
+    lambda n: torch.ones(n, n, dtype=torch.float64).sub_(2 * torch.eye(n)),
+    lambda n: torch.arange(n).repeat(n, 1).t().contiguous(),
+    lambda n: torch.eye(n, dtype=torch.bool),
+    lambda n: -torch.eye(n, dtype=torch.int64),
+]
+
+
+@pytest.mark.parametrize("plain", PLAIN)
+@given(st.data())
+def test_rows_that_change_places_and_highest_bits_are_found(
+    plain: Callable[[int], torch.Tensor], data: st.DataObject
+) -> None:
+    matrix = plain(data.draw(st.sampled_from((8, 64, 200))))
+    rows = st.integers(0, len(matrix) - 1)
+    one, other = data.draw(st.lists(rows, min_size=2, max_size=2, unique=True))
+    swapped, altered = matrix.clone(), matrix.clone()
+    swapped[[one, other]] = matrix[[other, one]]
+    altered.view(-1).view(torch.int64).view(len(matrix), -1)[[one, other], 0] ^= -1 << 63
+    digests = {digest_of(each.view(-1).view(torch.uint8)) for each in (matrix, swapped, altered)}
+    assert len(digests) == 3
+
+
+@given(st.integers(1, 9000), st.integers(0, 9000))
+def test_zeros_at_the_end_are_found(words: int, more: int) -> None:
+    body = torch.ones(words, dtype=torch.int64)
+    longer = torch.cat((body, torch.zeros(more + 1, dtype=torch.int64)))
+    assert digest_of(longer.view(torch.uint8)) != digest_of(body.view(torch.uint8))
 
 
 @given(st.data())
@@ -269,7 +310,7 @@ def commit_until(fds: list[Any], count: int, last: int) -> None:
         yield from ([piece] for piece in islice(pieces, last))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    memfds.write(Version(0, count + 1, 1), {}, named(numbered(count + 1)), killed)
+    memfds.write(Draft(Version(0, count + 1, 1), {}, named(numbered(count + 1)), killed))
 
 
 def commit_for_ever(fds: list[Any], said: Any) -> None:
@@ -335,7 +376,7 @@ def test_a_part_is_read_with_its_tensors() -> None:
     tensors: dict[str, torch.Tensor] = {}
     part = encode({"w": torch.arange(5)}, tensors, name="model")
     memfds = memory()
-    memfds.write(Version(0, 1, 1), {"model": part}, tensors, at_once)
+    memfds.write(Draft(Version(0, 1, 1), {"model": part}, tensors, at_once))
     newest = memfds.newest_intact()
     assert newest is not None
     parts, found = newest.load()

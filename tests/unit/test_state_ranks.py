@@ -24,7 +24,7 @@ from tests.support.forked import Child, group, ranks
 @given(st.integers(1, 40), st.data())
 def test_each_who_lacks_it_gets_it_once_from_one_who_has_it(size: int, data: st.DataObject) -> None:
     holders = data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
-    pairs = list(sync.transfers(holders, size))
+    pairs = list(sync.transfers(holders, range(size)))
     having = dict.fromkeys(holders, 0)  # and after which round
     busy = dict.fromkeys(range(size), 0)
     for sender, receiver in pairs:
