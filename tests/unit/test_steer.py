@@ -90,6 +90,11 @@ def test_drains_come_and_go(shell: Shell) -> None:
     assert shell.wanted is None, "nothing is left behind"
 
 
+def test_flags_stand_where_one_likes(shell: Shell) -> None:
+    assert "within 5 s" in shell.ok("drain", "j", "--deadline", "5", "b")
+    assert "2:8" in shell.ok("scale", "j", "--nodes-multiple-of", "1", "2:8")
+
+
 def test_a_machine_drains_the_agent_that_is_there(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
