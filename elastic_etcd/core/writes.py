@@ -496,6 +496,7 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.world, prefix=True),
         Delete(keys.hang),
         Delete(keys.stragglers),
+        Delete(keys.step_times, prefix=True),
         Delete(keys.steps(), prefix=True),
         Delete(keys.preload),
     )

@@ -219,7 +219,7 @@ def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
             assert (done.code, done.err) == (0, "")
             found = pages.read(0)
             assert (found.measured >= progress.MEASURED) == measured
-            assert (0 < found.outside <= 2 * found.usual) == measured
+            assert (found.outside > 0) == measured
     pages.close()
 
 
