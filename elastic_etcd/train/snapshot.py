@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.digest import CHUNK, Summer, chunk_of, digest_of, digest_of_sums, one_thread
+from elastic_etcd.train.digest import CHUNK, chunk_of, digest_of, digest_of_sums, sum_of
 from elastic_etcd.train.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.room import check_memory
 from elastic_etcd.train.unchanged import Frozen, Unchanged, can_be_skipped
@@ -474,36 +474,47 @@ def write_body(
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
     More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
-    with one_thread(), ThreadPoolExecutor(1) as other:
+    with _one_thread(), ThreadPoolExecutor(1) as other:
         sums = _write_batches(body, batches, other)
-        words, summer = body.view(torch.int64), Summer()
+        words = body.view(torch.int64)
         for chunk in range(-(-len(body) // CHUNK)):
             if chunk not in sums:
                 there = chunk < len(known)
-                sums[chunk] = known[chunk] if there else summer.sum_of(chunk_of(words, chunk))
+                sums[chunk] = known[chunk] if there else sum_of(chunk_of(words, chunk))
     ordered = [sums[chunk] for chunk in range(len(sums))]
     return digest_of_sums(ordered), ordered
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use no threads of its own meanwhile, nor in threads that are begun meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def sums_of(batches: Iterable[Sequence[Piece]]) -> list[bytes]:
     """The sums of the chunks of a body that the pieces, which are all of it, would make."""
-    chunk, summer = torch.empty(CHUNK, dtype=torch.uint8), Summer()
+    chunk = torch.empty(CHUNK, dtype=torch.uint8)
     words = chunk.view(torch.int64)
     sums: list[bytes] = []
     end = 0
-    with one_thread():
+    with _one_thread():
         for first, part in chain.from_iterable(map(_within_chunks, batches)):
             end = first + part.nbytes
             if part.nbytes == CHUNK and part.dtype == torch.int64:
-                sums.append(summer.sum_of(part))  # where it is
+                sums.append(sum_of(part))  # where it is
                 continue
             target = words if part.dtype == torch.int64 else chunk
             place = first % CHUNK // part.element_size()
             target[place : place + len(part)].copy_(part)
             if end % CHUNK == 0:
-                sums.append(summer.sum_of(words))
+                sums.append(sum_of(words))
         if end % CHUNK:
-            sums.append(summer.sum_of(words[: end % CHUNK // 8]))
+            sums.append(sum_of(words[: end % CHUNK // 8]))
     return sums
 
 
@@ -523,7 +534,6 @@ def _write_batches(
 ) -> dict[int, bytes]:
     """The sums of the chunks that the pieces reach."""
     sums: dict[int, bytes] = {}
-    summers = Summer(), Summer()
     for batch in batches:
         begin = batch[0][0] // CHUNK
         end = batch[-1][0] + batch[-1][1].nbytes
@@ -531,15 +541,15 @@ def _write_batches(
         first = None
         if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
             half = body, batch, begin * CHUNK, middle * CHUNK
-            first = other.submit(_write_half, *half, summers[0])
-        sums |= _write_half(body, batch, middle * CHUNK, end, summers[1])
+            first = other.submit(_write_half, *half)
+        sums |= _write_half(body, batch, middle * CHUNK, end)
         if first:
             sums |= first.result()
     return sums
 
 
 def _write_half(
-    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int, summer: Summer
+    body: torch.Tensor, batch: Sequence[Piece], begin: int, end: int
 ) -> dict[int, bytes]:
     """Copy what lies from `begin` to `end`. The sums of the chunks that it reaches.
 
@@ -555,12 +565,12 @@ def _write_half(
         first, stop = max(start, begin), min(start + piece.nbytes, end)
         while first < stop:
             if first // CHUNK != chunk and chunk >= 0:
-                sums[chunk] = summer.sum_of(chunk_of(words, chunk))
+                sums[chunk] = sum_of(chunk_of(words, chunk))
             chunk = first // CHUNK
             last = min(stop, (chunk + 1) * CHUNK)
             part = piece[(first - start) // unit : (last - start) // unit]
             target[first // unit : last // unit].copy_(part)
             first = last
     if chunk >= 0:
-        sums[chunk] = summer.sum_of(chunk_of(words, chunk))
+        sums[chunk] = sum_of(chunk_of(words, chunk))
     return sums

@@ -37,7 +37,15 @@ PRELOAD = {
     "DeepSpeed": "deepspeed",
     "ee.run": "accelerate",
 }
-DEEPSPEED = ("torch==2.13.0", "deepspeed==0.19.*", "grpcio", "protobuf", "tenacity", "msgspec")
+DEEPSPEED = (
+    "torch==2.13.0",
+    "deepspeed==0.19.*",
+    "grpcio",
+    "protobuf",
+    "tenacity",
+    "msgspec",
+    "xxhash",
+)
 EACH = os.environ.get("TEST_FAULTS") == "each"
 
 

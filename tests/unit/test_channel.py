@@ -23,6 +23,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import imported
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import (
+    Anew,
     AskCurrent,
     Bye,
     Change,
@@ -404,7 +405,10 @@ async def test_the_document_shows_what_is_sent(
     ours = {"SOCKET": agent.path, "LOCAL_RANK": "0", "GENERATION": "7"}
     env = {f"ELASTIC_ETCD_{name}": value for name, value in ours.items()}
     await asyncio.to_thread(imported.call, env, "imported", memory(b""))
+    await agent.hears(Disconnected)
     await asyncio.to_thread(imported.call, env, "anew")
+    await agent.hears(Anew)
+    await agent.hears(Disconnected)
     again = await asyncio.to_thread(Channel, agent.path)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
