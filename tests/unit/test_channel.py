@@ -498,7 +498,7 @@ async def hung_up(sock: socket.socket) -> None:
         ([b'{"type":"current","id":%d}' % i for i in range(100)], "too many questions"),
         ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 250)] * 4000, "does not read"),
         ([b'{"type":"recall","id":1,"name":"%s"}' % (b"x" * 257)], "length <= 256 - at `$.name`"),
-        ([b'{"type":"keep","id":1,"name":"x"}'], "a keep or share has one descriptor"),
+        ([b'{"type":"keep","id":1,"name":"x"}'], "a keep has one descriptor"),
         ([b"[" * 60000], "malformed"),
         ([b'{"type":"elastic","x":' + b"[" * 60000 + b"}"], "nested too deeply"),
         ([b'{"type":"parked","generation":true,"error":""}'], "got `bool` - at `$.generation`"),
@@ -551,7 +551,7 @@ async def test_descriptors_that_nobody_asked_for(
         await hung_up(sock)
     os.close(fd)
     assert caplog.text.count("a descriptor without a keep") == 2
-    assert "a keep or share has one descriptor" in caplog.text
+    assert "a keep has one descriptor" in caplog.text
     assert "too many descriptors at once" in caplog.text
     assert "more than 16 descriptors to keep" in caplog.text
     assert len(agent.server.kept) == 16
