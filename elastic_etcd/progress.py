@@ -44,6 +44,7 @@ _MEASURED = struct.Struct("=10Q")
 _MEASURED_AT = 1088
 MEASURED = 10  # results that make a figure
 EVERY = 5  # steps, for one of them
+EVERY_ON_GPUS = 25
 _ONE = struct.Struct("=Q")
 _NS = 1e-9
 

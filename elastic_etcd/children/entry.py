@@ -13,6 +13,7 @@ import os
 import pkgutil
 import runpy
 import sys
+import threading
 import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
@@ -42,6 +43,7 @@ if not TYPE_CHECKING:
 
 _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
+_ALONE = 3  # references to an object's variables: its own, a name's and an argument's
 _MODULE = "torch.nn.modules.module"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
@@ -234,50 +236,65 @@ class _Waits:
     """How long this rank waits for others, as DistributedDataParallel measures it itself.
 
     That is from the last gradient that it has computed to the end of its last all-reduce; on a GPU
-    it is the GPU's time.
+    it is the GPU's time, for which the host has to wait: there it is asked for more seldom.
     """
 
     def __init__(self) -> None:
-        self._modules: dict[weakref.ref[Any], int] = {}  # and up to which iteration it is known
+        # By id, since a script's class may have no hash; and up to which iteration it is known.
+        self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._steps = 0
+        self._every = progress.EVERY
 
     def look(self) -> None:
         """See each module that is wrapped from here on."""
         sys.modules[_MODULE].register_module_module_registration_hook(self._see)
 
-    def _see(self, module: Any, name: str, _: object) -> None:
-        if name == "module" and hasattr(type(module), _SAMPLE_RATE):
-            self._modules[weakref.ref(module)] = 0
+    def _see(self, module: Any, name: str, wrapped: Any) -> None:
+        if name != "module" or not hasattr(type(module), _SAMPLE_RATE):
+            return
+        with contextlib.suppress(Exception):  # a script may make of its modules what it likes
+            self._modules[id(module)] = weakref.ref(module), 0
+            if any(parameter.device.type != "cpu" for parameter in wrapped.parameters()):
+                self._every = progress.EVERY_ON_GPUS
 
     def step(self) -> None:
         """A step has ended; what it costs is spread over some."""
         self._steps += 1
-        if self._steps % progress.EVERY or not self._modules:
+        if self._steps % self._every or not self._modules:
             return
-        if page := progress.measured():
-            found = [self._since(ref) for ref in list(self._modules)]
-            if any(found):
-                page.waited(sum(found))
+        with contextlib.suppress(Exception):  # as above
+            if (page := progress.measured()) and not _in_backward():
+                found = [self._since(known) for known in list(self._modules)]
+                if any(found):
+                    page.waited(sum(found))
 
-    def _since(self, ref: weakref.ref[Any]) -> int:
+    def _since(self, known: int) -> int:
         """Nanoseconds since the last time, as far as some of its iterations show; 0: none do."""
-        module, before = ref(), self._modules[ref]
+        ref, before = self._modules[known]
+        module = ref()
         if module is None:
-            del self._modules[ref]
+            del self._modules[known]
             return 0
-        if module.logger is None:  # it could not be made
+        if getattr(module, "logger", None) is None:  # it could not be made
             return 0
         if not before:
-            getattr(module, _SAMPLE_RATE)(progress.EVERY)
+            getattr(module, _SAMPLE_RATE)(self._every)
         data = module.logger._get_ddp_logging_data().ints_map  # noqa: SLF001 - nothing else tells
         iteration = data.get("iteration", 0)
         communicates = data.get("backward_comm_time", 0)
         if not communicates:
             return 0
         # It begins with each of the first ten.
-        now = self._modules[ref] = iteration - iteration % progress.EVERY
+        now = iteration - iteration % self._every
+        self._modules[known] = ref, now
         computes = data["backward_compute_comm_overlap_time"]  # of that time
         return (now - before) * (communicates - computes) if before else 0
+
+
+def _in_backward() -> bool:
+    """Whether DistributedDataParallel may call this, which then holds its reducer's lock."""
+    running: int = sys.modules["torch"]._C._current_graph_task_id()  # noqa: SLF001
+    return running != -1 or threading.current_thread() is not threading.main_thread()
 
 
 def _count_steps(waits: _Waits) -> None:
@@ -288,7 +305,8 @@ def _count_steps(waits: _Waits) -> None:
         if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
             progress.step(told=False)
             while _at_first_step:
-                _at_first_step.pop()()
+                with contextlib.suppress(Exception):  # what a script has imported may be anything
+                    _at_first_step.pop()()
             waits.step()
 
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
@@ -296,8 +314,10 @@ def _count_steps(waits: _Waits) -> None:
 
 def _end_reducers_first() -> None:
     def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
-        for name in ("logger", "reducer"):  # the logger holds the reducer
-            vars(self).pop(name, None)
+        own = vars(self)
+        if sys.getrefcount(own) <= _ALONE:  # else it lives on in another object
+            for name in ("logger", "reducer"):  # the logger holds the reducer
+                own.pop(name, None)
 
     sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
 

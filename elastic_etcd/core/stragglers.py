@@ -74,7 +74,7 @@ def _line(slow: Sequence[Node], median: float, count: int) -> str:
     return (
         f"{_who([node.name for node in slow])} slow: {'' if len(slow) == 1 else 'up to '}"
         f"{_time(most)} a step outside of collectives, {times}the median of {count} nodes "
-        f"({_time(median)}), over the last {STEPS} steps"
+        f"({_time(median)}), over the last {STEPS} steps or more"
     )
 
 

@@ -251,3 +251,67 @@ def test_it_is_the_standard_library_only() -> None:
     roots = {line.split()[1].split(".")[0] for line in source.splitlines()
              if line.startswith(("import ", "from "))}  # fmt: skip
     assert roots <= set(sys.stdlib_module_names)
+
+
+def test_no_script_is_disturbed_by_what_is_measured(tmp_path: Path) -> None:
+    """An optimizer may step in a communication's hook, and a module may be made in its own way."""
+    text = """
+    import tempfile
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    class Wrapper(DDP):
+        def __init__(self, module):
+            torch.nn.Module.__init__(self)
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    class WithoutHash(DDP):
+        def __eq__(self, other):
+            return self is other
+
+    def train(model, hook=None):
+        optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+        if hook:
+            model.register_comm_hook(optimizer, hook)
+        for _ in range(12):
+            model(torch.ones(1, 2)).sum().backward()
+            if not hook:
+                optimizer.step()
+
+    def inline(optimizer, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        future.wait()
+        optimizer.step()
+        return future.then(lambda done: done.value()[0])
+
+    def later(optimizer, bucket):
+        def step(done):
+            optimizer.step()
+            return done.value()[0]
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(step)
+
+    store = dist.FileStore(tempfile.mktemp(), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    train(Wrapper(torch.nn.Linear(2, 2)))
+    train(WithoutHash(torch.nn.Linear(2, 2)))
+    train(DDP(torch.nn.Linear(2, 2)), inline)
+    train(DDP(torch.nn.Linear(2, 2)), later)
+    before = DDP(torch.nn.Linear(2, 2))
+    after = DDP.__new__(DDP)
+    after.__dict__ = before.__dict__
+    del before
+    train(after)
+    print("all done")
+    """
+    pages = Pages()
+    with BothWays(tmp_path) as ways:
+        for run in (ways.fork, ways.scripted):
+            env = ways.env | {progress.VARIABLE: pages.begin(0, measured=True)}
+            done = run(ways.script(textwrap.dedent(text)), env)
+            assert (done.code, done.out.strip()) == (0, "all done"), done.err
+            assert pages.read(0).steps == 60
+    pages.close()
