@@ -90,7 +90,7 @@ def test_r18_an_agent_ends_what_was_left_of_the_one_before_it(job: Job) -> None:
     n1 = job.start("n1", nnodes="1:1")
     job.said(n1, f"waiting for what a former agent of this node left: {left} (sleep)")
     job.trains(1, after=1)
-    assert command(left) == "gone"
+    assert command(left) in ("gone", ""), "or its new parent has not heard of its end"
     job.finish(n1)
 
 
