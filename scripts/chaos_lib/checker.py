@@ -75,6 +75,7 @@ class Replay:
     freezes: dict[int, float] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)  # leases
     keys: dict[str, Recorded] = field(default_factory=dict)
+    acks: dict[str, Recorded] = field(default_factory=dict)  # also of those that are gone
     round: dict[str, Any] = field(default_factory=dict)  # the last one, though it be deleted
     handed_out: int = 0
     halted: set[str] = field(default_factory=set)  # runs that somebody wanted to stop
@@ -113,6 +114,8 @@ class Replay:
                 self.keys.pop(event.key, None)
             else:
                 self.keys[event.key] = event
+                if event.key.startswith("acks/"):
+                    self.acks[event.key] = event
 
     def _put(
         self, event: Recorded, value: dict[str, Any], members: set[str], txn: list[Recorded]
@@ -203,11 +206,12 @@ class Replay:
         if not self.minimum <= len(leases) <= self.maximum or len(set(leases)) < len(leases):
             self._say(event, f"I4: participants {leases}")
         for lease in leases:
-            if f"acks/{generation}/{lease}" not in self.keys:
-                self._say(event, f"I2: {lease} has not acked, or its lease is gone")
+            # Its lease may have ended since the coordinator looked: the next world is without it.
+            if f"acks/{generation}/{lease}" not in self.acks:
+                self._say(event, f"I2: {lease} has not acked")
         if generation in self.finals:
             self._say(event, "I1: a second world of this generation")
-        first = self.keys.get(f"acks/{generation}/{leases[0]}") if leases else None
+        first = self.acks.get(f"acks/{generation}/{leases[0]}") if leases else None
         if first and json.loads(first.value)["master"] != now["master"]:
             self._say(event, "I8: the master is not where group rank 0 listens")
         self.finals[generation] = now | {"world": world}

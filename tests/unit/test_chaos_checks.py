@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,13 @@ def deleted(revision: int, key: str) -> Recorded:
 def gone(events: list[Recorded]) -> None:
     """The coordinator's lease ends before it freezes the round."""
     events.insert(7, deleted(7, f"members/{1:016x}"))
+
+
+def test_who_dies_while_the_world_is_made_final_is_not_blamed() -> None:
+    """The coordinator has decided before it could know."""
+    ends = [deleted(8, f"acks/1/{2:016x}"), deleted(8, f"members/{2:016x}")]
+    events = [replace(e, revision=e.revision + (e.revision > 7)) for e in recorded()]
+    assert replay([*events[:7], *ends, *events[7:]], 2, 4).wrong == []
 
 
 def not_acked(events: list[Recorded]) -> None:
