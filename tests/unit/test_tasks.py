@@ -173,8 +173,9 @@ async def test_an_agent_ends_with_what_ended_a_task_of_its(
             records.append(why)
 
     monkeypatch.setattr(agent, "Agent", Crashing)
-    for part in ("Membership", "Workers"):
-        monkeypatch.setattr(agent, part, lambda *_: None)
+    monkeypatch.setattr(agent, "Membership", lambda *_: None)
+    workers = SimpleNamespace(learned=asyncio.Queue())
+    monkeypatch.setattr(agent, "Workers", lambda *_: workers)
     forever = asyncio.Event().wait
     watch = SimpleNamespace(watch=forever, answer=forever)
     monkeypatch.setattr(agent, "HangWatch", lambda *_: watch)

@@ -248,7 +248,7 @@ async def test_r18_a_daemon_of_a_worker_is_killed_and_awaited(
     watched.workers.kill()
     await watched.emptied()
     assert not is_running(pid)
-    (told,) = [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
+    told, *_ = [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
     assert told.startswith("generation 1 left ")
     assert f"{pid} (sh)" in told
 
@@ -359,7 +359,7 @@ class NoFork:
     ready = True
     asked = 0
 
-    async def fork(self, *_: object) -> Process:
+    async def fork(self, *_: object, learn: bool) -> Process:  # noqa: ARG002
         self.asked += 1
         raise OSError(11, "the fork server could not fork")
 
