@@ -64,10 +64,15 @@ def parser(
     return made
 
 
-def _one_or_all(args: Namespace) -> None:
-    """Raises ArgumentTypeError where that is not clear."""
+def not_both(args: Namespace) -> None:
+    """Raises ArgumentTypeError where a job is given beside --all."""
     if args.job and args.all:
         raise ArgumentTypeError(f"{args.job} and --all: give one of both")
+
+
+def _one_or_all(args: Namespace) -> None:
+    """Raises ArgumentTypeError where that is not clear."""
+    not_both(args)
     if not (args.job or args.all):
         raise ArgumentTypeError("no job given: give its id, or --all")
 

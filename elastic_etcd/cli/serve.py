@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-from argparse import ArgumentTypeError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ def parser() -> options.Parser:
     text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
     every = "each job under --prefix, as without JOB"
     made = look.parser("serve", text, _EPILOG, "[JOB | --all]", every=every)
-    made.set_defaults(check=_not_both)
+    made.set_defaults(check=look.not_both)
     made.add_argument(
         "--listen",
         type=options.listening,
@@ -71,11 +70,6 @@ def parser() -> options.Parser:
     told = "say in one JSON object where it is shown"
     made.add_argument("--json", action="store_true", help=told)
     return made
-
-
-def _not_both(args: Namespace) -> None:
-    if args.job and args.all:
-        raise ArgumentTypeError(f"{args.job} and --all: give one of both")
 
 
 async def _serve(client: Client, args: Namespace) -> int:
