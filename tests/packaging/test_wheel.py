@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from email import message_from_string
 from email.message import Message
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -96,20 +97,24 @@ def applies(requirement: Requirement) -> bool:
 def lend(name: str, venv: Path) -> None:
     """Let an environment have a package of this one, and what that needs: it is large."""
     (site,) = venv.glob("lib/*/site-packages")
-    for each in closure(name, {}).values():
+    for each in {asked.name: distribution(asked.name) for asked in closure(name)}.values():
         for part in {Path(file).parts[0] for file in each.files or []} - {"..", "__pycache__"}:
             link = site / part
             if not link.exists():
                 link.symlink_to(str(each.locate_file(part)))
 
 
-def closure(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
-    """The package and all that it needs, by name."""
-    found[name] = distribution(name)
-    for each in map(Requirement, found[name].requires or []):
-        if each.name not in found and (not each.marker or each.marker.evaluate({"extra": ""})):
-            closure(each.name, found)
-    return found
+def closure(name: str) -> Iterator[Requirement]:
+    """The package and all that it needs, some more than once: with other extras they need more."""
+    known, rest = set(), [Requirement(name)]
+    while rest:
+        asked = rest.pop()
+        if (it := (asked.name, frozenset(asked.extras))) not in known:
+            known.add(it)
+            yield asked
+            extras = [{"extra": extra} for extra in ("", *asked.extras)]
+            needs = map(Requirement, distribution(asked.name).requires or [])
+            rest += [n for n in needs if not n.marker or any(map(n.marker.evaluate, extras))]
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
