@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import struct
+import sys
 import weakref
 import zlib
 from collections.abc import (
@@ -302,15 +303,15 @@ class Draft:
     batched: Callable[[Iterator[Piece]], Iterable[Sequence[Piece]]]
     frozen: Collection[str] = ()
 
-    @cached_property
+    @property
     def objects(self) -> bytes:
         """What is no tensor, encoded. Raises UsageError."""
-        return pack(self.parts, self.tensors)[0]
+        return self._packed[0]
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Of the body, in bytes."""
-        return Header.size_of(_rows(self.tensors), self.objects)
+        return self._packed[1]
 
     def write(self, memfd: Memfd, clear: Callable[[int], torch.Tensor]) -> StateSnapshot:
         """Write it into the memory file, once that is cleared."""
@@ -341,6 +342,10 @@ class Draft:
         return memfd.set(self.header(digest))
 
     @cached_property
+    def _packed(self) -> tuple[bytes, int]:
+        return pack(self.parts, self.tensors)
+
+    @cached_property
     def _skippable(self) -> dict[int, torch.Tensor]:
         return dict(_skippable(self.tensors, self.frozen))
 
@@ -363,16 +368,12 @@ class Row(NamedTuple):
 
 def pack(parts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
     """The encoded objects, and the size of a body that holds the tensors and them."""
-    rows = _rows(tensors)
-    objects = dumps({"tensors": rows, "parts": parts})
-    return objects, Header.size_of(rows, objects)
-
-
-def _rows(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
-    return [
+    rows = [
         Row(name, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cuda)
         for name, t in tensors.items()
     ]
+    objects = dumps({"tensors": rows, "parts": parts})
+    return objects, Header.size_of(rows, objects)
 
 
 def _skippable(
@@ -518,13 +519,15 @@ def sums_of(batches: Iterable[Sequence[Piece]]) -> list[bytes]:
     return sums
 
 
-def _within_chunks(batch: Sequence[Piece]) -> Iterator[Piece]:
-    """The same pieces, none of which reaches into two chunks."""
+def _within_chunks(
+    batch: Sequence[Piece], begin: int = 0, end: int = sys.maxsize
+) -> Iterator[Piece]:
+    """What lies from `begin` to `end`, in pieces none of which reaches into two chunks."""
     for start, piece in batch:
         unit = piece.element_size()
-        first, end = start, start + piece.nbytes
-        while first < end:
-            last = min(end, (first // CHUNK + 1) * CHUNK)
+        first, stop = max(start, begin), min(start + piece.nbytes, end)
+        while first < stop:
+            last = min(stop, (first // CHUNK + 1) * CHUNK)
             yield first, piece[(first - start) // unit : (last - start) // unit]
             first = last
 
@@ -559,18 +562,13 @@ def _write_half(
     words = body.view(torch.int64)
     sums: dict[int, bytes] = {}
     chunk = -1
-    for start, piece in batch:
-        target = words if piece.dtype == torch.int64 else body
-        unit = piece.element_size()
-        first, stop = max(start, begin), min(start + piece.nbytes, end)
-        while first < stop:
-            if first // CHUNK != chunk and chunk >= 0:
-                sums[chunk] = sum_of(chunk_of(words, chunk))
-            chunk = first // CHUNK
-            last = min(stop, (chunk + 1) * CHUNK)
-            part = piece[(first - start) // unit : (last - start) // unit]
-            target[first // unit : last // unit].copy_(part)
-            first = last
+    for first, part in _within_chunks(batch, begin, end):
+        if first // CHUNK != chunk and chunk >= 0:
+            sums[chunk] = sum_of(chunk_of(words, chunk))
+        chunk = first // CHUNK
+        target = words if part.dtype == torch.int64 else body
+        place = first // part.element_size()
+        target[place : place + len(part)].copy_(part)
     if chunk >= 0:
         sums[chunk] = sum_of(chunk_of(words, chunk))
     return sums
