@@ -24,6 +24,7 @@ EMBEDDED_ENDS = 60.0  # one that ends again and again in so short a time is give
 
 # Lines between agents.
 PROOF = 0.3  # from a line's end until it is known whether its agent is gone
+OWN_LOOK_UP = 1.0  # of the name given by --advertise, while the others wait for this node
 HELLO = 2.0  # for a caller to say who it is
 CALL = 5.0  # for a call to be answered
 CALL_AGAIN = 60.0  # at most, until who could not be called is called again
@@ -52,6 +53,7 @@ UNKILLABLE = 30.0  # and then this node leaves the job; the default
 # A worker that hangs.
 HANG_AT_LEAST = 60.0  # in one step, without --hang-timeout
 HANG_LEARNT = 1800.0  # at most, by what was once slow
+HANG_ASK = 0.5  # for opening the pipes to ask by, which may be on a disk that stands still
 HANG_STACKS = 3.5  # at most, for the stacks that a worker writes to reach its agent
 HANG_EVIDENCE = 4.0  # for the files about it, which may be on a disk that stands still
 HANG_ANSWER = 2.0  # for all agents to say where their workers are, beyond these two

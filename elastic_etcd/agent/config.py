@@ -71,6 +71,7 @@ class AgentConfig:
     `no_python`: the workers are programs, which need not hand signals on to what they start.
     `memory_dir`: below it is this node's directory for checkpoints, see agent/memory.py.
     `event_log`: a file for events, "-" for stdout; None: nowhere.
+    `timer_file`: where torch's file timers are served, "" at a path of the agent's; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
     `prefork`: workers are forked from a process that has torch and the `preload` modules loaded,
@@ -112,6 +113,7 @@ class AgentConfig:
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
     event_log: str | None = None
+    timer_file: str | None = None
     metrics_addr: tuple[str, int] | None = None
     preemption_watch: str | None = None
 

@@ -49,6 +49,7 @@ def worker_env(
     progress: str = "",
     mark: str = "",
     memory: str = "",
+    timer_file: str = "",
 ) -> dict[str, str]:
     """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
@@ -57,9 +58,10 @@ def worker_env(
     `interface` has this node's address for the others; "" if that is not known. gloo would take
     the one of the host's name, which may be the loopback; NCCL looks for itself, and never does.
     `socket` is where it finds the agent (docs/channel.md), `progress` where it says what it
-    does, by `mark` what it leaves behind is found (agent/strays.py), and `memory` is its node's
-    directory for checkpoints. There is one role, so role ranks are the world's. Workers see which
-    signals their agent handles (torchrun's --signals-to-handle).
+    does, by `mark` what it leaves behind is found (agent/strays.py), `memory` is its node's
+    directory for checkpoints, and `timer_file` where it sets torch's timers, if they are served.
+    There is one role, so role ranks are the world's. Workers see which signals their agent handles
+    (torchrun's --signals-to-handle).
 
     Raises UsageError when --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than
     workers.
@@ -96,6 +98,8 @@ def worker_env(
         ELASTIC_ETCD_MEMORY=memory,
         ELASTIC_ETCD_LEAVE_DEADLINE=f"{limits.leave_deadline:g}",
     )
+    if timer_file:
+        env["TORCHELASTIC_TIMER_FILE"] = timer_file
     if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if config.virtual_local_rank:

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -21,6 +23,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
+from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
@@ -40,7 +43,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
-from elastic_etcd.progress import Page, Pages, Progress
+from elastic_etcd.progress import Progress, ProgressPage, ProgressPages
 from elastic_etcd.protocol import (
     Anew,
     AskCurrent,
@@ -116,7 +119,8 @@ class Workers:
         self._in_order = asyncio.Lock()
         self._channels = ChannelServer(self._heard, self._imported)
         self._socket = self._channels.open()
-        self._pages = Pages()
+        self._timers: FileTimers | None = None
+        self._pages = ProgressPages()
         self._mark = Mark.own(config.node, config.job)
         self._strays = Strays(self._mark)
         self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
@@ -128,7 +132,7 @@ class Workers:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
             told = self.learned.put_nowait
-            self._prefork = Prefork(config.argv, env, config.preload, size, told)
+            self._prefork = Prefork(config.argv, env, config.preload, size, told, tasks.create)
             if not config.learn:
                 self._prefork.start()
         self._store = StoreServer(tasks, self._prefork)
@@ -146,7 +150,7 @@ class Workers:
         return [(worker, self._pages.read(worker.spec.local_rank)) for worker in running]
 
     @property
-    def pages(self) -> tuple[Page, ...]:
+    def pages(self) -> tuple[ProgressPage, ...]:
         """What the workers of this generation write what they do on, also those that have ended."""
         return self._pages.all()
 
@@ -169,6 +173,9 @@ class Workers:
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
+        if self._config.timer_file is not None:
+            path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
+            self._timers = FileTimers(path, self._timer_expired)
         if self._prefork and self._config.learn:
             known = await self._membership.preload()
             self._learns = known is None
@@ -302,10 +309,11 @@ class Workers:
         """Those that are still there."""
         return [worker for worker in self._running.values() if worker.killed]
 
-    def give_up(self, rank: int | None, hang: str, message: str) -> None:
+    def give_up(self, rank: int | None, hang: str, message: str, *, kill: bool = True) -> None:
         """End the generation, which hangs, as a failure of this rank, or of nobody in particular.
 
-        A worker that hangs needs no time to stop. The others get it, as after any failure.
+        A worker that hangs needs no time to stop. The others get it, as after any failure, and it
+        does where the caller does not `kill` it.
         """
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -314,8 +322,26 @@ class Workers:
             spec, node = worker.spec, self._config.node
             ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
             failure = replace(failure, node=node, **ids)
-            worker.kill()
+            if kill:
+                worker.kill()
         self._inbox.put(WorkersHang(self.generation, failure))
+
+    def _timer_expired(self, session: int, timer: FileTimerRequest, seconds: float) -> None:
+        """The script itself has said that it hangs then, and by which signal it is to end."""
+        worker = self._running.get(session)
+        if worker is None or worker.killed:
+            return
+        rank, scope = worker.spec.rank, timer.scope_id
+        why = f"rank {rank} on {self._config.node}: timer {scope!r} expired after {seconds:.1f} s"
+        if timer.signal <= 0:
+            log.warning("%s; it has no signal, so nothing is ended", why)
+            return
+        log.warning("%s: signal %d to process %d", why, timer.signal, timer.pid)
+        kill = timer.signal == signal.SIGKILL
+        if not kill:
+            with contextlib.suppress(OSError):
+                os.kill(timer.pid, timer.signal)
+        self.give_up(rank, why, "", kill=kill)
 
     @property
     def _uptime(self) -> float:
@@ -355,6 +381,8 @@ class Workers:
             worker.kill()
         if self._prefork:
             self._prefork.close()
+        if self._timers:
+            self._timers.close()
         self._channels.close()
         self._pages.close()
         self._store.close()
@@ -378,6 +406,7 @@ class Workers:
             progress=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
             mark=str(self._mark),
             memory=self._memory,
+            timer_file=self._timers.path if self._timers else "",
         )
         argv = tuple(substitute(self._config.argv, local_rank))
         return WorkerSpec(argv, env, rank, local_rank, error_file)
@@ -444,6 +473,8 @@ class Workers:
     # --- the ends of workers --------------------------------------------------------------
 
     def _ended(self, worker: Worker, code: int) -> None:
+        if self._timers:
+            self._timers.forget(worker.pid)
         self._dead[worker.pid] = worker
         self._groups.add(worker.pid)
         if self._parked.pop(worker.pid, None):

@@ -21,7 +21,11 @@ CONFIG = AgentConfig(None, "j", ("train",), "host-a", 2, Limits(1, 3), role="tra
 
 
 def env(
-    base: dict[str, str] | None = None, *, local_rank: int = 1, virtual: bool = False
+    base: dict[str, str] | None = None,
+    *,
+    local_rank: int = 1,
+    virtual: bool = False,
+    timer_file: str = "",
 ) -> dict[str, str]:
     return worker_env(
         base or {},
@@ -35,7 +39,14 @@ def env(
         progress="/proc/1/fd/9",
         mark="1:2:host-a@j",
         memory="/dev/shm/memory",
+        timer_file=timer_file,
     )
+
+
+def test_where_torchs_timers_are_served() -> None:
+    assert env({"TORCHELASTIC_TIMER_FILE": "/own"})["TORCHELASTIC_TIMER_FILE"] == "/own"
+    served = env({"TORCHELASTIC_TIMER_FILE": "/own"}, timer_file="/served")
+    assert served["TORCHELASTIC_TIMER_FILE"] == "/served"
 
 
 def test_every_variable() -> None:
