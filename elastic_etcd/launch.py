@@ -43,7 +43,6 @@ _RDZV_CONF = {
     "key": "key",
 }
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
-_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 
 def main(
@@ -148,6 +147,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
         event_log=_event_log(args),
+        timer_file=_timer_file(env),
         metrics_addr=args.metrics_addr or _health_check(env),
         preemption_watch=args.preemption_watch,
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
@@ -292,6 +292,12 @@ def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
         raise UsageError(f"{variable}: {error}") from error
 
 
+def _timer_file(env: Mapping[str, str]) -> str | None:
+    """Where torch's variables want timers to be served, "" where only that they are."""
+    served = env.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
+    return env.get("TORCHELASTIC_TIMER_FILE", "") if served else None
+
+
 def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Where torch's variable wants the agent's health to be asked for; who asks is outside."""
     port = env.get(_HEALTH_CHECK)
@@ -323,9 +329,6 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
         yield f"--rdzv-conf {key} has no meaning here"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
-    if env.get(_FILE_TIMER) == "1":
-        why = "nobody serves TORCHELASTIC_TIMER_FILE; see --hang-timeout"
-        yield f"{_FILE_TIMER} has no meaning here: {why}"
 
 
 class _Lines(logging.Formatter):

@@ -15,6 +15,7 @@ VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
 MOST_MODULES = 512  # that are learned
+UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
 _TEXTS = ("reason", "error")
 M = TypeVar("M")
 

@@ -16,8 +16,9 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic_etcd import children
 from elastic_etcd.errors import UsageError
@@ -53,7 +54,7 @@ class Prefork:
     them. `env` is the workers' environment as far as it is known before a generation; what
     libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
     order. A fork server that dies is replaced; meanwhile there is none. `learned(modules)` says
-    what one has loaded that has taken over.
+    what one has loaded that has taken over. `create` begins its tasks, and hears of their crashes.
     """
 
     patience = 30.0  # seconds for the import of a module that is learned
@@ -65,12 +66,14 @@ class Prefork:
         preload: Sequence[str],
         size: int,
         learned: Callable[[tuple[str, ...]], None] = lambda _: None,
+        create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task,
     ) -> None:
         self._command = command
         self._env = env
         self._preload = preload
         self._size = size
         self._learned = learned
+        self._create = create
         self._imported: int | None = None  # the file that says what to learn
         self._server: _ForkServer | None = None
         self._next: _ForkServer | None = None
@@ -107,13 +110,13 @@ class Prefork:
 
     def _begin(self) -> None:
         self._again = None
-        self._starting = asyncio.create_task(self._start())
+        self._starting = self._create(self._start())
 
     def learn(self, imported: int | None) -> None:
         """As `start`, while this one goes on until that one is warm; None: forget what it knows."""
         self._drop_next()
         self._keep(imported)
-        self._starting_next = asyncio.create_task(self._start_next())
+        self._starting_next = self._create(self._start_next())
 
     def _keep(self, imported: int | None) -> None:
         before, self._imported = self._imported, imported
@@ -168,11 +171,12 @@ class Prefork:
         self._learned(modules)
 
     def _end_retired(self) -> None:
-        for server, waiting in self._retired:
+        """End the one that was retired first."""
+        if self._retired:
+            server, waiting = self._retired.pop(0)
             for each in waiting:
                 each.end()
             self._discarded.append(server.close())
-        self._retired.clear()
 
     async def _start_process(self, server: "_ForkServer") -> None:
         known = self._imported
@@ -234,7 +238,8 @@ class Prefork:
                 pending.cancel()
         self._is_warm = False
         self._drop_next()
-        self._end_retired()
+        while self._retired:
+            self._end_retired()
         self._keep(None)
         self._stop_server()
         for process in self._discarded:

@@ -29,13 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import uuid
     from collections.abc import Sequence
 
-    from elastic_etcd.children import entry, imported, variables
+    from elastic_etcd.children import alone, entry, imported, variables
 else:  # beside this file; torch.compile looks in sys.modules for what it meets
     _spec = spec_from_file_location("_elastic_etcd_entry", Path(__file__).with_name("entry.py"))
     entry = sys.modules[_spec.name] = module_from_spec(_spec)
     _spec.loader.exec_module(entry)
+    alone = entry.load(Path(__file__).with_name("alone.py"))
     imported = entry.load(Path(__file__).with_name("imported.py"))
     variables = entry.load(Path(__file__).with_name("variables.py"))
 
@@ -52,6 +54,10 @@ IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # itself.
 OUTLIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
+# Which process the kernel kills where memory is short: one that learns is no loss. To lower it
+# again, to where it was, needs no right.
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+KILLED_FIRST = "1000"
 
 
 class Unsafe(Exception):
@@ -67,11 +73,13 @@ class ForkServer:
         self._cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
         self._umask = os.umask(0)
         os.umask(self._umask)
+        self._oom_score = ""  # of before, once it has changed
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
         self._environment = entry.Environment()
         self._env = dict(os.environ)
         self._changed: dict[str, str | None] = {}
+        self._numbers: list[uuid.UUID] = []  # unique ones, which imports have made
         self._imports = variables.Imports()
         # The modules are imported as the script would import them.
         start = entry.Entry(command)
@@ -83,6 +91,9 @@ class ForkServer:
     def warm_up(self, modules: list[str], learned: str = "") -> bool:
         """Import everything and tell the agent how it went; False if nothing can be forked."""
         names, patience = self._wanted(learned)
+        if learned:
+            self._oom_score = OOM_SCORE.read_text()
+            set_oom_score(KILLED_FIRST)
         loads = imported.Learned(self._has, self._load, self._left_out, patience)
         os.environ.update(IMPORTING)
         gc.disable()  # imports make objects that stay: looking for garbage takes a quarter of them
@@ -94,6 +105,7 @@ class ForkServer:
             say(self._channel, "unsafe", why=str(error))
             return False
         self._environment.imported()
+        self._renewed = alone.Renewed(self._numbers, self._imports.modules)
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
         gc.enable()
@@ -127,7 +139,7 @@ class ForkServer:
                     import_module(name)
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
         group.modules = {name: sys.modules[name] for name in names}
-        group.by_c = True
+        group.loaded(variables.numeric())
         self._torch = sys.modules["torch"]
         entry.show_steps()
         entry.end_modules_before_groups()
@@ -137,23 +149,38 @@ class ForkServer:
     def _has(self, name: str) -> bool:
         return name in sys.modules or name in self._imports.modules
 
-    def _load(self, name: str) -> str:
+    def _load(self, name: str, trial: bool) -> str:
         """Import a module that scripts import; gives what speaks against it, or ""."""
         if why := imported.shadowed(name):
             return str(why)
-        before = imported.state(self._torch)
+        before, names = self._state(trial), self._names() if trial else {}
         try:
-            with self._imports.collected() as group:
+            asked = alone.Asked()
+            with self._imports.collected() as group, asked.noted():
                 import_module(name)
             check_safe("it")
         except BaseException as error:  # noqa: BLE001 - as in `_import`
             return traceback.format_exception_only(type(error), error)[-1].strip()
         self._imports.withhold(group)
+        self._numbers += asked.numbers
+        if kept := asked.kept(group.modules):
+            return f"it has {kept}"
         if changed := imported.touched(group, self._changed):
             return f"it has to do with {changed}, which the script has otherwise"
-        if other := imported.difference(before, imported.state(self._torch)):
+        if group.finds_first:
+            return "it has a finder that comes before Python's own"
+        if other := imported.difference(before, self._state(trial)):
             return f"it changes {other}"
+        if trial and (other := imported.replaced(names, self._names())):
+            return f"it replaces {other}"
         return str(imported.foreign(group.modules))
+
+    def _state(self, trial: bool) -> dict[str, object]:
+        settings = imported.settings(self._torch) if trial else {}  # first: torch may warn
+        return {**settings, **imported.state(self._torch)}
+
+    def _names(self) -> dict[object, dict[str, object]]:
+        return imported.names(self._torch, {**sys.modules, **self._imports.modules})
 
     def _left_out(self, module: str, why: str) -> None:
         say(self._channel, "left_out", module=module, why=why[:1000])
@@ -200,14 +227,17 @@ class ForkServer:
         os.fchdir(self._cwd)
         os.close(self._cwd)
         os.umask(self._umask)
+        if self._oom_score:
+            set_oom_score(self._oom_score)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is signal.SIG_IGN:
                 # While it waits SIGINT ends it as it would end a script, but without a traceback.
                 signal.signal(number, signal.SIG_DFL if callable(handler) else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         entry.be_another(self._imports.modules)
+        self._renewed.renew()
         self._imports.touch()
-        known = set(sys.modules)
+        known = sys.modules.keys() | self._imports.modules.keys()
         say(orders, "forked", pid=os.getpid())
         message, fds, _, _ = socket.recv_fds(orders, 64, 64)
         if not message:  # the agent doesn't need this one
@@ -253,6 +283,12 @@ def is_ours(name: str) -> bool:
 def say(channel: socket.socket, kind: str, **fields: object) -> None:
     """Send the agent one of the messages of protocol.py."""
     channel.send(json.dumps({"type": kind, **fields}).encode())
+
+
+def set_oom_score(score: str) -> None:
+    """Have this process killed earlier or later, where the kernel lets it say so."""
+    with suppress(OSError):
+        OOM_SCORE.write_text(score)
 
 
 def check_safe(who: str) -> None:

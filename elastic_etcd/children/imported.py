@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import faulthandler
 import gc
 import json
 import locale
 import logging
+import multiprocessing
+import operator
 import os
 import random
+import resource
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 import warnings
+import weakref
 from contextlib import suppress
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,22 +47,32 @@ _MOST_CHARACTERS = 1 << 15  # of their names
 _LONGEST_NAME = 256
 _LONGEST = 1 << 24  # bytes of what a worker tells
 _PATIENCE = 1.0
+_TOGETHER = 2
 _PR_SET_PDEATHSIG = 1
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+_SWITCHES = ("_enabled", "_allow_", "cudnn_benchmark", "deterministic", "matmul", "warnAlways")
+_PRECISIONS = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+_PRECISIONS += [(of, what) for of in ("cuda", "mkldnn") for what in ("matmul", "conv", "rnn")]
+_REPLACED = sys.stdlib_module_names | {"torch"}  # whose functions others replace
+_DEEP = 2  # in the names of modules
 
 
 # --- in a worker --------------------------------------------------------------------------
 
 
 def tell(known: set[str], before: Mapping[str, str], env: Mapping[str, str]) -> None:
-    """Tell the agent what was imported beside the `known` modules, in that order.
+    """Tell the agent what was imported beside the `known` modules, in that order; of nothing, not.
 
     And which variables are others than `before`: an import that reads one of these can't be had
     ahead. `env` says where the agent is.
     """
     now = dict(os.environ)
     names = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+    modules = [name for name in _installed_now() if name not in known]
+    if not modules:
+        return
     found = {
-        "modules": [name for name in _installed_now() if name not in known],
+        "modules": modules,
         "changed": {name: now.get(name) for name in names},
     }
     fd = os.memfd_create("imported", os.MFD_CLOEXEC)
@@ -116,15 +133,16 @@ class Spoilt(Exception):
 class Learned:
     """Loads modules that scripts have imported, those that are harmless, in their order.
 
-    `has(name)` says whether one is there already, `load(name)` imports it and gives what speaks
-    against that, "" if nothing does; `left_out(name, why)` is told of those. A trial may take
-    `patience` seconds for each module.
+    `has(name)` says whether one is there already, `load(name, trial)` imports it and gives what
+    speaks against that, "" if nothing does; `left_out(name, why)` is told of those. A trial may
+    take `patience` seconds for each module, and all together `_TOGETHER` times as much, of CPU time
+    or of waiting: what is left then is not learned.
     """
 
     def __init__(
         self,
         has: Callable[[str], bool],
-        load: Callable[[str], str],
+        load: Callable[[str, bool], str],
         left_out: Callable[[str, str], None],
         patience: float,
     ) -> None:
@@ -134,25 +152,31 @@ class Learned:
         self._left_out = left_out
         self._patience = patience
         self._bad: list[str] = []
+        self._left = _TOGETHER * patience
 
     def load(self, names: Sequence[str]) -> None:
         """Load them. Raises Spoilt."""
         names = _packages_first(names)
-        while names and len(self._bad) < _MOST_BAD:
+        while names and len(self._bad) < _MOST_BAD and self._left > 0:
             good, why = self._try(names)
             for name in names[:good]:
                 if self._has(name) or self._is_full(name):
                     continue
-                if fault := self._load(name):
+                if fault := self._load(name, False):
                     raise Spoilt(f"{name}: {fault}")
                 self.names.append(name)
-            if good == len(names):
-                return
+            if not why:
+                names = names[good:]
+                continue
             other, rest = names[good], names[good + 1 :]
             below = [name for name in rest if name.startswith(f"{other}.")]
             self._bad.append(other)
             self._left_out(other, why)
             names = [name for name in rest if name not in below]
+        if names and self._left <= 0:
+            self._left_out(
+                names[0], "the trials take too long, so neither it nor the rest is tried"
+            )
 
     def _is_full(self, name: str) -> bool:
         together = sum(map(len, self.names)) + len(name)
@@ -170,12 +194,13 @@ class Learned:
         _, begun = _activity(child)
         good, why, used = 0, "", 0.0
         with open(ours, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
-            while not why and good < len(names):
+            while not why and good < len(names) and begun < self._left:
                 if not poll.poll(self._patience * 1000):
                     # On a busy machine it may be its turn seldom, but it comes.
                     before, (state, now) = used, _activity(child)
                     used = now - begun
-                    if (state != "R" and used <= before) or used > self._patience:
+                    if (idle := state != "R" and used <= before) or used > self._patience:
+                        self._left -= self._patience * idle
                         why = f"its import takes more than {self._patience:g} s"
                 elif told := file.read(1):
                     good, why = (good + 1, "") if told == b"+" else (good, _rest(file))
@@ -183,7 +208,8 @@ class Learned:
                 else:
                     why = "its import ends the process"
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, _, usage = os.wait4(child, 0)
+        self._left -= usage.ru_utime + usage.ru_stime
         return good, why
 
     def _live_as_child(self, names: Sequence[str], theirs: int) -> None:
@@ -196,7 +222,7 @@ class Learned:
             os.dup2(output, 2)
             os.close(output)
             for name in names:
-                why = "" if self._has(name) else self._load(name)
+                why = "" if self._has(name) else self._load(name, True)
                 os.write(theirs, f"-{why}"[:1000].encode(errors="replace") if why else b"+")
                 if why:
                     break
@@ -248,7 +274,7 @@ def touched(group: Group, changed: Mapping[str, str | None]) -> str:
     return min((n for n in names & changed.keys() if os.environ.get(n) != changed[n]), default="")
 
 
-def state(torch: ModuleType) -> dict[str, object]:
+def state(torch: Any) -> dict[str, object]:
     """What an import must leave as it is, by its name."""
     ctypes.CDLL(None).fflush(None)
     root = logging.root
@@ -259,8 +285,11 @@ def state(torch: ModuleType) -> dict[str, object]:
         "__main__": (sys.modules["__main__"], dict(vars(sys.modules["__main__"]))),
         "builtins": dict(vars(builtins)),
         "a hook": (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook,
-                   sys.breakpointhook, warnings.showwarning, builtins.__import__),
-        "a standard stream": (sys.stdin, sys.stdout, sys.stderr),
+                   sys.breakpointhook, warnings.showwarning, builtins.__import__,
+                   sys.gettrace(), sys.getprofile(), [*sys.path_hooks], faulthandler.is_enabled()),
+        "a standard stream": [(each, getattr(each, "encoding", ""), getattr(each, "errors", ""),
+                               getattr(each, "line_buffering", ""))
+                              for each in (sys.stdin, sys.stdout, sys.stderr)],
         "logging": (root.level, [*root.handlers], [*root.filters], root.disabled,
                     root.manager.disable, logging.getLoggerClass(),
                     logging.getLogRecordFactory(), logging.lastResort,
@@ -270,11 +299,120 @@ def state(torch: ModuleType) -> dict[str, object]:
         "the random state": _random_states(torch),
         "a setting of Python": (sys.getrecursionlimit(), sys.getswitchinterval(),
                                 gc.get_threshold(), gc.isenabled(), len(gc.callbacks),
-                                socket.getdefaulttimeout(), locale.setlocale(locale.LC_ALL)),
+                                socket.getdefaulttimeout(), locale.setlocale(locale.LC_ALL),
+                                sys.get_int_max_str_digits(), sys.getdlopenflags(),
+                                sys.dont_write_bytecode, threading.stack_size(), time.tzname,
+                                str(multiprocessing.get_start_method(allow_none=True)),
+                                *_contexts()),
+        "a setting of the process": (_umask(), os.sched_getaffinity(0),
+                                     os.getpriority(os.PRIO_PROCESS, 0),
+                                     [resource.getrlimit(limit) for limit in _LIMITS]),
+        "a setting of numpy": _numpy_settings(),
+        "what is done at the exit": _finalizers(),
         "its children": _children(),
         "the filters of warnings": list(warnings.filters),
         "output": os.fstat(1).st_size + os.fstat(2).st_size,
     }  # fmt: skip
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _contexts() -> tuple[object, ...]:
+    """What of decimal and asyncio counts for all of this process's arithmetic and loops."""
+    decimal: Any = sys.modules.get("decimal")
+    asyncio: Any = sys.modules.get("asyncio.events")
+    return (
+        repr((decimal.getcontext(), decimal.DefaultContext)) if decimal else None,
+        [asyncio._event_loop_policy] if asyncio else None,  # noqa: SLF001 - to ask makes one
+    )
+
+
+def _numpy_settings() -> tuple[object, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (None, None)
+    shown = {name: str(value) for name, value in numpy.get_printoptions().items()}
+    return sorted(numpy.geterr().items()), sorted(shown.items())
+
+
+def settings(torch: Any) -> dict[str, object]:
+    """Those of torch, as `state`: only a trial asks, since torch warns or begins something then."""
+    core, module = torch._C, torch.nn.modules.module  # noqa: SLF001 - nothing else tells
+    precision = getattr(core, "_get_fp32_precision_getter", lambda *_: None)
+    packages = (vars(torch).get(name) for name in ("_dynamo", "_functorch", "_inductor"))
+    configs = [vars(package).get("config") for package in packages if package]
+    device = torch._GLOBAL_DEVICE_CONTEXT  # noqa: SLF001
+    collate = torch.utils.data._utils.collate  # noqa: SLF001
+    return {
+        "a setting of torch": [
+            *(
+                torch.get_default_dtype(),
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+            ),
+            *(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            *(torch.get_num_threads(), torch.get_num_interop_threads()),
+            *(core._len_torch_function_stack(), core._len_torch_dispatch_stack()),  # noqa: SLF001
+            *(_asked(getattr(core, name)) for name in _switches(core)),
+            *(_asked(precision, *which) for which in _PRECISIONS),
+            getattr(device, "device_context", None),
+            torch.multiprocessing.get_sharing_strategy(),
+            [*collate.default_collate_fn_map.items()],
+            [*vars(torch._tensor_str.PRINT_OPTS).items()],  # noqa: SLF001
+        ],
+        "hooks of all modules": [
+            (name, [*value] if isinstance(value, dict) else value)
+            for name, value in vars(module).items()
+            if name.startswith("_global_")
+        ],
+        **{config.__name__: _values(config) for config in configs if config},
+    }
+
+
+@cache
+def _switches(core: Any) -> list[str]:
+    return [n for n in dir(core) if n.startswith("_get_") and any(s in n for s in _SWITCHES)]
+
+
+def _asked(call: Callable[..., object], *args: str) -> object:
+    try:
+        return call(*args)
+    except (RuntimeError, TypeError) as error:  # as where its older and newer names are mixed
+        return str(error)
+
+
+def _values(config: Any) -> dict[str, object]:
+    """But for what is another's: to ask for that would import it."""
+    entries = config._config  # noqa: SLF001 - the official way warns, or copies
+    own = [name for name, each in entries.items() if getattr(each, "alias", None) is None]
+    return {name: getattr(config, name) for name in own}
+
+
+def _owners(torch: Any) -> tuple[Any, ...]:
+    data, nn = torch.utils.data, torch.nn
+    return torch.Tensor, nn.Module, nn.functional, torch.optim.Optimizer, data.DataLoader
+
+
+def names(torch: Any, modules: Mapping[str, ModuleType]) -> dict[Any, dict[str, object]]:
+    """What may be replaced in the standard library, in torch and in its classes."""
+    found: dict[Any, Any] = {
+        name: module
+        for name, module in modules.items()
+        if name.partition(".")[0] in _REPLACED and name.count(".") < _DEEP
+    }
+    owners = found | {each: each for each in _owners(torch)}
+    return {name: dict(vars(owner)) for name, owner in owners.items()}
+
+
+def _finalizers() -> int:
+    """How many there are, but for torch's own, of its operators that others have added."""
+    known: Any = weakref.finalize
+    calls = [each.func for each in known._registry.values()]  # noqa: SLF001 - nothing else tells
+    return sum(not str(getattr(call, "__module__", "")).startswith("torch.") for call in calls)
 
 
 def _open_files() -> Iterator[tuple[int, str]]:
@@ -292,14 +430,28 @@ def _random_states(torch: ModuleType) -> tuple[object, ...]:
     numpy = sys.modules.get("numpy.random")
     return (
         random.getstate(),
-        str(numpy.get_state(legacy=False)) if numpy else None,
-        bytes(torch.get_rng_state()),
+        [part.tolist() if hasattr(part, "tolist") else part for part in numpy.get_state()]
+        if numpy
+        else None,
+        torch.get_rng_state().tolist(),
     )
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """The first thing that is not as it was, or ""."""
-    return next((name for name, value in before.items() if not _same(value, after[name])), "")
+    both = [name for name in before if name in after]
+    return next((name for name in both if not _same(before[name], after[name])), "")
+
+
+def replaced(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> str:
+    """A function of `names` that is another one now, or ""."""
+    for owner, was in before.items():
+        now = after.get(owner, was)
+        if not all(map(operator.is_, was.values(), now.values())):
+            for name, value in was.items():
+                if callable(value) and now.get(name) is not value:
+                    return f"{getattr(owner, '__name__', owner)}.{name}"
+    return ""
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -11,14 +11,17 @@ Loaded by its path, as entry.py is.
 from __future__ import annotations
 
 import atexit
+import builtins
 import logging
 import os
 import sys
 import warnings
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +35,16 @@ if TYPE_CHECKING:
 # What C libraries read when they are loaded can't be seen here: OpenMP, MKL, oneDNN, OpenBLAS,
 # NumPy, Kineto, c10 (PYTORCH_CUDA_ALLOC_CONF names the allocator when it is loaded).
 _READ_BY_C = (
-    *("TORCH_", "PYTORCH_", "KINETO_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_"),
+    *("TORCH_", "PYTORCH_", "KINETO_", "ATEN_", "OMP_", "GOMP_", "MKL_", "MKLDNN_"),
     *("DNNL_", "ONEDNN_", "OPENBLAS_", "NPY_"),
 )
-# These are read when a process group is made, or a model is fetched.
-_READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_HOME")
+# By LLVM's and Intel's OpenMP only, which torch seldom has (scikit-learn sets them).
+_READ_BY_KMP = "KMP_"
+# These are read when a process group is made, a model is fetched, or a GPU is asked for (Lightning
+# sets that before it imports torch).
+_READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK")
+
+_OWN = ("__spec__", "__loader__", "__package__", "__path__", "__file__", "__cached__")
 
 
 class Group:
@@ -52,10 +60,15 @@ class Group:
         self.read: set[str] = set()
         self.set: dict[str, tuple[str | None, str | None]] = {}  # before and after
         self.by_c = False  # libraries that read variables were loaded
+        self.by_kmp = False
         self.filters: list[Any] = []  # of warnings, those that it has added
         self.loggers: dict[str, Any] = {}
+        self.finders: list[Any] = []  # of sys.meta_path
+        self.finds_first = False  # one of them comes before Python's own
+        self.later: list[Callable[[], object]] = []  # what it registers for exits and forks
         self.needs: list[Group] = []  # what it has found there already
         self._origins: dict[str, str | None] = {}  # of its modules in no package
+        self._files: dict[str, int] = {}  # of its modules, and when they were written
         self._children: list[tuple[ModuleType, str, ModuleType]] = []  # of others' packages
 
     @contextmanager
@@ -102,34 +115,77 @@ class Group:
         """
         made = logging.root.manager.loggerDict
         modules, loggers, filters = set(sys.modules), set(made), list(warnings.filters)
-        libraries = _numeric()
-        with self.noted(), self.kept():
+        libraries, finders = numeric(), list(sys.meta_path)
+        with self.noted(), self.kept(), self._put_off():
             yield
         for other in given:
             modules.update(other.modules)
             loggers.update(other.loggers)
             filters += other.filters
+            finders += other.finders
             self.set = {name: v for name, v in self.set.items() if name not in other.set}
         standard = sys.stdlib_module_names
         new = [n for n in sys.modules if n not in modules and n.partition(".")[0] not in standard]
         self.modules = {name: sys.modules[name] for name in new}
         self.filters = [each for each in warnings.filters if each not in filters]
         self.loggers = {name: made[name] for name in made if name not in loggers}
-        self.by_c = _numeric() != libraries
+        self.finders = [each for each in sys.meta_path if each not in finders]
+        first = sys.meta_path[: sys.meta_path.index(PathFinder)]
+        self.finds_first = any(each in first for each in self.finders)
+        self.loaded(numeric() - libraries)
         tops = {name: _origin(name) for name in self.modules if "." not in name}
         self._origins = {name: origin for name, origin in tops.items() if origin}
+        specs = (getattr(module, "__spec__", None) for module in self.modules.values())
+        files = [spec.origin for spec in specs if spec and spec.has_location]
+        self._files = {file: _written(file) for file in files}
         for name, module in self.modules.items():
             package, _, child = name.rpartition(".")
             if package not in self.modules and package in sys.modules:
                 self._children.append((sys.modules[package], child, module))
 
+    @contextmanager
+    def _put_off(self) -> Iterator[None]:
+        """Remember what is registered in here for exits and forks: `give` does it.
+
+        But for the standard library's own, whose modules are not taken away.
+        """
+        register, at_fork = atexit.register, os.register_at_fork
+        imports = True
+
+        def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+            def remember(*args: Any, **kwargs: Any) -> Any:
+                who = str(sys._getframe(1).f_globals.get("__name__"))  # noqa: SLF001
+                if not imports or who.partition(".")[0] in sys.stdlib_module_names:
+                    return call(*args, **kwargs)
+                self.later.append(partial(call, *args, **kwargs))
+                return args[0] if args else None  # atexit.register is used as a decorator, too
+
+            return remember
+
+        atexit.register, os.register_at_fork = recorded(register), recorded(at_fork)
+        try:
+            yield
+        finally:
+            imports = False
+            atexit.register, os.register_at_fork = register, at_fork
+
     def moved(self) -> str:
-        """A module of it whose name finds another file now, or ""."""
-        return next((name for name, at in self._origins.items() if _origin(name) != at), "")
+        """A module of it whose name finds another file now, or a file that has changed, or ""."""
+        tops = (name for name, at in self._origins.items() if _origin(name) != at)
+        files = (file for file, at in self._files.items() if _written(file) != at)
+        return next(chain(tops, files), "")
+
+    def loaded(self, libraries: set[str]) -> None:
+        """These came with it."""
+        self.by_c |= bool(libraries)
+        self.by_kmp |= any(
+            "iomp" in Path(file).name or "libomp" in Path(file).name for file in libraries
+        )
 
     def is_read(self, name: str) -> bool:
         """Whether the imports have read this variable, as far as one can tell."""
         by_c = self.by_c and name.startswith(_READ_BY_C) and not name.startswith(_READ_LATER)
+        by_c |= self.by_kmp and name.startswith(_READ_BY_KMP)
         return by_c or name in self.read or (self.learned and name in self.set)
 
     def take(self) -> None:
@@ -148,6 +204,7 @@ class Group:
                 known.remove(each)
         for name in self.loggers:
             dict.pop(logging.root.manager.loggerDict, name, None)
+        sys.meta_path[:] = [each for each in sys.meta_path if each not in self.finders]
 
     def give(self) -> None:
         """Leave the process as its import would have."""
@@ -160,16 +217,38 @@ class Group:
         if self.filters:
             _add_filters(self.filters)
         dict.update(logging.root.manager.loggerDict, self.loggers)
+        sys.meta_path += [each for each in self.finders if each not in sys.meta_path]
+        while self.later:
+            self.later.pop(0)()
 
 
-class Imports(Loader, MetaPathFinder):
+class _Ahead(Loader):
+    """Gives a module that is there already, and is the module's own loader in all else."""
+
+    def __init__(self, imports: Imports, own: object) -> None:
+        self._imports = imports
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module that is there already."""
+        return self._imports.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give back all that its import needs."""
+        self._imports.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:  # as of runpy, pkgutil and importlib.resources
+        return getattr(self._own, name)
+
+
+class Imports(MetaPathFinder):
     """The modules that were imported ahead, in groups, some of which need others."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []  # whose modules are not in sys.modules now
         self._given: list[Group] = []
         self._collects: Group | None = None
-        self._specs: dict[str, ModuleSpec | None] = {}
+        self._own: dict[str, dict[str, Any]] = {}  # what the import system writes into a module
         self._undo: list[Callable[[], None]] = []
         self._begin: Begin | None = None
 
@@ -196,11 +275,28 @@ class Imports(Loader, MetaPathFinder):
     def collected(self) -> Iterator[Group]:
         """A learned group of all that is imported in here, and what it needs of the others."""
         self._collects = group = Group(learned=True)
+        usual = builtins.__import__
+
+        def importing(*args: Any, **kwargs: Any) -> Any:
+            module = usual(*args, **kwargs)
+            if "*" in (kwargs.get("fromlist") or (args[3:4] or ((),))[0] or ()):
+                self._give_below(module.__name__)
+            return module
+
         try:
             with group.collected(self._given):
+                builtins.__import__ = importing
                 yield group
         finally:
+            builtins.__import__ = usual
             self._collects = None
+
+    def _give_below(self, package: str) -> None:
+        """`from package import *` has what was imported of it before, as it is in the script."""
+        for group in list(self.groups):
+            if any(name.startswith(f"{package}.") for name in group.modules) and self._collects:
+                self._collects.needs.append(group)
+                self.give_back(group)
 
     def touch(self) -> None:
         """Copy the pages, shared until now, that `give_back` will write to: it will be quicker."""
@@ -314,7 +410,7 @@ class Imports(Loader, MetaPathFinder):
             return None
         self._check_origins(group)
         spec = copy(module.__spec__)
-        spec.loader = self
+        spec.loader = _Ahead(self, module.__spec__.loader)
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -322,13 +418,17 @@ class Imports(Loader, MetaPathFinder):
         group = self._group(spec.name)
         assert group
         module = group.modules[spec.name]
-        self._specs[spec.name] = module.__spec__
+        self._own[spec.name] = {name: vars(module)[name] for name in _OWN if name in vars(module)}
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It has run already: give back all that its import needs."""
-        module.__spec__ = self._specs.pop(module.__name__)
-        group = self._group(module.__name__)
+        name = module.__spec__.name if module.__spec__ else module.__name__
+        own = self._own.pop(name)
+        for each in _OWN:
+            vars(module).pop(each, None)
+        vars(module).update(own)
+        group = self._group(name)
         if group:
             if self._collects:
                 self._collects.needs.append(group)
@@ -344,7 +444,7 @@ class Imports(Loader, MetaPathFinder):
                 self._begin(f"finds another {name} than the one that was loaded ahead", True)
 
 
-def _numeric() -> set[str]:
+def numeric() -> set[str]:
     """The libraries in this process that read a number of threads when they are loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
@@ -358,6 +458,13 @@ def _top(group: Group) -> str:
 def _are_related(name: str, other: str) -> bool:
     """Whether one of two loggers is the other, or above it."""
     return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+
+
+def _written(file: str) -> int:
+    try:
+        return os.stat(file).st_mtime_ns  # noqa: PTH116 - of all of a framework's
+    except OSError:
+        return 0
 
 
 def _origin(name: str) -> str | None:

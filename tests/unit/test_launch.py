@@ -372,11 +372,12 @@ def test_health_checks_port_from_torchs_variable(
     assert [line for line in remarks(**port) if "elastic_etcd[metrics]" in line]
 
 
-def test_torchs_file_timer_is_said_to_be_served_by_nobody() -> None:
-    (line,) = remarks(TORCHELASTIC_ENABLE_FILE_TIMER="1")
-    assert "TORCHELASTIC_TIMER_FILE" in line
-    assert "--hang-timeout" in line
-    assert remarks(TORCHELASTIC_ENABLE_FILE_TIMER="0") == []
+def test_torchs_file_timers_are_served_where_its_variable_says_so(parse: Parse) -> None:
+    at = {"TORCHELASTIC_TIMER_FILE": "/tmp/timers"}
+    assert parse(TORCHELASTIC_ENABLE_FILE_TIMER="1").timer_file == ""
+    assert parse(TORCHELASTIC_ENABLE_FILE_TIMER="1", **at).timer_file == "/tmp/timers"
+    for other in ({}, {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}):
+        assert parse(**other, **at).timer_file is None
 
 
 def test_log_level(parse: Parse) -> None:

@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 
 from elastic_etcd.agent import prefork
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.errors import UsageError
 from elastic_etcd.process import Process
@@ -374,3 +375,18 @@ async def test_an_error_of_the_start_is_not_waited_out(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE):
             await spoilt.warm()
     spoilt.close()
+
+
+async def test_a_crash_of_a_later_start_ends_the_scope_that_it_began_in(tmp_path: Path) -> None:
+    """Nobody waits for that start."""
+
+    async def learn() -> None:
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            argv, env = python(tmp_path / "script.py"), {"NAME": "a\0b"}
+            with closing(Prefork(argv, env, (), 1, create=tasks.create)) as spoilt:
+                spoilt.learn(None)
+                await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await learn()
+    assert "null byte" in str(raised.value.exceptions[0])

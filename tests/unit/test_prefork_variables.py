@@ -101,6 +101,8 @@ import os
 os.environ["NCCL_DEBUG"] = os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 os.environ["SET_FOR_ALL"] = "another"  # the fork server has it, too
 os.environ["TORCH_NCCL_BLOCKING_WAIT"] = os.environ["MASTER_PORT"] = "1"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as Lightning
+os.environ["KMP_INIT_AT_FORK"] = "FALSE"  # as scikit-learn; nobody reads it here
 os.environ.setdefault("PYTORCH_JIT", "1")
 import numpy, torch
 os.environ["PYTORCH_JIT"] = "0"

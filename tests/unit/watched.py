@@ -16,6 +16,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersElastic,
     WorkersFinished,
     WorkersGone,
+    WorkersHang,
 )
 from elastic_etcd.core.schema import Failure, Limits
 from elastic_etcd.process import MARK
@@ -51,6 +52,7 @@ class Watched:
         self.logs = logs
         self.ends: list[WorkerEnded] = []
         self.empties: list[int] = []
+        self.hangs: list[Failure] = []
         self.elastic: list[bool] = []
         self.finished: list[bool] = []
         self.unkillable = 0  # how often it was told
@@ -138,6 +140,8 @@ class Watched:
                     self.elastic.append(elastic)
                 case WorkersFinished(_, finished):
                     self.finished.append(finished)
+                case WorkersHang(_, failure):
+                    self.hangs.append(failure)
                 case Unkillable():
                     self.unkillable += 1
                 case other:
