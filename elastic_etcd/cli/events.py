@@ -65,7 +65,7 @@ async def _events(job: look.Job, args: Namespace) -> None:
         return True if _is_over(view) else None
 
     if args.follow and not _is_over(before):
-        await first(job.client, job.ranges, follow)
+        await look.while_read(first(job.client, job.ranges, follow))
 
 
 async def _all(client: Client, args: Namespace) -> None:
@@ -83,7 +83,7 @@ async def _all(client: Client, args: Namespace) -> None:
         before = after
 
     if args.follow:
-        await first(client, (look.everything(args),), follow)
+        await look.while_read(first(client, (look.everything(args),), follow))
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:

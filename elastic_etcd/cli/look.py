@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 from argparse import ArgumentTypeError
+from contextlib import suppress
+from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
@@ -18,7 +21,7 @@ from elastic_etcd.etcd.client import Client
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.config import EtcdConfig
@@ -208,6 +211,28 @@ async def _look(
 ) -> int:
     async with Client(config) as client:
         return await command(client, args)
+
+
+async def while_read(doing: Coroutine[Any, Any, object]) -> None:
+    """Do this until it ends, or nobody reads any more what it prints, as after `| head`."""
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(doing)
+    with select.epoll() as output:
+
+        def end() -> None:
+            loop.remove_reader(output.fileno())  # it would be called at each turn, in all clean-ups
+            task.cancel()
+
+        with suppress(PermissionError, UnsupportedOperation):  # a file or string is never closed
+            if sys.stdout:
+                output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
+        loop.add_reader(output.fileno(), end)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not output.poll(0):  # it was Ctrl-C
+                raise
+        finally:
+            loop.remove_reader(output.fileno())
 
 
 def in_one_line(text: str) -> str:

@@ -15,6 +15,7 @@ from elastic_etcd.core import suspects, wanted
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
 from elastic_etcd.core.schema import History, Phase, decode, hexed, plain
+from elastic_etcd.protocol import UNCOUNTED
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -133,7 +134,7 @@ def jobs_table(jobs: Iterable[dict[str, Any]]) -> Table:
     for short in jobs:
         nodes = ", ".join(f"{count} {state}" for state, count in short["nodes"].items())
         limits = short["limits"]
-        used = f"{short['restarts']} of {limits['max_restarts']}" if limits else "-"
+        used = _used(short["restarts"], limits) if limits else "-"
         cells = (short["state"], nodes or "-", str(short["world_size"]), used, short["reason"])
         shown_cells = map(look.in_one_line, (short["job"], *cells))
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in shown_cells))
@@ -248,6 +249,11 @@ def _reasons(state: dict[str, Any]) -> Iterator[str]:
     yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
 
 
+def _used(restarts: int, limits: dict[str, Any]) -> str:
+    most = limits["max_restarts"]
+    return str(restarts) if most >= UNCOUNTED else f"{restarts} of {most}"
+
+
 def summary(state: dict[str, Any]) -> Iterator[str]:
     """The job in some lines."""
     phase = f" ({state['phase']})" if state["state"] == "forming" else ""
@@ -255,8 +261,7 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
     if state["reason"]:
         yield f"  because {state['reason']}"
     if limits := state["limits"]:
-        budget = f"{state['restarts']} of {limits['max_restarts']} restarts used"
-        yield f"  {_sizes(limits)} nodes, {budget}"
+        yield f"  {_sizes(limits)} nodes, {_used(state['restarts'], limits)} restarts used"
     else:
         yield f"  {state['restarts']} restarts used"
     if state["coordinator"] or state["master"]:

@@ -125,7 +125,11 @@ class Mirror:
                 self._receive(await stream.read())
 
     async def _open(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
-        """Watch every range; returns when etcd has confirmed all of them."""
+        """Watch every range, until etcd has confirmed all of them.
+
+        What it says meanwhile counts only then: news of one range may come before the answer of
+        another that shows another history.
+        """
         for index, get in enumerate(self._ranges):
             create = pb.WatchCreateRequest(
                 key=wire.encode(get.key),
@@ -135,16 +139,18 @@ class Mirror:
             )
             await stream.write(pb.WatchRequest(create=create))
         missing = len(self._ranges)
+        told = []
         while missing:
             response = await stream.read()
-            self._receive(response)
+            self._check(response)
+            told.append(response)
             missing -= response.created
+        for response in told:
+            self._receive(response)
 
     def _receive(self, response: pb.WatchResponse) -> None:
-        """Apply one response. Raises Unanswered or Compacted when the watch has ended."""
-        if response.canceled:  # before `created`, which may be set as well
-            raise faults.canceled(response.cancel_reason, response.compact_revision)
-        self._check_history(response.header)
+        """Apply one response; raises as `_check`."""
+        self._check(response)
         if not response.events:  # also a progress answer, which proves nothing: etcd#15220
             return
         index = response.watch_id - 1
@@ -159,6 +165,13 @@ class Mirror:
         self._revision = max(self._revision, last)
         self._publish()
 
+    def _check(self, response: pb.WatchResponse) -> None:
+        """Raises Unanswered or Compacted when the watch has ended."""
+        if response.canceled:  # before `created`, which may be set as well
+            raise faults.canceled(response.cancel_reason, response.compact_revision)
+        known = self._next[response.watch_id - 1] - 1
+        self._check_history(response.header, known)
+
     def _apply(self, event: pb.Event) -> None:
         kv = wire.key_value(event.kv)
         if event.type == pb.Event.DELETE:
@@ -166,19 +179,17 @@ class Mirror:
         else:
             self._kvs[kv.key] = kv
 
-    def _check_history(self, header: pb.Header) -> None:
+    def _check_history(self, header: pb.Header, known: int) -> None:
         """Another cluster, or one that knows less than it did (a restored backup): list again.
 
-        A member that lags behind looks the same for a moment; then the list is harmless.
+        `known` is what this range has been told already: the answer of one range may come after a
+        newer event of another. A member that lags behind looks the same as a restored one for a
+        moment; then the list is harmless.
         """
         if self._history is None:
             raise Unanswered("to be listed again", move=False)
         cluster, term = self._history
-        if (
-            header.cluster_id != cluster
-            or header.raft_term < term
-            or header.revision < self._revision
-        ):
+        if header.cluster_id != cluster or header.raft_term < term or header.revision < known:
             self._history = None
             log.info("etcd shows another history of %s: listing again", self._what)
             raise Unanswered("etcd shows another history", move=False)

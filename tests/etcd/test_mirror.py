@@ -3,6 +3,8 @@
 import asyncio
 import subprocess
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from elastic_etcd.core.txn import Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.etcd.client import Client, Listing
 from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.connection import Stream
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
@@ -237,6 +240,22 @@ async def test_a_progress_answer_proves_nothing(etcd: EtcdServer, prefix: str) -
 
 
 @asynchronous
+async def test_a_range_that_is_confirmed_late_is_no_other_history(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    """etcd confirms the second range after an event of the first, at the revision before it."""
+    ranges = Get(f"{prefix}/a"), Get(f"{prefix}/b")
+    async with Client(etcd.config) as client, Copy(client, *ranges) as copy:
+        listed = (await copy.until(lambda _: True)).revision
+        await put(client, f"{prefix}/a")
+        await copy.until(lambda values: f"{prefix}/a" in values)
+        cluster, term = copy.mirror._history or (0, 0)
+        header = pb.Header(cluster_id=cluster, raft_term=term, revision=listed)
+        copy.mirror._receive(pb.WatchResponse(header=header, watch_id=2, created=True))
+        assert copy.mirror._history == (cluster, term)
+
+
+@asynchronous
 async def test_etcd_killed_and_restarted_with_its_data(own_etcd: EtcdServer, prefix: str) -> None:
     own_etcd.start()
     async with (
@@ -296,6 +315,57 @@ async def test_restored_backup(own_etcd: EtcdServer, prefix: str, sign: str) -> 
             assert recording(copy).lists == 2
             await put(writer, f"{prefix}/next")
             await copy.until(lambda values: f"{prefix}/next" in values)
+
+
+class Hesitant(Client):
+    """Time passes between the requests of a stream, as it may on a busy machine."""
+
+    @asynccontextmanager
+    async def stream(self, *args: Any, **options: Any) -> AsyncIterator[Stream[Any, Any]]:
+        async with super().stream(*args, **options) as stream:
+            write = stream.write
+
+            async def slowly(request: object) -> None:
+                await write(request)
+                await elapse(0.5)
+
+            stream.write = slowly  # type: ignore[method-assign]  # nothing else tells it apart
+            yield stream
+
+
+@asynchronous
+async def test_old_and_new_history_are_never_in_one_copy(own_etcd: EtcdServer, prefix: str) -> None:
+    """News of a quiet range come before etcd says that another range was set back."""
+    seen: list[set[str]] = []
+
+    class Watched(Mirror):
+        def _publish(self) -> None:
+            super()._publish()
+            snapshot = self.snapshot()
+            assert snapshot is not None
+            seen.append({key.removeprefix(f"{prefix}/") for key in snapshot.kvs})
+
+    own_etcd.start()
+    backup = own_etcd.directory / "backup"
+    ranges = Get(f"{prefix}/quiet"), Get(f"{prefix}/busy")
+    async with (
+        Client(own_etcd.config) as writer,
+        proxy(own_etcd.endpoint) as way,
+        Hesitant(EtcdConfig((way.endpoint,))) as client,
+        Copy(client, *ranges, kind=Watched) as copy,
+    ):
+        await copy.until(lambda _: True)
+        await asyncio.to_thread(own_etcd.ctl, "snapshot", "save", str(backup))
+        for i in range(5):
+            await put(writer, f"{prefix}/busy", str(i))
+        await copy.until(lambda values: values.get(f"{prefix}/busy") == "4")
+        way.cut(refuse=True)
+        restore(own_etcd, str(backup))
+        await own_etcd.start_async()
+        await put(writer, f"{prefix}/quiet")
+        way.thaw()
+        await copy.until(lambda values: set(values) == {f"{prefix}/quiet"})
+    assert {"quiet", "busy"} not in seen
 
 
 def restore(server: EtcdServer, backup: str) -> None:

@@ -25,8 +25,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Page, Phase, Round
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import Page as ProgressPage
-from elastic_etcd.progress import _sealed_memory
+from elastic_etcd.progress import ProgressPage, _sealed_memory
 from tests.support.aio import elapse
 from tests.support.jobs import FAILURE, FINAL
 

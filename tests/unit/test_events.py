@@ -1,9 +1,12 @@
 """`elastic-etcd events`: from a job's keys to torch's events."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from elastic_etcd.agent.events import event, news, past
 from elastic_etcd.cli.events import _Told
+from elastic_etcd.cli.look import while_read
 from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FAILURE, FINAL, FIRST, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
@@ -157,3 +161,34 @@ def test_followed_to_the_end(etcd: EtcdServer, prefix: str) -> None:
         after = shown.stdout.read().splitlines()
         assert [line.split()[1] for line in after] == ["node.gone"] * 3 + ["SUCCEEDED"]
     assert shown.returncode == 0
+
+
+def test_what_prints_into_a_string_is_read_for_ever() -> None:
+    """As in a notebook: there is no descriptor whose reader could go."""
+
+    async def doing() -> None:
+        print("done")
+
+    with redirect_stdout(StringIO()) as out:
+        asyncio.run(while_read(doing()))
+    assert out.getvalue() == "done\n"
+
+
+@pytest.mark.parametrize("which", ["j", "--all"])
+def test_it_ends_when_nobody_reads_it_any_more(etcd: EtcdServer, prefix: str, which: str) -> None:
+    """As after `| head`, though nothing happens."""
+    for key, value in RUNNING.items():
+        etcd.ctl("put", key.replace(KEYS.root, f"{prefix}/j"), value)
+    command = [sys.executable, "-m", "elastic_etcd", "events", which, "--follow"]
+    command += ["--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout
+        assert shown.stderr
+        try:
+            for _ in range(7):
+                next(shown.stdout)
+            shown.stdout.close()
+            assert shown.wait(60) == 0
+            assert shown.stderr.read() == b""
+        finally:
+            shown.kill()

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +15,6 @@ from elastic_etcd.cli import status
 from elastic_etcd.core.schema import (
     Ack,
     History,
-    Keys,
     Ledger,
     Limits,
     Master,
@@ -29,13 +28,13 @@ from elastic_etcd.core.schema import (
     Suspect,
     encode,
 )
-from elastic_etcd.core.txn import KeyValue, Put, Snapshot, Txn
-from elastic_etcd.core.view import Everything, View, view_of
+from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from elastic_etcd.protocol import UNCOUNTED
+from tests.support.jobs import KEYS, view
 
-KEYS = Keys("/elastic_etcd/j")
 FINAL = Round(
     generation=4,
     phase=Phase.FINAL,
@@ -70,11 +69,6 @@ RUNNING = {
     KEYS.history(4): encode(History(4, nodes=("node1", "node3"), world_size=3)),
 }
 OUTCOME = Outcome("failed", "no restarts left", "r", 4, 3, at="2026-11-21T09:00:00Z")
-
-
-def view(values: Mapping[str, str]) -> View:
-    kvs = {key: KeyValue(key, value, 1, 1, 0) for key, value in values.items()}
-    return view_of(Snapshot(17, kvs), KEYS, Everything())
 
 
 def test_a_running_job() -> None:
@@ -162,6 +156,12 @@ def test_a_finished_job() -> None:
     assert state["generation"] == OUTCOME.generation
     assert state["outcome"]["exit_code"] == 3
     assert state["history"][0]["ended"].startswith("unreadable: ")
+
+
+def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
+    spec = encode(Spec("r", Limits(1, 2, max_restarts=UNCOUNTED), "node1"))
+    state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
+    assert "  1 to 2 nodes, 1 restarts used" in list(status.summary(state))
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import ReportEnd, State, Writable, Write
-from elastic_etcd.core.rules import Finalise, Freeze, Local
+from elastic_etcd.core.rules import Close, Finalise, Freeze, Local, Verdict
 from elastic_etcd.core.schema import (
     LARGEST,
     Failure,
@@ -25,7 +25,7 @@ from elastic_etcd.core.schema import (
     decode,
     encode,
 )
-from elastic_etcd.core.txn import Compare, Put, Txn
+from elastic_etcd.core.txn import Compare, Delete, Put, Txn
 from elastic_etcd.core.view import Everything, View
 
 KEYS = Keys("/elastic_etcd/j")
@@ -86,6 +86,26 @@ def test_t23_a_world_without_an_entry_gets_none() -> None:
     """Its own is written when it is final, so it has been removed, or is too old."""
     txn = written(FREEZE, view(reports=REPORTS, history=((2, encode(History(2))),)))
     assert [put.key for put in txn.then if isinstance(put, Put)] == [KEYS.round]
+
+
+@pytest.mark.parametrize("outcome", [Verdict.SUCCEEDED, Verdict.STOPPED])
+def test_the_end_of_a_run_leaves_what_outlives_it_and_no_more(outcome: Verdict) -> None:
+    told = outcome.outcome("r", 3, "why", None)
+    ends = {
+        Verdict.SUCCEEDED: written(Close("why", FREEZE.round, told), view()),
+        Verdict.STOPPED: writes.stop(KEYS, view(), LOCAL, "now"),
+    }
+    removed = [each for each in ends[outcome].then if isinstance(each, Delete)]
+
+    def is_removed(key: str) -> bool:
+        return any(key == d.key or (d.prefix and key.startswith(d.key)) for d in removed)
+
+    of_the_run = (
+        *(KEYS.spec, KEYS.ledger, KEYS.page(0), KEYS.ack(3, 1), KEYS.report(3, 1)),
+        *(KEYS.step(3, 1), KEYS.step_time(1), KEYS.hang, KEYS.stragglers, KEYS.preload),
+    )
+    outliving = (KEYS.outcome, KEYS.history(3), KEYS.member(1), KEYS.wanted)
+    assert [key for key in (*of_the_run, *outliving) if is_removed(key)] == list(of_the_run)
 
 
 SPENT = Spent(steps=7, trained=70.0, detect=2.5, stop=1.0, pause=4.0)

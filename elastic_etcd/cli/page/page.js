@@ -74,7 +74,8 @@ function badge(state) {
 }
 
 const rate = (value) => (value === null ? "-" : value.toFixed(2));
-const budget = (state) => `${state.restarts}${state.limits ? ` of ${state.limits.max_restarts}` : ""}`;
+const counted = (limits) => limits && limits.max_restarts < 2 ** 31;  // torchrun counts its own
+const budget = (state) => `${state.restarts}${counted(state.limits) ? ` of ${state.limits.max_restarts}` : ""}`;
 const failed = (f) => f.hang || (f.code < 0
   ? `worker ${f.rank} on ${f.node} was killed by signal ${-f.code}`
   : `worker ${f.rank} on ${f.node} exited ${f.code}`);
