@@ -18,7 +18,7 @@ class ElasticBatchSampler(ElasticSampler):
     """Yields this rank's batches, each a list of indices, for a DataLoader's batch_sampler.
 
     batches: is called with epoch and seed, and gives the epoch's batches in their order: lists of
-    indices of any sizes, the same on all ranks, as many as there are in that epoch. They are dealt
+    indices of any sizes, the same on all ranks, as many as there are in that epoch. They are handed
     out as ElasticSampler does indices, which says what `tail`, `rank` and `world_size` are, with
     batches for indices. All that is counted is batches: record(1) after each step.
     """

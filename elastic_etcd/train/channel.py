@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -161,10 +162,12 @@ class Channel:
     def listening(self, heard: Heard) -> Iterator[None]:
         """While this is open, `heard(message)` is called for what comes unasked, in a thread.
 
-        Its last message is Gone if the agent goes.
+        Its last message is Gone if the agent goes. The thread keeps no process that ends: what a
+        signal's handler raises may skip the end of this.
         """
         wake, stop = os.pipe()
-        thread = threading.Thread(target=self._listen, args=(heard, wake), name="elastic_etcd")
+        listen = partial(self._listen, heard, wake)
+        thread = threading.Thread(target=listen, name="elastic_etcd", daemon=True)
         with self._requests:  # nobody else reads now
             self.listens = True
             thread.start()

@@ -15,28 +15,32 @@ import xxhash
 CHUNK = 2 << 20  # bytes; summed while still in the cache
 
 
-def sum_of(words: torch.Tensor) -> bytes:
-    """Eight bytes that depend on each of these words, which are contiguous, and its place.
+def sum_of(tensor: torch.Tensor) -> bytes:
+    """Eight bytes that depend on each byte of a contiguous tensor, and its place.
 
     Other threads run meanwhile.
     """
-    data = (ctypes.c_char * words.nbytes).from_address(words.data_ptr())
+    data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return xxhash.xxh3_64_digest(data)
 
 
-def chunk_of(words: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The words of a body that this chunk has; the last one may be shorter."""
-    return words[chunk * CHUNK // 8 : (chunk + 1) * CHUNK // 8]
+def sum_chunk(body: torch.Tensor, chunk: int) -> bytes:
+    """The sum of a body's chunk; the last one may be shorter."""
+    return sum_of(body[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+def chunks_of(size: int) -> range:
+    """The chunks of a body of so many bytes."""
+    return range(-(-size // CHUNK))
 
 
 def digest_of(body: torch.Tensor) -> bytes:
     """The digest of a body as it is; reads all of it, with two threads."""
-    words = body.view(torch.int64)
-    chunks = range(-(-len(body) // CHUNK))
+    chunks = chunks_of(body.nbytes)
     middle = len(chunks) // 2
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(_sums, words, chunks[:middle])
-        second = _sums(words, chunks[middle:])
+        first = other.submit(_sums, body, chunks[:middle])
+        second = _sums(body, chunks[middle:])
         return digest_of_sums(first.result() + second)
 
 
@@ -45,5 +49,5 @@ def digest_of_sums(sums: Iterable[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(sums), digest_size=16).digest()
 
 
-def _sums(words: torch.Tensor, chunks: Sequence[int]) -> list[bytes]:
-    return [sum_of(chunk_of(words, chunk)) for chunk in chunks]
+def _sums(body: torch.Tensor, chunks: Sequence[int]) -> list[bytes]:
+    return [sum_chunk(body, chunk) for chunk in chunks]

@@ -96,8 +96,8 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         """What this rank has yet to read, without marks: for a look. Train with loader()."""
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        lane = self._split_own(workers)[number]
-        return (sample for _, sample in self.read(lane))
+        own = self._split_own(workers)[number]
+        return (sample for _, sample in self.read(own))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch; nothing changes if it is the current one, which may be half used."""
@@ -123,7 +123,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             raise ValueError(f"recorded {count} batches, but {open_}")
         for _ in range(count):
             worker, position = self._delivered.popleft()
-            self._lanes[worker] = from_position(self._lanes[worker], position)
+            self._by_worker[worker] = from_position(self._by_worker[worker], position)
         self._agreed &= not count
 
     def take(self) -> None:
@@ -151,7 +151,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         are in different epochs.
         """
         self.settle()
-        own = self._layout.join([part for lane in self._lanes for part in lane])
+        own = self._layout.join([part for ranges in self._by_worker for part in ranges])
         if self.world_size == 1:
             self._remaining = self._layout.join([*own, *self._left_over])
         elif rank_and_size(launched=False) == (self.rank, self.world_size):
@@ -169,7 +169,9 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._follow()
         self._follows &= rank is None
         rank = self.rank if rank is None else rank
-        self._deal(self._settled(), rank, self.world_size if world_size is None else world_size)
+        self._begin_shard(
+            self._settled(), rank, self.world_size if world_size is None else world_size
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state after what is recorded: {"epoch": 3, "seed": 0, "remaining": [[start, stop]...
@@ -191,7 +193,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._seed = state["seed"]
         self._begin_epoch(state["epoch"])
         remaining = tuple(range(start, stop) for start, stop in state["remaining"])
-        self._deal(remaining, self.rank, self.world_size)
+        self._begin_shard(remaining, self.rank, self.world_size)
 
     def begin(self, workers: int) -> object:
         """A loader begins: its workers share what this rank has yet to read.
@@ -204,7 +206,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         if self._ended:
             used_up = f"epoch {self._epoch} has been used up"
             raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
-        self._lanes = self._split_own(max(workers, 1))
+        self._by_worker = self._split_own(max(workers, 1))
         self._delivered.clear()
         self.current = object()
         return self.current
@@ -223,15 +225,15 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._follow()
         if self.lengths is None:
             return None
-        return [sum(map(len, lane)) for lane in self._split_own(max(workers, 1))]
+        return [sum(map(len, ranges)) for ranges in self._split_own(max(workers, 1))]
 
-    def lane(self, worker: int) -> Ranges:
+    def ranges_of(self, worker: int) -> Ranges:
         """What this worker has to read."""
-        return self._lanes[worker]
+        return self._by_worker[worker]
 
-    def read(self, lane: Ranges) -> Iterator[tuple[int, Any]]:
+    def read(self, ranges: Ranges) -> Iterator[tuple[int, Any]]:
         """The samples at these positions, each with the position after it."""
-        for piece in self._layout.pieces(lane):
+        for piece in self._layout.pieces(ranges):
             yield from _with_positions(piece, self._read_piece(piece))
 
     def _read_piece(self, piece: Piece) -> Iterator[Any]:
@@ -269,22 +271,24 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         shuffle: Shuffle = "exact" if self.shuffle else False
         order = order_of(shuffle, len(self.shards), self._seed, epoch)(numbers).tolist()
         self._layout = Layout(order, self.lengths)
-        self._deal(self._layout.join([range(self._layout.end)]), self.rank, self.world_size)
+        self._begin_shard(self._layout.join([range(self._layout.end)]), self.rank, self.world_size)
 
-    def _deal(self, remaining: Ranges, rank: int, world_size: int) -> None:
+    def _begin_shard(self, remaining: Ranges, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.rank, self.world_size = rank, world_size
         parts, self._left_over = self._layout.split(remaining, world_size, self.tail)
         self._remaining, self._agreed = remaining, True
-        self._lanes = [parts[rank]]
+        self._by_worker = [parts[rank]]
         self._delivered: deque[_Mark] = deque()
         self.current = None
         self._ended = self._in_hand = False
 
     def _split_own(self, workers: int) -> list[Ranges]:
         """Repetitions stay at the end: they have the highest positions."""
-        own = sorted((part for lane in self._lanes for part in lane), key=lambda part: part.start)
+        own = sorted(
+            (part for ranges in self._by_worker for part in ranges), key=lambda part: part.start
+        )
         return self._layout.split(tuple(own), workers, "uneven")[0]
 
     def _settled(self) -> Ranges:
@@ -299,7 +303,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def _follow(self) -> None:
         """Split for the world that torch.distributed has made since, unless one was given here."""
         if self._follows and (world := rank_and_size()) != (self.rank, self.world_size):
-            self._deal(self._settled(), *world)
+            self._begin_shard(self._settled(), *world)
 
     def _gather_own(self, own: Ranges) -> list[range]:
         """What all ranks have yet to read."""
@@ -379,7 +383,7 @@ class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read 
         self._data = data
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self._data.read(self._data.lane(_worker()))
+        return self._data.read(self._data.ranges_of(_worker()))
 
 
 class _Collate:

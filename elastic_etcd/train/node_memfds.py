@@ -80,10 +80,16 @@ class SharedMemfd(Memfd):
             self.unchanged.forget()
         self._seen = draft.write(self, self.clear).header
 
-    def note(self, draft: Draft, header: Header, sums: list[bytes]) -> None:
-        """It has these values already."""
-        draft.note(self, sums)
-        self._seen = header
+    def has(self, draft: Draft, sums: list[bytes]) -> bool:
+        """Whether what another has written here is this draft, of which these are the sums."""
+        return self._is(draft, sums) or self._is(draft, draft.sums_anew(self))
+
+    def _is(self, draft: Draft, sums: list[bytes] | None) -> bool:
+        there = self.snapshot()
+        if sums is None or there is None:
+            return False
+        self._seen = draft.header(digest_of_sums(sums))
+        return there.header == self._seen and draft.note(self, sums)
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[bool]:
@@ -213,8 +219,7 @@ class NodeMemfds(MemfdPair):
             if had and not _is_of(target, draft.version):
                 return self._write_shared(target, draft)
         began = time.monotonic()
-        sums = draft.sums()
-        header = draft.header(digest_of_sums(sums))
+        sums = draft.sums(target)
         patience = max(PATIENCE, _TIMES * (time.monotonic() - began))
         with target.locked(patience) as had:
             if not had:
@@ -224,13 +229,12 @@ class NodeMemfds(MemfdPair):
                     patience,
                 )
                 return False
-            there = target.snapshot()
-            if there is not None and there.header == header:
-                target.note(draft, header, sums)
+            if not _is_of(target, draft.version):
+                return self._write_shared(target, draft)
+            self._differs = not target.has(draft, sums)
+            if not self._differs:
                 self._hold(target)
-                return True
-            self._differs = _is_of(target, draft.version)
-            return not self._differs and self._write_shared(target, draft)
+            return not self._differs
 
     def _write_shared(self, target: SharedMemfd, draft: Draft) -> bool:
         """Whether it could be written, under the lock."""

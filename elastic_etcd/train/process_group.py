@@ -65,10 +65,11 @@ class ProcessGroup:
         self._torn_down = threading.Event()
         self._aborter: threading.Thread | None = None
         self._teller: threading.Timer | None = None
-        self._looker = threading.Thread(target=self._look, name="elastic_etcd NCCL")
+        self._looker = threading.Thread(target=self._look, name="elastic_etcd NCCL", daemon=True)
         self._loop = threading.get_ident()
         self._groups: list[Any] = []  # that are destroyed, and not released
         self._aborted: list[Any] = []
+        self._excepthooks: tuple[Any, Any] = None, None  # before init_process_group and after it
 
     def init(self, backend: str | None, options: Mapping[str, Any]) -> None:
         """Call init_process_group. Raises torch's errors, WorldBroken and UsageError."""
@@ -84,9 +85,11 @@ class ProcessGroup:
             raise sync_point.WorldBroken(self.broken)
         # One that failed in here has used up a name, by which the others' keys are not found.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+        before = sys.excepthook
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, **options
         )
+        self._excepthooks = before, sys.excepthook
         if uses_nccl():
             self._looker.start()
 
@@ -150,6 +153,12 @@ class ProcessGroup:
         if self._teller:
             self._teller.cancel()
             self._teller.join()
+
+    def unhook(self) -> None:
+        """Before another world: torch puts the rank before each line of an error, in each anew."""
+        before, after = self._excepthooks
+        if sys.excepthook is after:  # else it is the user's
+            sys.excepthook = before
 
     def _destroy(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6

@@ -183,6 +183,7 @@ class _Worker:
                 group.teardown(broken=bool(lost))
                 group.release()
                 self._park(group, lost)
+                group.unhook()
 
     def _train(self, group: ProcessGroup) -> Any:
         self._begun = False

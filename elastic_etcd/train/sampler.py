@@ -75,7 +75,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
         self._cursor: Cursor | None = None
-        self._dealt = 0  # by the cursors before
+        self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
         self._whole = False  # the length is the whole epoch's
         self._progress: Progress
@@ -136,10 +136,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._progress.add(samples_in(batch), self._handed())
 
     @property
-    def dealt(self) -> int:
+    def handed_out(self) -> int:
         """How many indices all its iterators have handed out; it only grows. For state.steps."""
         cursor = self._cursor
-        return self._dealt + (cursor.handed - cursor.start if cursor else 0)
+        return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
 
     def take(self, count: int) -> None:
         """A loop of state.steps goes on to its next batch, of so many samples.
@@ -150,7 +150,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """
         self.settle()
         if count > self._handed() - self._progress.count:
-            raise RuntimeError("the sampler has begun anew since this batch was dealt: loop anew")
+            raise RuntimeError(
+                "the sampler has begun anew since this batch was handed out: loop anew"
+            )
         self._warned = True  # nobody forgets to record here
         self._in_hand = count
 
@@ -341,7 +343,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _void_cursor(self) -> None:
         if self._cursor is not None:
             self._cursor.void = True
-            self._dealt = self.dealt
+            self._handed_before = self.handed_out
         self._cursor = None
 
     def _handed(self) -> int:

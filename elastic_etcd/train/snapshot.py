@@ -6,6 +6,7 @@ the last commit and the next, which live as long as its agent. The header is cle
 is written and set after it: a process that is killed in between leaves the other one whole.
 """
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -27,14 +28,21 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.digest import CHUNK, chunk_of, digest_of, digest_of_sums, sum_of
+from elastic_etcd.train.digest import (
+    CHUNK,
+    chunks_of,
+    digest_of,
+    digest_of_sums,
+    sum_chunk,
+    sum_of,
+)
 from elastic_etcd.train.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.room import check_memory
 from elastic_etcd.train.unchanged import Frozen, Unchanged, can_be_skipped
@@ -45,7 +53,7 @@ _FIELDS = struct.Struct("<8sQQqQQ16s")
 _MAGIC = b"eestate3"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: all page faults at once, a third of their time
 
-Piece = tuple[int, torch.Tensor]  # where in the body, and what: int64 words or uint8 bytes
+Piece = tuple[int, torch.Tensor]  # where in the body, and what: bytes
 
 _log = logging.getLogger(__name__)
 
@@ -321,18 +329,58 @@ class Draft:
         digest, sums = write_body(clear(self.size), self.batched(pieces), known)
         return self._note(memfd, found, digest, sums)
 
-    def sums(self) -> list[bytes]:
-        """Of the chunks that it would have; nothing is written."""
-        return sums_of(self.batched(pieces_of(self.objects, self.tensors.values())))
+    def sums(self, memfd: Memfd) -> list[bytes]:
+        """Of the chunks that it would have; nothing is written.
+
+        Those of what torch says is as it was when `memfd.sums` were taken are not taken again.
+        """
+        return self._sums(memfd.sums, set(self._chunks_beside(self._same(memfd))))
+
+    def sums_anew(self, memfd: Memfd) -> list[bytes] | None:
+        """All of them; None if `sums` has taken all. What was otherwise there is distrusted."""
+        same = self._same(memfd)
+        if not same:
+            return None
+        chunks = chunks_of(self.size)
+        sums = self._sums((), chunks)
+        kept = set(chunks).difference(self._chunks_beside(same))
+        for chunk in kept:
+            if sums[chunk] != memfd.sums[chunk]:
+                memfd.unchanged.distrust(chunk * CHUNK, (chunk + 1) * CHUNK)
+        return sums
+
+    def _same(self, memfd: Memfd) -> Mapping[int, Frozen]:
+        return memfd.unchanged.same(self._skippable)
+
+    def _sums(self, known: Sequence[bytes], reached: Container[int]) -> list[bytes]:
+        pieces = _within_chunks(pieces_of(self.objects, self.tensors.values()))
+        sums = sums_of(self.batched(piece for piece in pieces if piece[0] // CHUNK in reached))
+        chunks = chunks_of(self.size)
+        return [sums[chunk] if chunk in reached else known[chunk] for chunk in chunks]
+
+    def _chunks_beside(self, starts: Container[int]) -> Iterator[int]:
+        """Those that hold some of another tensor than those which begin there, or the objects."""
+        start = 0
+        for size in (*(tensor.nbytes for tensor in self.tensors.values()), len(self.objects)):
+            stop = start + aligned(size)
+            if start not in starts:
+                yield from range(start // CHUNK, -(-stop // CHUNK))
+            start = stop
 
     def header(self, digest: bytes) -> Header:
         """What is written beside a body of this digest."""
         return Header(self.version, len(self.objects), self.size, digest)
 
-    def note(self, memfd: Memfd, sums: list[bytes]) -> None:
-        """The memory file has it already, written by another worker."""
-        memfd.unchanged.keep(self._skippable, memfd.unchanged.find(self._skippable, memfd.whole()))
+    def note(self, memfd: Memfd, sums: list[bytes]) -> bool:
+        """The memory file has what these sums, by `sums`, are of; another worker has written it.
+
+        False if torch was wrong about what has changed, and they have to be taken again.
+        """
+        same = memfd.unchanged.same(self._skippable)
+        found = memfd.unchanged.find(self._skippable, memfd.whole())
+        memfd.unchanged.keep(self._skippable, found)
         memfd.sums = sums
+        return len(found) == len(same)
 
     def _note(
         self, memfd: Memfd, found: Mapping[int, Frozen], digest: bytes, sums: list[bytes]
@@ -402,14 +450,12 @@ def pieces_of(
             start += aligned(tensor.nbytes)
             continue
         flat = _bytes_of(tensor)
-        words = len(flat) // 8 if flat.storage_offset() % 8 == 0 else 0
-        if words:
-            yield start, flat[: words * 8].view(torch.int64)
-        if words * 8 < len(flat):
-            yield start + words * 8, flat[words * 8 :]
-        if gap := aligned(len(flat)) - len(flat):
-            yield start + len(flat), torch.zeros(gap, dtype=torch.uint8)
-        start += aligned(len(flat))
+        size = flat.nbytes
+        if size:
+            yield start, flat
+        if gap := aligned(size) - size:
+            yield start + size, torch.zeros(gap, dtype=torch.uint8)
+        start += aligned(size)
 
 
 def unpack(
@@ -475,60 +521,42 @@ def write_body(
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
     More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
-    with _one_thread(), ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(1) as other:
         sums = _write_batches(body, batches, other)
-        words = body.view(torch.int64)
-        for chunk in range(-(-len(body) // CHUNK)):
-            if chunk not in sums:
-                there = chunk < len(known)
-                sums[chunk] = known[chunk] if there else sum_of(chunk_of(words, chunk))
+    for chunk in chunks_of(body.nbytes):
+        if chunk not in sums:
+            sums[chunk] = known[chunk] if chunk < len(known) else sum_chunk(body, chunk)
     ordered = [sums[chunk] for chunk in range(len(sums))]
     return digest_of_sums(ordered), ordered
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch use no threads of its own meanwhile, nor in threads that are begun meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def sums_of(batches: Iterable[Sequence[Piece]]) -> list[bytes]:
-    """The sums of the chunks of a body that the pieces, which are all of it, would make."""
-    chunk = torch.empty(CHUNK, dtype=torch.uint8)
-    words = chunk.view(torch.int64)
-    sums: list[bytes] = []
-    end = 0
-    with _one_thread():
-        for first, part in chain.from_iterable(map(_within_chunks, batches)):
-            end = first + part.nbytes
-            if part.nbytes == CHUNK and part.dtype == torch.int64:
-                sums.append(sum_of(part))  # where it is
+def sums_of(batches: Iterable[Sequence[Piece]]) -> dict[int, bytes]:
+    """The sums of the chunks that the pieces, which fill each that they reach, would make."""
+    room = torch.empty(CHUNK, dtype=torch.uint8)
+    sums: dict[int, bytes] = {}
+    parts = chain.from_iterable(map(_within_chunks, batches))
+    for chunk, of_chunk in groupby(parts, lambda part: part[0] // CHUNK):
+        end = 0
+        for start, part in of_chunk:
+            if part.nbytes == CHUNK:
+                sums[chunk] = sum_of(part)  # where it is
                 continue
-            target = words if part.dtype == torch.int64 else chunk
-            place = first % CHUNK // part.element_size()
-            target[place : place + len(part)].copy_(part)
-            if end % CHUNK == 0:
-                sums.append(sum_of(words))
-        if end % CHUNK:
-            sums.append(sum_of(words[: end % CHUNK // 8]))
+            ctypes.memmove(room.data_ptr() + start % CHUNK, part.data_ptr(), part.nbytes)
+            end = start % CHUNK + part.nbytes
+        if end:
+            sums[chunk] = sum_of(room[:end])
     return sums
 
 
 def _within_chunks(
-    batch: Sequence[Piece], begin: int = 0, end: int = sys.maxsize
+    pieces: Iterable[Piece], begin: int = 0, end: int = sys.maxsize
 ) -> Iterator[Piece]:
     """What lies from `begin` to `end`, in pieces none of which reaches into two chunks."""
-    for start, piece in batch:
-        unit = piece.element_size()
+    for start, piece in pieces:
         first, stop = max(start, begin), min(start + piece.nbytes, end)
         while first < stop:
             last = min(stop, (first // CHUNK + 1) * CHUNK)
-            yield first, piece[(first - start) // unit : (last - start) // unit]
+            yield first, piece[first - start : last - start]
             first = last
 
 
@@ -559,16 +587,13 @@ def _write_half(
     Each is taken when the chunk is whole, or the last piece is there: the last one's may be taken
     again with the next batch.
     """
-    words = body.view(torch.int64)
     sums: dict[int, bytes] = {}
     chunk = -1
-    for first, part in _within_chunks(batch, begin, end):
-        if first // CHUNK != chunk and chunk >= 0:
-            sums[chunk] = sum_of(chunk_of(words, chunk))
-        chunk = first // CHUNK
-        target = words if part.dtype == torch.int64 else body
-        place = first // part.element_size()
-        target[place : place + len(part)].copy_(part)
+    for start, part in _within_chunks(batch, begin, end):
+        if start // CHUNK != chunk and chunk >= 0:
+            sums[chunk] = sum_chunk(body, chunk)
+        chunk = start // CHUNK
+        ctypes.memmove(body.data_ptr() + start, part.data_ptr(), part.nbytes)
     if chunk >= 0:
-        sums[chunk] = sum_of(chunk_of(words, chunk))
+        sums[chunk] = sum_chunk(body, chunk)
     return sums

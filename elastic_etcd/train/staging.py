@@ -43,16 +43,15 @@ class Staging:
         batch: list[Piece] = []
         room = self.size
         for start, piece in pieces:
-            unit = piece.element_size()
             first = 0
-            while first < len(piece):
+            while first < piece.nbytes:
                 if room < 64:
                     yield batch
                     batch, room = [], self.size
-                part = piece[first : first + room // unit]
-                batch.append((start + first * unit, part))
-                first += len(part)
-                room -= -(-len(part) * unit // 64) * 64
+                part = piece[first : first + room]
+                batch.append((start + first, part))
+                first += part.nbytes
+                room -= -(-part.nbytes // 64) * 64
         if batch:
             yield batch
 
@@ -65,9 +64,9 @@ class Staging:
         end = 0
         for start, piece in batch:
             if piece.device.type != self.device_type:
-                moved.append((start, piece))
+                moved.append((start, piece.cpu()))  # of a device that is neither, as xpu
                 continue
-            room = self._buffer_of(turn)[end : end + piece.nbytes].view(piece.dtype)
+            room = self._buffer_of(turn)[end : end + piece.nbytes]
             end += -(-piece.nbytes // 64) * 64
             self._copy_piece(piece, room, streams)
             moved.append((start, room))

@@ -1,6 +1,6 @@
 """The loop over a loader's batches, for `state.steps`: counts, commits, checks.
 
-A loader may have dealt out many batches ahead of the one that is trained on, and what it makes of
+A loader may have read many batches ahead of the one that is trained on, and what it makes of
 a batch tells nobody how many samples went into it. So its batch sampler is asked instead: each
 batch that comes out of the loader is the next one that the batch sampler gave, and a note says
 which sampler gave how many positions for it.
@@ -64,7 +64,7 @@ class Steps:
         self._commit_every, self._accumulate, self._check = commit_every, accumulate, check
         self._batches: Batches | StreamLoader
         self._batches = loader if isinstance(loader, StreamLoader) else _batches_of(loader)
-        self._own = [s for s in _dealt_by(self._batches) if _is_known(s, samplers)]
+        self._own = [s for s in _feeding(self._batches) if _is_known(s, samplers)]
         self._total: int | None = None
         self._ends_step = False
 
@@ -125,7 +125,7 @@ class Steps:
         for batch in self._loader:
             note = self._batches.next_note()
             if note is None:
-                what = f"{_named(self._loader)} gave a batch that no sampler has dealt out"
+                what = f"{_named(self._loader)} gave a batch that no sampler has handed out"
                 raise UsageError(f"{what}: loop over the DataLoader itself, {_BY_HAND}")
             for sampler, count in note:
                 sampler.take(count)
@@ -199,9 +199,9 @@ class _Noted(Iterator[Any]):
         self._began = False
 
     def __next__(self) -> Any:
-        before = [sampler.dealt for sampler in self._samplers]
+        before = [sampler.handed_out for sampler in self._samplers]
         batch = next(self._batches)
-        counts = [s.dealt - dealt for s, dealt in zip(self._samplers, before, strict=True)]
+        counts = [s.handed_out - was for s, was in zip(self._samplers, before, strict=True)]
         size = len(batch) if isinstance(batch, (list, tuple)) and not self._direct else 1
         if sum(counts) != size:
             raise UsageError(_why_not(size, sum(counts), began=self._began))
@@ -246,7 +246,7 @@ def samplers_in(batches: Any) -> list[ElasticSampler]:
     return [sampler for value in inner for sampler in samplers_in(value)]
 
 
-def _dealt_by(batches: Batches | StreamLoader) -> Sequence[ElasticSampler | ElasticIterable]:
+def _feeding(batches: Batches | StreamLoader) -> Sequence[ElasticSampler | ElasticIterable]:
     return [batches.data] if isinstance(batches, StreamLoader) else samplers_in(batches)
 
 
@@ -304,17 +304,17 @@ def _is_known(
     )
 
 
-def _why_not(size: int, dealt: int, *, began: bool) -> str:
-    """Why a batch of so many indices can't be counted, when samplers dealt out so many."""
-    if began and not dealt:
+def _why_not(size: int, handed: int, *, began: bool) -> str:
+    """Why a batch of so many indices can't be counted, when samplers handed out so many."""
+    if began and not handed:
         return "the sampler has begun anew since this loop began: begin a new loop, too"
-    if not dealt:
+    if not handed:
         return (
             "this loader's batches do not come from an ElasticSampler of the state: give it "
             f"DataLoader(sampler=state.sampler), {_BY_HAND}"
         )
     return (
-        f"the loader's batch sampler took {dealt} indices for a batch of {size}: what is trained "
+        f"the loader's batch sampler took {handed} indices for a batch of {size}: what is trained "
         "on must be the sampler's next indices, each of them, in its order"
     )
 

@@ -177,7 +177,7 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
     if rank_and_size(launched=False)[1] == 1:
         return
     version, digest = counted or (Version(-1, -1, -1), -1)
-    seen: dict[Version, tuple[int, int]] = {Version(-1, -1, -1): (-1, -1)}
+    seen: dict[Version, tuple[int, int]] = {}
     for rank, row in enumerate(gather([*astuple(version), digest])):
         first, known = seen.setdefault(Version(*row[:3]), (rank, row[3]))
         if row[3] != known:

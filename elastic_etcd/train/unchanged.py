@@ -27,6 +27,7 @@ class Frozen:
 
     def __init__(self, tensor: torch.Tensor, turn: int) -> None:
         self.tensor = tensor  # held, so that no other can have its address
+        self._words = _words_of(tensor)
         self.version = tensor._version  # noqa: SLF001 - torch has no public name for it
         self.visits = 0
         self._turn = turn  # so that not all are compared at the same commit
@@ -41,14 +42,16 @@ class Frozen:
     def holds(self, place: torch.Tensor) -> bool:
         """Whether the bytes in the memory file are the tensor's, as far as is looked."""
         self.visits += 1
-        words, kept = (
-            each.view(-1).view(torch.uint8).view(torch.int64) for each in (self.tensor, place)
-        )
+        words, kept = self._words, place.view(torch.int64)
         if self.visits > PROBATION and (self.visits + self._turn) % AGAIN:
             first = self.visits * 7919 % _STRIDE
             return bool(torch.equal(words[first::_STRIDE].cpu(), kept[first::_STRIDE]))
         here = words.cpu()  # torch.equal takes ten times as long as the C library
         return not _memcmp(here.data_ptr(), kept.data_ptr(), here.nbytes)
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8).view(torch.int64)
 
 
 class Unchanged:
@@ -62,13 +65,25 @@ class Unchanged:
         """The memory file is another's now, or is being written."""
         self._frozen = {}
 
+    def distrust(self, start: int, stop: int) -> None:
+        """What lies between these bytes of the body has changed without a word."""
+        for first, frozen in self._frozen.items():
+            if first < stop and start < first + frozen.tensor.nbytes:
+                self._distrusted.add(frozen.tensor.data_ptr())
+
+    def same(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Frozen]:
+        """Those of `tensors`, by where they begin in the body, of which torch says that."""
+        return {
+            start: frozen
+            for start, tensor in tensors.items()
+            if (frozen := self._frozen.get(start)) and frozen.is_same(tensor)
+        }
+
     def find(self, tensors: Mapping[int, torch.Tensor], body: torch.Tensor) -> dict[int, Frozen]:
         """Those of `tensors`, by where they begin in the body, that are there already."""
         found = {}
-        for start, tensor in tensors.items():
-            frozen = self._frozen.get(start)
-            if frozen is None or not frozen.is_same(tensor):
-                continue
+        for start, frozen in self.same(tensors).items():
+            tensor = tensors[start]
             if frozen.holds(body[start : start + tensor.nbytes]):
                 found[start] = frozen
             else:

@@ -335,6 +335,19 @@ async def test_listening_ends_though_a_child_holds_its_descriptors(agent: Agent)
     )
 
 
+async def test_a_process_ends_though_nobody_has_ended_its_listening(agent: Agent) -> None:
+    """A signal's handler may raise just before `listening` is left, as a DataLoader's does."""
+    assert (
+        await process("""
+        from elastic_etcd.train.channel import agent
+        listening = agent().listening(print)
+        listening.__enter__()
+        print("over")
+    """)
+        == "over\n"
+    )
+
+
 async def test_a_long_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()

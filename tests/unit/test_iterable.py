@@ -67,7 +67,7 @@ class Rank:
 
 def agree(ranks: list[Rank]) -> None:
     """What agree() does, of ranks in one process."""
-    own = [rank.data._layout.join(list(chain(*rank.data._lanes))) for rank in ranks]
+    own = [rank.data._layout.join(list(chain(*rank.data._by_worker))) for rank in ranks]
     for rank in ranks:
         data = rank.data
         data._remaining = data._layout.join([*chain(*own), *data._left_over])
@@ -398,3 +398,23 @@ def test_lengths_may_be_a_tensor_and_the_state_is_plain() -> None:
         (shard for shard in "ab"), Read([]), lengths=torch.tensor([3, 4]), rank=0, world_size=1
     )
     assert {type(bound) for part in data.state_dict()["remaining"] for bound in part} == {int}
+
+
+def test_ranks_end_together_only_where_there_is_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    data = iterable([4, 4], told=False, rank=None, world_size=None, shuffle=False)
+    assert data.world_size == 2
+    assert len(list(data.loader(1))) == 4
+
+
+def test_ranks_take_part_in_each_step_unless_one_may_have_fewer() -> None:
+    shares = {
+        (tail, world): iterable(tail=tail, rank=0, world_size=world).shares_step()
+        for tail in ("pad", "uneven")
+        for world in (1, 2)
+    }
+    assert shares.pop(("uneven", 2)) is False
+    assert all(shares.values())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -343,3 +344,25 @@ async def test_what_a_worker_of_an_older_generation_says_is_of_no_interest(
         assert not can_park(watched)
     watched.workers.kill()
     await watched.emptied()
+
+
+async def test_a_timer_that_expires_at_the_barrier_ends_nobody(tmp_path: Path) -> None:
+    """One that was set before a change counts in the next generation, too."""
+    script, path = Script(tmp_path, "said"), tmp_path / "timers"
+    logs = Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r")
+    async with logs, Watched.open(logs, timer_file=str(path)) as watched:
+        await watched.workers.warm()
+        timers = watched.workers._timers
+        assert timers
+        watched.launch(script.command)
+        (pid,) = await elastic(watched)
+        watched.workers.stop(1000, Change(1, "n2 joins", leaving=False))
+        await watched.emptied()
+        for scope, end in (("short", 0), ("long", time.time() + 3)):
+            timer = {"pid": pid, "scope_id": scope, "expiration_time": end, "signal": 9}
+            path.write_text(json.dumps(timer) + "\n")
+        await watched.turns(lambda: list(timers._timers) == [(pid, "long")])
+        assert watched.workers.groups == (pid,)
+        watched.launch(script.command, generation=2)
+        assert (await watched.failure()).pid == pid
+        assert [str(hang)[:29] for hang in watched.hangs] == ["rank 0 on n: timer 'long' exp"]

@@ -58,6 +58,23 @@ def test_blocks_do_not_matter() -> None:
     assert torch.equal(stream(positions), one_by_one)
 
 
+@pytest.mark.parametrize(
+    ("length", "indices"),
+    [
+        (10, [0, 6, 4, 5]),
+        (1_000_003, [401260, 984616, 241532, 588045]),
+        (
+            3 << 60,
+            [1436391790126310128, 283710173527447974, 2928359095886889518, 1059583744535547408],
+        ),
+    ],
+)
+def test_an_order_stays_what_it_was(length: int, indices: list[int]) -> None:
+    """A training that another version of this program goes on with is in the middle of one."""
+    positions = torch.tensor([0, 1, length // 2, length - 1])
+    assert Stream(length, 3, 1)(positions).tolist() == indices
+
+
 def test_more_than_two_to_the_62_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2\*\*62"):
         Stream((1 << 62) + 1, 0, 0)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -105,6 +106,13 @@ class Agent:
         assert isinstance(message, kind), message
         return message
 
+    async def parks(self) -> None:
+        """The first world trains, and then a change of world is under way."""
+        await self.hears(Elastic)
+        await self.trains.wait()
+        self.says(Change(1, "a test", leaving=False))
+        await self.hears(Parked)
+
     def goes_on(self, generation: int, reason: str = "a test") -> None:
         self.trains.clear()
         env = {"ELASTIC_ETCD_GENERATION": str(generation)}
@@ -180,6 +188,20 @@ async def test_a_planned_change_and_an_interrupt(agent: Agent) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
 
 
+async def test_an_error_has_its_rank_once_in_any_world(
+    agent: Agent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    worker = begin(State(), steps(agent))
+    await agent.parks()
+    agent.goes_on(2)
+    await agent.trains.wait()
+    sys.excepthook(ValueError, ValueError("x"), None)
+    agent.says(Change(2, "a test", leaving=True))
+    assert await worker == (SystemExit, "0")
+    assert capsys.readouterr().err == "[rank0]: ValueError: x\n"
+
+
 async def test_a_change_is_one_line_of_rank_0(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,6 +249,7 @@ async def test_g8_what_fails_before_the_state_is_there_is_a_broken_world_s(agent
     assert (await agent.hears(Parked)).generation == 1
     agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
+    assert state.asked == ["begun"], "there is no commit to go back to"
 
 
 async def test_g8_what_fails_so_in_a_world_that_is_whole_is_told(agent: Agent) -> None:
@@ -257,10 +280,7 @@ async def test_t8_what_finally_blocks_do_is_in_the_commit_of_a_planned_change(
             state.epoch += 1
 
     worker = begin(state, train)
-    await agent.hears(Elastic)
-    await agent.trains.wait()
-    agent.says(Change(1, "a test", leaving=False))
-    await agent.hears(Parked)
+    await agent.parks()
     agent.goes_on(2)
     await agent.trains.wait()
     agent.says(Change(2, "a test", leaving=True))
@@ -306,10 +326,7 @@ async def test_t15_a_module_is_there_before_one_rank_alone_uses_it(agent: Agent)
         steps(agent)(state)
 
     worker = begin(State(), train)
-    await agent.hears(Elastic)
-    await agent.trains.wait()
-    agent.says(Change(1, "a test", leaving=False))
-    await agent.hears(Parked)
+    await agent.parks()
     assert module._made is None
     agent.goes_on(2)
     await agent.trains.wait()

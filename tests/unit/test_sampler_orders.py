@@ -187,6 +187,16 @@ def test_a_stateful_loader_of_batches_goes_on() -> None:
     assert first + [batch.tolist() for batch in loader] == whole
 
 
+def test_orders_are_compared_only_where_there_is_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    mine = ElasticSampler(range(10), shuffle=lambda _epoch, _seed: range(10))
+    mine.set_epoch(1)
+    assert list(mine) == [0, 2, 4, 6, 8]
+
+
 def test_batches_are_counted_and_not_samples() -> None:
     mine = ElasticBatchSampler(bucketed)
     batch = next(iter(mine))
@@ -195,7 +205,7 @@ def test_batches_are_counted_and_not_samples() -> None:
         mine.record(batch)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recorded"):
         mine.record(1000)
-    mine.record(1)
+    mine.record()
     assert mine.consumed == 1
 
 

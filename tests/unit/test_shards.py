@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from elastic_etcd.train.shards import TAILS, Shards, Tail, slots_of
+from elastic_etcd.train.shards import TAILS, Progress, Shards, Tail, slots_of
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -25,3 +25,12 @@ def test_t23_what_remains_is_what_nobody_has_used(
         found = shards[0].remaining_after(counts)
         left = [position for part in found for position in part]
         assert sorted(left) == sorted(everything - used), (counts, slots)
+
+
+@pytest.mark.parametrize(("recorded", "missed"), [(16, ""), (12, ""), (11, "11"), (0, "0")])
+def test_a_loader_may_deliver_no_short_batch(recorded: int, missed: str) -> None:
+    """Up to a step may be missing, which takes four of these 16 indices."""
+    progress = Progress(Shards(16, (range(16),), (0, 0), 0, "drop"), 2)
+    progress.count = recorded
+    told = f"of 16 indices handed out in an epoch, {missed} were recorded" if missed else ""
+    assert progress.missed_in_epoch(0, 16) == told

@@ -106,7 +106,7 @@ def test_what_a_gpu_is_still_reading_is_not_given_back() -> None:
 
     def temporaries() -> Iterator[Piece]:
         for start in range(0, 64 * 5, 64):
-            piece = torch.ones(8, dtype=torch.int64)
+            piece = torch.ones(64, dtype=torch.uint8)
             made.append(weakref.ref(piece.untyped_storage()))
             yield start, piece
             del piece
@@ -139,7 +139,7 @@ def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
 @pytest.mark.parametrize("size", [64, CHUNK - 64, CHUNK, CHUNK + 64, 2 * CHUNK + 192])
 def test_the_digest_is_of_every_byte(size: int) -> None:
     body = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    digest, _ = write_body(torch.empty_like(body), [[(0, body.view(torch.int64))]])
+    digest, _ = write_body(torch.empty_like(body), [[(0, body)]])
     assert digest_of(body) == digest
     for where in (0, size // 2, size - 1):
         body[where] ^= 16

@@ -1,5 +1,6 @@
 """What a script sees of a state in one process: values, codecs, commits, files."""
 
+import gc
 import json
 import os
 import resource
@@ -347,6 +348,7 @@ class Copied:
 
 def with_frozen() -> tuple[ElasticState, nn.Parameter, nn.Parameter]:
     """A head that trains on a body that doesn't; 4 MB and 1 MB."""
+    gc.collect()  # the states of tests before: a process may have eight
     model = nn.ParameterDict({"body": nn.Parameter(torch.zeros(1_000_000), requires_grad=False)})
     model["head"] = nn.Parameter(torch.zeros(250_000))
     return ElasticState(model=model, step=0), model["body"], model["head"]
@@ -382,6 +384,20 @@ def test_g9_frozen_weights_are_not_copied_again() -> None:
     assert copied.commit() > 4_000_000
     state.restore()
     assert kept_whole(state)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 100_001), (1, 100_002)])
+def test_g9_frozen_weights_that_are_not_in_whole_words_are_always_copied(
+    first: int, count: int
+) -> None:
+    """One by its length, one by where it begins."""
+    state, _, head = with_frozen()
+    values = torch.arange(float(first + count))[first:]
+    state.model["odd"] = nn.Parameter(values, requires_grad=False)
+    copied = Copied(state)
+    for _ in range(4):
+        assert copied.commit() > head.nbytes + values.nbytes
+        assert kept_whole(state)
 
 
 def written_through(how: str, weight: nn.Parameter) -> None:
@@ -867,6 +883,10 @@ def test_t18_safetensors_reads_a_file(tmp_path: Path) -> None:
     assert torch.equal(found["optimizer.state.0.exp_avg"], moments)
     assert found["odd.waves"].tolist() == [[1, 2]]
     assert found["odd.half"].dtype == torch.bfloat16
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    begins = {name: header[name]["data_offsets"][0] for name in found}
+    assert [name for name in found if begins[name] % found[name].element_size()] == []
     with safetensors.safe_open(path, "pt") as file:
         objects = json.loads(file.metadata()["objects"])
     assert objects["parts"]["epoch"] == 4
@@ -1044,3 +1064,13 @@ def test_frozen_views_of_a_flat_buffer_are_committed() -> None:
     model[1].weight.zero_()
     state.restore()
     assert torch.equal(model[1].weight, wanted)
+
+
+@pytest.mark.parametrize(
+    ("names", "named"), [("abc", "a, b, c than rank 0"), ("abcd", "a, b, c and 1 more than rank 0")]
+)
+def test_of_many_values_that_differ_three_are_named(
+    names: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ElasticState(step=0)._tell_of_differences([*names], 1, 0)
+    assert f"rank 1 had committed another {named}, whose counts" in caplog.text

@@ -231,6 +231,22 @@ def test_t7_after_a_sync_all_ranks_have_the_same(width: int, tmp_path: Path) -> 
     assert second == [[], [], [f"WARNING: rank 2 {rotten}"]]
 
 
+def with_unlike_values_and_a_newcomer(rank: int) -> list[float]:
+    state = ElasticState(data=torch.zeros(100_000))
+    state.sync()
+    if rank == 2:
+        state = ElasticState(data=torch.ones(100_000))  # that has no snapshot
+    else:
+        state.data[-1] += rank + 5
+        state.commit()
+    state.sync()
+    return list(state.data[[0, -1]].tolist())
+
+
+def test_t7_a_newcomer_is_no_obstacle_to_ranks_that_differ(tmp_path: Path) -> None:
+    assert ranks(3, tmp_path, with_unlike_values_and_a_newcomer) == [[0.0, 5.0]] * 3
+
+
 def while_rank_0_dies(rank: int, folder: Path) -> Any:
     """The lowest holder is killed before it has told what differs."""
     state = ElasticState(data=torch.zeros(100_000))

@@ -509,7 +509,7 @@ REFUSED: dict[str, tuple[Callable[[ElasticState], Any], str]] = {
         lambda s: DataLoader(Pairs(), batch_sampler=Filtering(s.sampler, 5, drop_last=False)),
         "took 5 indices for a batch of 4",
     ),
-    "repeated": (lambda s: Twice(loader_of(s)), "no sampler has dealt out"),
+    "repeated": (lambda s: Twice(loader_of(s)), "no sampler has handed out"),
     "lost": (lambda s: Half(loader_of(s)), "has lost batches"),
     "iterable": (lambda _: DataLoader(Stream(), BATCH), "IterableDataset"),
     "accelerate": (lambda s: Prepared(loader_of(s)), r"leave it out of accelerator.prepare"),
