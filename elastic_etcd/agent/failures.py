@@ -12,8 +12,9 @@ from typing import Any
 
 _LONGEST = 1 << 13
 _LARGEST = 1 << 24
-# torch.distributed puts "[rank0]: " before the lines of an uncaught exception.
-_RANK = re.compile(r"^\[rank\d+\]: ?")
+# torch.distributed puts "[rank0]: " before the lines of an uncaught exception, and once more for
+# each process group that there was.
+_RANK = re.compile(r"^(\[rank\d+\]: ?)+")
 _HEADER = "Traceback (most recent call last):"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 

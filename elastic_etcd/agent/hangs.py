@@ -31,6 +31,7 @@ from elastic_etcd.progress import DUMP_STACKS, Doing, Progress
 from elastic_etcd.threads import in_thread
 from elastic_etcd.times import (
     HANG_ALONE,
+    HANG_ASK,
     HANG_AT_LEAST,
     HANG_EVIDENCE,
     HANG_LEARNT,
@@ -39,7 +40,6 @@ from elastic_etcd.times import (
 
 _PACE = 1.0
 _LOOK = 0.2  # between two looks at what is being written
-_ASK = 0.5  # for opening pipes, which may be on a disk that stands still
 _TIMES = 10  # the slowest of the recent steps
 _PROCESSES, _THREADS = 64, 256  # of a worker, that are looked at
 _TAIL = 1 << 15
@@ -381,7 +381,7 @@ async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.A
         return [(rank, trace) for rank, trace in asked if trace]
 
     with contextlib.suppress(TimeoutError):
-        return await in_thread(ask, _ASK) if specs else []
+        return await in_thread(ask, HANG_ASK) if specs else []
     return []
 
 

@@ -33,7 +33,7 @@ from elastic_etcd.core.view import View
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.retry import jitter
 from elastic_etcd.threads import in_thread
-from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, PROOF
+from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, OWN_LOOK_UP, PROOF
 
 HELLO_FORM = struct.Struct(">16sQ")  # the nonce of who is called, and the caller's lease
 _ASKING = 0  # a caller's lease: it only wants to know who is there
@@ -43,7 +43,6 @@ _STRANGERS = 64  # connections that have not said hello yet; from there on the o
 _BACK = 16  # calls to callers at a time
 _FIRST = 2  # ranks of the last world that revoke the coordinator's lease
 _SPREAD = 0.001  # seconds for each participant: the coordinator is not called by all at once
-_LOOK_UP = 1.0  # for the name given by --advertise, while the others wait for this node
 _QUIET = (60, 15, 4)  # the kernel asks a quiet line after 60 s, and 4 times each 15 s
 
 log = logging.getLogger(__name__)
@@ -272,7 +271,7 @@ class Lines:
         """Listen at `address`, with a nonce for a new lease; None where that can't be done."""
         self.close()
         try:
-            sock = await in_thread(partial(_listen, address), _LOOK_UP)
+            sock = await in_thread(partial(_listen, address), OWN_LOOK_UP)
         except OSError as error:
             why = error.strerror or "its name is not known"
             log.info("no proof of death: this node can't be called at %s: %s", address, why)

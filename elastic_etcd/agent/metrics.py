@@ -32,7 +32,7 @@ from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import Page, Progress
+from elastic_etcd.progress import Progress, ProgressPage
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
@@ -121,10 +121,10 @@ class Steps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pages: tuple[Page, ...] = ()
+        self._pages: tuple[ProgressPage, ...] = ()
         self._before = (0, 0, 0.0)
 
-    def begin(self, pages: tuple[Page, ...]) -> None:
+    def begin(self, pages: tuple[ProgressPage, ...]) -> None:
         """Another world; these were cleared for it."""
         self._pages = pages
 

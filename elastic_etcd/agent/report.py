@@ -62,4 +62,5 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["restarts"]:
         restarts = "1 restart" if found["restarts"] == 1 else f"{found['restarts']} restarts"
         planned = f", {found['planned']} of them planned" if found["planned"] else ""
-        yield f"{restarts}{planned}; longest pause {found['pause']:.1f} s"
+        known = found["pause"]
+        yield f"{restarts}{planned}" + (f"; longest pause {known:.1f} s" if known else "")

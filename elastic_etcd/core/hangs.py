@@ -184,7 +184,8 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
     if ended:
         told.append(_are(ended, "at its end" if len(ended) == 1 else "at their end"))
     if not told:
-        return f"nobody has moved for {longest:.0f} s (storage? network?)"
+        why = "storage? network? an evaluation outside ee.quiet?"
+        return f"nobody has moved for {longest:.0f} s ({why})"
     named = {at.rank for at in behind}
     if waiting := [at for at in still if at.rank not in named]:
         told.append(_waiting(waiting, "" if behind else f" for {longest:.0f} s"))

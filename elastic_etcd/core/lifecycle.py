@@ -502,12 +502,12 @@ def _lose_lease(state: State) -> State:
     return replace(state, local=local, life=life, view=None, vacant_since=None, marked=False)
 
 
-def _cut_off(state: State) -> float | None:
-    """When the workers have to stop because nobody hears that this node lives; None: never."""
+def _cut_off(state: State) -> tuple[float, float] | None:
+    """When the workers begin to stop, and are gone, as nobody hears of this node; None: never."""
     after = state.limits.cut_off if state.limits else None
     if after is None or state.silent_since is None or not state.local.running:
         return None
-    return state.silent_since + CUT_OFF * after
+    return state.silent_since + CUT_OFF * after, state.silent_since + after
 
 
 def _give_up_lease(state: State, now: float, actions: list[Action]) -> State:
@@ -515,12 +515,10 @@ def _give_up_lease(state: State, now: float, actions: list[Action]) -> State:
 
     From there on it is as lost: the agent joins again, as soon as etcd answers.
     """
-    at = _cut_off(state)
-    if at is None or now < at:
+    cut_off = _cut_off(state)
+    if cut_off is None or now < cut_off[0]:
         return state
-    assert state.limits
-    assert state.limits.cut_off is not None
-    end = at + (1 - CUT_OFF) * state.limits.cut_off
+    _, end = cut_off
     actions.append(StopWorkers(Grace.CUT_OFF, end - KILLED))
     state = _lose_lease(state)
     local = replace(state.local, stopping=True, patient=False)
@@ -720,7 +718,8 @@ def _set_timer(state: State, decision: Decision, now: float, actions: list[Actio
     While etcd is silent only its answer changes a decision.
     """
     due = [state.result.until] if isinstance(state.result, Held) else []
-    due += filter(None, [_cut_off(state)])
+    if cut_off := _cut_off(state):
+        due.append(cut_off[0])
     answers = state.silent_since is None
     if answers and isinstance(decision, Wait) and decision.until is not None:
         due.append(now + decision.until)

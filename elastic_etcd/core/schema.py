@@ -507,8 +507,8 @@ class Ack(Value, frozen=True):
 class Failure(Value, frozen=True):
     """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds.
 
-    One that hung was given up: `hang` says so, and `code` is 0. Where nobody in particular hung
-    `node` is empty, and all numbers are 0.
+    One that hung was given up, also by a timer of its own: `hang` says so, and `code` is 0. Where
+    nobody in particular hung `node` is empty, and all numbers are 0.
     """
 
     node: Text

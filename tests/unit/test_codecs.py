@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.codecs import _copied_names, _uncast
 from elastic_etcd.train.encoding import MAX_DEPTH, decode, dumps, encode, loads
 
 SCALARS = (
@@ -283,3 +284,31 @@ def test_pickle_is_written_and_read_only_by_those_who_opted_in(tmp_path: Path) -
     assert not evil.folder.exists()
     decode(tree, {}, allow_pickle=True)
     assert evil.folder.exists()
+
+
+def test_what_loading_made_a_tensor_of_stays_one() -> None:
+    """As an optimizer does with the steps that an older torch has counted in numbers."""
+    loaded = {"step": torch.tensor(7.0), "moment": torch.ones(2, dtype=torch.float16)}
+    both = _uncast(loaded, {"step": 7, "moment": torch.ones(2)})
+    assert torch.equal(both["step"], torch.tensor(7.0))
+    assert both["moment"].dtype == torch.float32
+
+
+def test_what_is_of_another_shape_or_type_or_place_stays_as_loading_made_it() -> None:
+    loaded = {"moment": torch.ones(3), "half": torch.ones(2), "more": {"kept": torch.ones(1)}}
+    saved = {"moment": torch.zeros(3), "half": torch.zeros(3, dtype=torch.float16), "more": 1}
+    both = _uncast(loaded, saved)
+    assert torch.equal(both["moment"], torch.ones(3))
+    assert torch.equal(both["half"], torch.ones(2))
+    assert torch.equal(both["more"]["kept"], torch.ones(1))
+
+
+def test_parameters_and_buffers_are_copied_from_and_not_kept() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    module[0].register_buffer("mean", torch.zeros(1))
+    assert [*_copied_names(module)] == ["0.weight", "0.bias", "0.mean"]
+
+
+@pytest.mark.parametrize("key", ["$", "$tensor", "$dict", "$$", "a$"])
+def test_a_key_that_begins_as_ours_do(key: str) -> None:
+    assert decode(loads(dumps(encode({key: 1}, {}))), {}) == {key: 1}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import elastic_etcd
+from elastic_etcd.cli.options import build_parser
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
@@ -104,6 +105,13 @@ def test_each_module_has_its_line() -> None:
         found |= {folder / file for file in re.findall(r"^\| `(\w+\.py)` \|", table, re.MULTILINE)}
     modules = [*PACKAGE.glob("*.py"), *(f for room in ROOMS for f in (PACKAGE / room).glob("*.py"))]
     assert found == {f for f in modules if f.parent == PACKAGE or f.name != "__init__.py"}
+
+
+def test_each_flag_of_the_launcher_is_named() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    flags = [flag for flag in build_parser({})._option_string_actions if flag[:2] == "--"]
+    missing = {flag for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", text)}
+    assert {flag for flag in missing if "_" not in flag} == set()
 
 
 def explained(glossary: str) -> list[str]:

@@ -92,12 +92,21 @@ def world(size: int, *others: At) -> list[At]:
             "rank 0 on n1 is in step 1041 for 71 s, 7 others wait in 1042 to 1043",
             0,
         ),
-        (world(16), "nobody has moved for 71 s (storage? network?)", None),
+        (
+            world(16),
+            "nobody has moved for 71 s (storage? network? an evaluation outside ee.quiet?)",
+            None,
+        ),
         # On a GPU a rank that waits looks like one that computes.
         (
             world(8, *(rank(n, 1042, STEP) for n in range(5))),
-            "nobody has moved for 71 s (storage? network?)",
+            "nobody has moved for 71 s (storage? network? an evaluation outside ee.quiet?)",
             None,
+        ),
+        (
+            world(8, *(rank(n, 1042, STEP) for n in range(4))),
+            "ranks 0-3 on n1 are in step 1042 for 71 s, 4 others wait in 1042",
+            0,
         ),
         # Steps that the script tells are not those of optimizers: the stacks say who is behind.
         (
@@ -107,7 +116,7 @@ def world(size: int, *others: At) -> list[At]:
         ),
         (
             world(4, rank(0, 40, told=True)),
-            "nobody has moved for 71 s (storage? network?)",
+            "nobody has moved for 71 s (storage? network? an evaluation outside ee.quiet?)",
             None,
         ),
         (
@@ -340,7 +349,10 @@ def test_an_agent_answers_for_its_own_ranks_only() -> None:
     liar = said(0xB, 2, *WAITS[2:], RankStep(0, 1, STEP, 99.0), RankStep(77, 1, STEP, 99.0))
     found = hangs.lead(view(said(0xA, 2, *WAITS[:2]), liar, hang=asked), 0.0)
     assert found
-    assert found.line == "nobody has moved for 62 s (storage? network?)"
+    assert (
+        found.line
+        == "nobody has moved for 62 s (storage? network? an evaluation outside ee.quiet?)"
+    )
 
 
 def test_a_node_that_is_done_is_not_asked() -> None:

@@ -273,7 +273,7 @@ async def test_the_flight_recorder_is_with_the_evidence(
     monkeypatch.setattr(hangs, "HANG_EVIDENCE", 60.0)
     node = Node(pid)
     node.folder = tmp_path / "evidence"
-    monkeypatch.setattr(hangs, "_ASK", 60.0)
+    monkeypatch.setattr(hangs, "HANG_ASK", 60.0)
     pipe, trace = f"{tmp_path}/pipe_", f"{tmp_path}/trace_"
     node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipe
     node.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = trace

@@ -84,6 +84,7 @@ def test_the_rank_prefix_of_torch_is_taken_off_and_ends_the_block() -> None:
     assert last_traceback(text) == (
         'Traceback (most recent call last):\n  File "a", line 1\nValueError: x'
     )
+    assert last_traceback(text.replace("[rank3]: ", "[rank3]: [rank0]: ")) == last_traceback(text)
 
 
 @pytest.mark.parametrize(

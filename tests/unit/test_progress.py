@@ -13,7 +13,7 @@ import pytest
 from elastic_etcd import progress
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.progress import Doing, Page, Pages, Progress
+from elastic_etcd.progress import Doing, Progress, ProgressPage, ProgressPages
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 
@@ -105,7 +105,7 @@ async def test_a_new_world_begins_with_a_clear_page(watched: Watched, tmp_path: 
 
 
 def test_a_forked_worker_is_seen_like_one_that_is_executed(tmp_path: Path) -> None:
-    pages = Pages()
+    pages = ProgressPages()
     with BothWays(tmp_path) as ways:
         command = ways.script(PLAIN)
         (tmp_path / "gate").write_text("")
@@ -127,7 +127,7 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path
         model(torch.ones(2)).sum().backward()
         step() if n % 2 else optimizer.step()
     """
-    pages = Pages()
+    pages = ProgressPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
             env = ways.env | {progress.VARIABLE: pages.begin(0)}
@@ -138,7 +138,7 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path
 
 
 def test_pauses_are_not_the_steps_time() -> None:
-    page = Page(progress._sealed_memory())
+    page = ProgressPage(progress._sealed_memory())
     page.clear()
     page.step(told=False)
     page.step(told=False)
@@ -157,7 +157,7 @@ def test_pauses_are_not_the_steps_time() -> None:
     assert page.read().steps == 3
 
 
-def measure(page: Page, *, times: int, waited: int) -> Progress:
+def measure(page: ProgressPage, *, times: int, waited: int) -> Progress:
     for _ in range(times):
         for _ in range(progress.EVERY):
             page.step(told=False)
@@ -166,7 +166,7 @@ def measure(page: Page, *, times: int, waited: int) -> Progress:
 
 
 def test_what_steps_take_outside_of_collectives() -> None:
-    page = Page(progress._sealed_memory())
+    page = ProgressPage(progress._sealed_memory())
     page.clear()
     before = page.is_measured
     page.clear(measured=True)
@@ -185,7 +185,7 @@ def test_what_steps_take_outside_of_collectives() -> None:
 
 
 def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
-    page = Page(progress._sealed_memory())
+    page = ProgressPage(progress._sealed_memory())
     page.clear(measured=True)
     before = measure(page, times=3, waited=0).measured
     page.step(told=True)  # counts from 1 again
@@ -211,7 +211,7 @@ def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
         optimizer.step()
     dist.destroy_process_group()
     """
-    pages = Pages()
+    pages = ProgressPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
             env = ways.env | {progress.VARIABLE: pages.begin(0, measured=measured)}
@@ -224,7 +224,7 @@ def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
 
 
 def test_a_worker_can_neither_shorten_the_page_nor_mislead_its_reader(tmp_path: Path) -> None:
-    pages = Pages()
+    pages = ProgressPages()
     path = pages.begin(0)
     with open(path, "r+b") as file:  # noqa: PTH123 - as a worker opens it
         with pytest.raises(PermissionError):
@@ -307,7 +307,7 @@ def test_no_script_is_disturbed_by_what_is_measured(tmp_path: Path) -> None:
     train(after)
     print("all done")
     """
-    pages = Pages()
+    pages = ProgressPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
             env = ways.env | {progress.VARIABLE: pages.begin(0, measured=True)}

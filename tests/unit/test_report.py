@@ -50,6 +50,12 @@ def test_a_run_that_is_over() -> None:
     ]
 
 
+def test_a_pause_that_nobody_knows_is_not_said_to_be_none() -> None:
+    """Of scripts whose steps are not seen."""
+    unseen = replace(SECOND, spent=Spent(unknown=40.0, rendezvous=2.0))
+    assert list(lines(of_run(unseen)))[-1] == "1 restart"
+
+
 def test_only_who_had_rank_0_in_the_last_world_says_it() -> None:
     last = decode(History, OVER[KEYS.history(2)])
     assert list(at_end(last)) == list(lines(of_run(last)))

@@ -59,6 +59,7 @@ def test_of_two_nodes_the_median_is_the_faster_one() -> None:
         [0.5, 0.74],
         [0.5, 0.5, 0.75],  # not more than the factor
         [0.04, 0.12],  # 2 s of each step are the network's
+        [0.1, 0.25],  # together they take more than a tenth of it
         [0.0, 0.1],
         [0.0, 0.0],
     ],
@@ -67,11 +68,20 @@ def test_nobody_is_named(times: list[float]) -> None:
     assert compared(NOBODY, 1, nodes(*times, whole=2.0), FACTOR) is None
 
 
+def test_what_is_a_tenth_of_a_step_counts() -> None:
+    found = compared(NOBODY, 1, nodes(0.0, 0.1), FACTOR)
+    assert found
+    assert found.nodes == ("n2",)
+
+
 def test_several_nodes_are_one_line() -> None:
     found = compared(NOBODY, 1, nodes(*[0.5] * 6, 0.9, 0.8), FACTOR)
     assert found
     assert found.line.startswith("n7 and n8 are slow: up to 0.90 s a step")
     assert found.nodes == ("n7", "n8")
+    found = compared(NOBODY, 1, nodes(*[0.5] * 6, 0.9, 0.8, 0.9), FACTOR)
+    assert found
+    assert found.line.startswith("n7, n9 and n8 are slow: up to 0.90 s a step")
     found = compared(NOBODY, 1, nodes(*[0.5] * 2000, *[0.9] * 1500), FACTOR)
     assert found
     assert found.line.startswith("n2001, n2002, n2003 and 1497 more nodes are slow: up to ")

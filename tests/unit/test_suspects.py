@@ -2,7 +2,8 @@
 
 import pytest
 
-from elastic_etcd.core.schema import Member, Suspect
+from elastic_etcd.core.rules import Elapsed, _remembered
+from elastic_etcd.core.schema import Ledger, Limits, Member, Participant, Suspect
 from elastic_etcd.core.suspects import (
     LONGEST,
     MOST,
@@ -15,6 +16,7 @@ from elastic_etcd.core.suspects import (
     went,
     why_left_out,
 )
+from elastic_etcd.core.view import Everything, View
 
 
 def test_who_goes_is_held_off_for_twice_as_long_each_time() -> None:
@@ -74,3 +76,15 @@ def test_only_as_many_suspects_as_are_needed_take_part_survivors_first() -> None
     assert trusted([a, b, c], doubt, (2,), 2) == [c, b]
     assert trusted([a, b], doubt, (2,), 2) == [b, a]
     assert trusted([a], doubt, (), 2) == [a]
+
+
+@pytest.mark.parametrize(("lease", "after", "known"), [(1, 2, 1), (7, 2, 0), (1, 0, 0), (7, 0, 0)])
+def test_they_are_forgotten_when_nobody_of_the_last_world_is_there(
+    lease: int, after: int, known: int
+) -> None:
+    """Or where nobody asked for them; the last world was of the member with lease 1."""
+    ledger = Ledger(3, final=3, nodes=1, suspects=(Suspect("n2", failed=2),))
+    world = (Participant(1, "n1", 1, 0, 0),)
+    view = View(9, Everything(), members=(Member(lease, "n1", 1),), world=world, ledger=ledger)
+    limits = Limits(1, 2, suspect_after=after)
+    assert len(_remembered(view, [], limits, Elapsed(0.0, 0.0))) == known
