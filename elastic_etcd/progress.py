@@ -88,7 +88,7 @@ class Progress(NamedTuple):
     measured: int = 0
 
 
-class Page:
+class ProgressPage:
     """The memory. Times are of CLOCK_MONOTONIC, which both ends share."""
 
     def __init__(self, fd: int) -> None:
@@ -184,11 +184,11 @@ class Page:
         )
 
 
-class Pages:
+class ProgressPages:
     """The agent's: a page for each local rank."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, tuple[int, Page]] = {}
+        self._pages: dict[int, tuple[int, ProgressPage]] = {}
 
     def begin(self, local_rank: int, *, measured: bool = False) -> str:
         """Clear its page for a new world; gives the path for its environment.
@@ -199,14 +199,14 @@ class Pages:
         if local_rank not in self._pages:
             try:
                 fd = _sealed_memory()
-                self._pages[local_rank] = fd, Page(fd)
+                self._pages[local_rank] = fd, ProgressPage(fd)
             except OSError:
                 return ""
         fd, page = self._pages[local_rank]
         page.clear(measured=measured)
         return f"/proc/{os.getpid()}/fd/{fd}"
 
-    def all(self) -> tuple[Page, ...]:
+    def all(self) -> tuple[ProgressPage, ...]:
         """Those that there are; one that is held outlives `close`."""
         return tuple(page for _, page in self._pages.values())
 
@@ -238,7 +238,7 @@ def _sealed_memory() -> int:
 
 # --- in a worker --------------------------------------------------------------------------
 
-_page: Page | None = None
+_page: ProgressPage | None = None
 _looked = False
 
 
@@ -248,7 +248,7 @@ def step(*, told: bool = True) -> None:
         page.step(told=told)
 
 
-def measured() -> Page | None:
+def measured() -> ProgressPage | None:
     """This worker's page, if what its steps take outside of collectives is asked for."""
     page = _page if _looked else look()
     return page if page and page.is_measured else None
@@ -266,7 +266,7 @@ def now(doing: Doing) -> None:
         page.now(doing)
 
 
-def look() -> Page | None:
+def look() -> ProgressPage | None:
     """This worker's page, if its agent has given it one."""
     global _page, _looked  # noqa: PLW0603 - one process, one worker, one page
     _looked = True
@@ -276,7 +276,7 @@ def look() -> Page | None:
                 return None  # in another pid namespace: nobody watches
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                _page = Page(fd)
+                _page = ProgressPage(fd)
             finally:
                 os.close(fd)
     return _page

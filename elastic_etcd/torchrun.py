@@ -33,7 +33,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_etcd.protocol import LONGEST, Done, Ended, Formed, Over, Wanted, encode, to_torchrun
+from elastic_etcd.protocol import (
+    LONGEST,
+    UNCOUNTED,
+    Done,
+    Ended,
+    Formed,
+    Over,
+    Wanted,
+    encode,
+    to_torchrun,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +99,7 @@ def _flags(params: RendezvousParameters) -> list[str]:
         conf.setdefault("advertise", params.local_addr)
     flags = ["--etcd", params.endpoint, "--job", params.run_id]
     flags += ["--nnodes", f"{params.min_nodes}:{params.max_nodes}", "--nproc-per-node", "1"]
-    flags += ["--max-restarts", str(1 << 31), "--suspect-after", "0", "--hang-timeout", "off"]
+    flags += ["--max-restarts", str(UNCOUNTED), "--suspect-after", "0", "--hang-timeout", "off"]
     if conf.pop("rerun", "").lower() in ("1", "true", "yes"):
         flags.append("--rerun")
     for key, value in conf.items():

@@ -45,7 +45,7 @@ OURS = ("elastic_etcd.launch", "--standalone", "--min-uptime=0", "--log-level=de
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone"),
     "exec": (*OURS, "--start-method=exec"),
-    "prefork": OURS,
+    "--preload none": (*OURS, "--preload=none"),
     "--preload auto": (*OURS, "--preload=auto"),
 }
 LEARNED = "loaded ahead: torch, "

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from elastic_etcd import progress
 from elastic_etcd.children import entry
-from elastic_etcd.progress import Pages
+from elastic_etcd.progress import ProgressPages
 from elastic_etcd.train.heartbeat import heartbeat, quiet
 from elastic_etcd.train.state import ElasticState
 
@@ -55,7 +55,7 @@ def main() -> int:
     state = ElasticState(epoch=0)
     calls = {"state.check()": state.check, "ee.heartbeat()": heartbeat, "ee.quiet()": evaluate}
     without = {name: measure(call) for name, call in calls.items()}
-    pages = Pages()
+    pages = ProgressPages()
     os.environ[progress.VARIABLE] = pages.begin(0)
     progress.look()
     rows = [("an optimizer's hook", "", f"{measure(hook()):.2f}")]  # first: it yields to the others

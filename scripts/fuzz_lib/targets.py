@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -9,6 +10,7 @@ import struct
 import torch
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
+from elastic_etcd.agent.file_timers import request_of
 from elastic_etcd.core import schema
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire
@@ -56,6 +58,7 @@ SEEDS: dict[str, list[bytes]] = {
         for key, (_, value) in enumerate(sorted(job.items()))
     ],
     "packet": [HELLO, *map(encode, (World(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7)))],
+    "timer": [b'{"version": 1, "pid": 7, "scope_id": "x", "expiration_time": 1.5e9, "signal": 9}'],
     "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
     "codecs": [_OBJECTS, _TABLE],
     "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + bytes(128) + _TABLE],
@@ -91,6 +94,14 @@ def fuzz_packet(data: bytes) -> None:
             message = read(data)
             again = read(encode(message))
             assert again == message or len(data) > LONGEST_TEXT, (message, again)
+
+
+def fuzz_timer(data: bytes) -> None:
+    """A line of torch's file timers."""
+    with contextlib.suppress(ValueError, RecursionError):
+        request = request_of(data)
+        assert request.pid > 0, request
+        assert math.isfinite(request.expiration_time), request
 
 
 def fuzz_socket(data: bytes) -> None:
