@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,12 +175,13 @@ class Channel:
         try:
             yield
         finally:
-            with self._requests:
-                os.write(stop, b"\0")  # a forked child may hold it open
-                thread.join()
-                os.close(stop)
-                os.close(wake)
-                self.listens = False
+            if not sys.is_finalizing():  # then no thread runs that could be joined
+                with self._requests:
+                    os.write(stop, b"\0")  # a forked child may hold it open
+                    thread.join()
+                    os.close(stop)
+                    os.close(wake)
+                    self.listens = False
 
     def detach(self) -> None:
         """In a forked child: the socket is the parent's."""

@@ -52,13 +52,11 @@ def begun(job: Job, world: int, after: int = 0) -> tuple[int, int, dict[int, int
     return job.wait(f"a world of {world} after generation {after}", look, PATIENCE)
 
 
-def saved(job: Job, generation: int, more: int = 1) -> int:
-    """Wait until a generation has saved so often; the last step that rank 0 has saved."""
+def saved(job: Job, generation: int, more: int = 1, rank: int = 0) -> int:
+    """Wait until a rank of a generation has saved so often; the last step that it has saved."""
 
     def steps() -> list[int]:
-        found = [
-            numbers[0] for g, rank, numbers in said(job, "saved") if (g, rank) == (generation, 0)
-        ]
+        found = [numbers[0] for *who, numbers in said(job, "saved") if who == [generation, rank]]
         return found if len(found) >= more else []
 
     return max(job.wait(f"generation {generation} saves", steps, PATIENCE))
