@@ -100,13 +100,16 @@ class Changes:
         self._poll.register(self._pidfds[-1], select.POLLIN)
 
     def wait(self, until: Callable[[], T | None], seconds: float) -> T | None:
-        """The first true value of `until`, asked again after each change; None: too late."""
+        """The first true value of `until`; None: too late.
+
+        It is asked again after each change, and each second, since it may ask of more than that.
+        """
         deadline = time.monotonic() + seconds
         while not (value := until()):
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            for fd, _ in self._poll.poll(left * 1000):
+            for fd, _ in self._poll.poll(min(left, 1.0) * 1000):
                 if fd == self._inotify:
                     os.read(fd, 1 << 16)
                 else:
