@@ -262,8 +262,19 @@ class ForkServer:
         self._check_learned(command, order["env"])
         self._imports.watch(command, order["env"], lambda: self._tell_anew(order["env"]))
         if order["learn"]:
-            entry.at_first_step(lambda: imported.tell(known, self._env, order["env"]))
+            self._learn(known, order["env"])
         return script
+
+    def _learn(self, known: set[str], env: dict[str, str]) -> None:
+        """At its first step this worker tells what was imported before its process group."""
+        late = imported.Late()
+
+        def tell() -> None:
+            sys.meta_path.remove(late)
+            imported.tell(known | late.names, self._env, env)
+
+        sys.meta_path.insert(0, late)
+        entry.at_first_step(tell)
 
     def _check_learned(self, command: list[str], env: dict[str, str]) -> None:
         """Begin anew where a learned module has read what is another value in this worker."""

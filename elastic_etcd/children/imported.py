@@ -18,6 +18,7 @@ import multiprocessing
 import operator
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -105,15 +106,51 @@ def _installed_now() -> Iterator[str]:
             yield name
 
 
+class Late:
+    """Finds nothing: it sees what is imported while this process has a process group.
+
+    Where such a module were loaded ahead and this script then did something before its import that
+    the module looks at, the process could not begin anew: the others have met it.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """The import system calls this first, for each module that is not there."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        initialized = getattr(distributed, "is_initialized", None)  # torch may be half imported
+        if self.names or (initialized and initialized()):
+            self.names.add(name)
+
+
 def _is_name(name: str) -> bool:
     return len(name) <= _LONGEST_NAME and all(part.isidentifier() for part in name.split("."))
 
 
 def is_installed(spec: ModuleSpec) -> bool:
-    """Whether all of its files are installed ones."""
+    """Whether all of its files are installed ones, and not from a folder of the user's own."""
     files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-    folders = tuple(f"{folder}/" for folder in sys.path if Path(folder).name in _FOLDERS)
-    return bool(files) and all(str(file).startswith(folders) for file in files)
+    folders = [folder for folder in sys.path if Path(folder).name in _FOLDERS]
+    inside = tuple(f"{folder}/" for folder in folders)
+    found = bool(files) and all(str(file).startswith(inside) for file in files)
+    return found and not any(spec.name.partition(".")[0] in _own(each) for each in folders)
+
+
+@cache
+def _own(folder: str) -> frozenset[str]:
+    """The modules there that pip has installed from this machine: `pip install .` in an image.
+
+    They may read at their import what changes between two of them, such as their configuration.
+    """
+    found = set[str]()
+    for file in Path(folder).glob("*.dist-info/direct_url.json"):  # conda has it for all packages
+        with suppress(OSError, ValueError, KeyError):
+            url, by = json.loads(file.read_text())["url"], file.with_name("INSTALLER").read_text()
+            if url.startswith("file:") and by.strip() != "conda":
+                lines = file.with_name("RECORD").read_text().splitlines()
+                found.update(re.split(r"[/.,]", line)[0] for line in lines)
+    return frozenset(found - {""})
 
 
 # --- in the fork server -------------------------------------------------------------------

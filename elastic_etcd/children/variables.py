@@ -15,6 +15,7 @@ import builtins
 import logging
 import os
 import sys
+import time
 import warnings
 from contextlib import contextmanager
 from copy import copy
@@ -61,7 +62,8 @@ class Group:
         self.set: dict[str, tuple[str | None, str | None]] = {}  # before and after
         self.by_c = False  # libraries that read variables were loaded
         self.by_kmp = False
-        self.filters: list[Any] = []  # of warnings, those that it has added
+        self.filters: list[Any] = []  # of warnings, those that it has added before all others
+        self.last_filters: list[Any] = []  # and after them
         self.loggers: dict[str, Any] = {}
         self.finders: list[Any] = []  # of sys.meta_path
         self.finds_first = False  # one of them comes before Python's own
@@ -121,13 +123,16 @@ class Group:
         for other in given:
             modules.update(other.modules)
             loggers.update(other.loggers)
-            filters += other.filters
+            filters += other.filters + other.last_filters
             finders += other.finders
             self.set = {name: v for name, v in self.set.items() if name not in other.set}
         standard = sys.stdlib_module_names
         new = [n for n in sys.modules if n not in modules and n.partition(".")[0] not in standard]
         self.modules = {name: sys.modules[name] for name in new}
-        self.filters = [each for each in warnings.filters if each not in filters]
+        added = [each not in filters for each in warnings.filters]
+        more = [each for each, is_new in zip(warnings.filters, added, strict=True) if is_new]
+        ahead = added.index(False) if False in added else len(added)
+        self.filters, self.last_filters = more[:ahead], more[ahead:]
         self.loggers = {name: made[name] for name in made if name not in loggers}
         self.finders = [each for each in sys.meta_path if each not in finders]
         first = sys.meta_path[: sys.meta_path.index(PathFinder)]
@@ -199,7 +204,7 @@ class Group:
             if os.environ.get(name) == after:
                 _set_variable(name, before)
         known: list[Any] = warnings.filters  # type: ignore[assignment]
-        for each in self.filters:
+        for each in self.filters + self.last_filters:
             if each in known:
                 known.remove(each)
         for name in self.loggers:
@@ -214,9 +219,11 @@ class Group:
         for name, (before, after) in self.set.items():
             if os.environ.get(name) == before:
                 _set_variable(name, after)
-        if self.filters:
-            _add_filters(self.filters)
+        if self.filters or self.last_filters:
+            _add_filters(self.filters, self.last_filters)
         dict.update(logging.root.manager.loggerDict, self.loggers)
+        for logger in self.loggers.values():
+            vars(logger).get("_cache", {}).clear()  # whether it shows a level, by other settings
         sys.meta_path += [each for each in self.finders if each not in sys.meta_path]
         while self.later:
             self.later.pop(0)()
@@ -251,6 +258,8 @@ class Imports(MetaPathFinder):
         self._own: dict[str, dict[str, Any]] = {}  # what the import system writes into a module
         self._undo: list[Callable[[], None]] = []
         self._begin: Begin | None = None
+        self._torch: Any = None
+        self._around: dict[str, object] = {}  # when the script began
 
     @property
     def modules(self) -> dict[str, ModuleType]:
@@ -315,6 +324,8 @@ class Imports(MetaPathFinder):
         """
         pid, cwd, umask = os.getpid(), os.getcwd(), os.umask(0)  # noqa: PTH109
         os.umask(umask)
+        self._torch = self.modules.get("torch")
+        self._around = self._surroundings()
         putenv, unsetenv = os.putenv, os.unsetenv
 
         def begin(why: str, learned: bool) -> None:
@@ -323,6 +334,7 @@ class Imports(MetaPathFinder):
                 os.umask(umask)
                 if learned:
                     tell()
+                    self._end_if_joined(why)
                 begin_anew(argv, env, why)
 
         def changed(name: str, value: str | None) -> None:
@@ -408,7 +420,7 @@ class Imports(MetaPathFinder):
         module = group.modules[fullname] if group else None
         if group is None or module is None or module.__spec__ is None:
             return None
-        self._check_origins(group)
+        self._check(group)
         spec = copy(module.__spec__)
         spec.loader = _Ahead(self, module.__spec__.loader)
         return spec
@@ -437,11 +449,45 @@ class Imports(MetaPathFinder):
     def _group(self, name: str) -> Group | None:
         return next((group for group in self.groups if name in group.modules), None)
 
-    def _check_origins(self, wanted: Group) -> None:
-        """Begin anew where the script would find another file now than the fork server did."""
-        for group in self._needed([wanted]):
-            if self._begin and (name := group.moved()):
+    def _check(self, wanted: Group) -> None:
+        """Begin anew where this import would find something else now than the fork server did."""
+        if self._begin is None:
+            return
+        needed = self._needed([wanted])
+        for group in needed:
+            if name := group.moved():
                 self._begin(f"finds another {name} than the one that was loaded ahead", True)
+        now = self._surroundings() if any(group.learned for group in needed) else self._around
+        if other := next((what for what in now if now[what] != self._around[what]), ""):
+            self._begin(f"has another {other} before it imports {_top(wanted)}", True)
+
+    def _surroundings(self) -> dict[str, object]:
+        """What an import may look at that scripts set, beside variables."""
+        torch = self._torch
+        return {
+            "sys.stdout": sys.stdout,
+            "sys.stderr": sys.stderr,
+            "sys.argv": sys.argv[1:],
+            "working directory": os.getcwd(),  # noqa: PTH109
+            "affinity to CPUs": os.sched_getaffinity(0),
+            "time zone": time.tzname,
+            "class of loggers": logging.getLoggerClass(),
+            "default dtype": torch and torch.get_default_dtype(),
+            "default device": torch and torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),  # noqa: SLF001
+        }
+
+    def _end_if_joined(self, why: str) -> None:
+        """End this process where the others of its world have met it already, once only."""
+        distributed = getattr(self._torch, "distributed", None)
+        if distributed and distributed.is_available() and distributed.is_initialized():
+            sys.stderr.write(
+                f"elastic_etcd: this script {why}, which was loaded ahead (--preload auto), and "
+                "is in a process group already: this worker ends, so that the next world begins "
+                "without such modules\n"
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def numeric() -> set[str]:
@@ -472,13 +518,14 @@ def _origin(name: str) -> str | None:
     return found.origin if found else None
 
 
-def _add_filters(filters: Sequence[Any]) -> None:
+def _add_filters(first: Sequence[Any], last: Sequence[Any]) -> None:
     """As warnings.filterwarnings has added them: the newest first, and each once."""
     known: list[Any] = warnings.filters  # type: ignore[assignment]
-    for each in reversed(filters):
+    for each in reversed(first):
         if each in known:
             known.remove(each)
         known.insert(0, each)
+    known += [each for each in last if each not in known]
     _filters_changed()
 
 

@@ -27,8 +27,10 @@ HARMLESS = {
     "sets": "os.environ.setdefault('SET_BY_SETS', 'FALSE')\n",
     "warns": "import warnings\nwarnings.filterwarnings('ignore', message='of warns')\n"
     "warnings.simplefilter('default', category=ImportWarning)\n",
+    "warns_last": "import warnings\nwarnings.simplefilter('error', ResourceWarning, append=True)\n",
     "logs": "import logging\nlogger = logging.getLogger('logs.inner')\nlogger.setLevel(10)\n"
     "logger.addHandler(logging.NullHandler())\n",
+    "logs_once": "import logging\nlogger = logging.getLogger('logs_once')\nlogger.info('unseen')\n",
     "after": "import plain, torch.nn\n",
     "all_of_pack": "from pack import *\n",
     "at_exit": "import atexit\n@atexit.register\ndef end():\n    print('end of at_exit')\n",
@@ -288,6 +290,51 @@ def test_a_logger_that_the_script_gets_first_is_the_one_of_the_module(ways: Both
     assert (forked.code, forked.out) == (0, "40 10\n"), forked.err
 
 
+def test_a_logger_that_was_silent_at_its_import_shows_what_the_script_wants(ways: BothWays) -> None:
+    text = "import logging\nlogging.basicConfig(level=10, force=True)\nimport logs_once\n"
+    forked = ways.fork(ways.script(f"{text}logs_once.logger.info('seen')"))
+    assert (forked.code, forked.err) == (0, "INFO:logs_once:seen\n")
+
+
+def test_a_filter_that_a_module_adds_after_the_others_stays_there(ways: BothWays) -> None:
+    text = "import warnings\nwarnings.simplefilter('ignore')\nimport warns_last\n"
+    assert (
+        ways.same(ways.script(f"{text}print(warnings.filters[0], warnings.filters[-1])")).code == 0
+    )
+
+
+AROUND = {
+    "sys.stdout": "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)",
+    "sys.argv": "import sys\nsys.argv.append('--more')",
+    "working directory": "import os\nos.chdir('/')",
+    "affinity to CPUs": "import os\nos.sched_setaffinity(0, {max(os.sched_getaffinity(0))})",
+    "time zone": "import time\ntime.tzname = 'A', 'B'",
+    "class of loggers": "import logging\nlogging.setLoggerClass(type('L', (logging.Logger,), {}))",
+    "default dtype": "import torch\ntorch.set_default_dtype(torch.float64)",
+    "default device": "import torch\ntorch.set_default_device('meta')",
+}
+
+
+@pytest.mark.parametrize("what", AROUND)
+def test_what_a_script_has_otherwise_when_it_imports_a_module_counts(
+    ways: BothWays, what: str
+) -> None:
+    forked = ways.fork(ways.script(f"{AROUND[what]}\nimport plain\nprint(plain.pid)"))
+    assert forked.code == 0, forked.err
+    assert f"has another {what} before it imports plain" in forked.err
+
+
+def test_nobody_begins_anew_who_is_in_a_process_group(ways: BothWays) -> None:
+    """The others would wait for ever: they have met this process already."""
+    text = "import os, torch.distributed as dist\nstore = dist.HashStore()\n"
+    text += "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+    text += "print('once')\nos.environ['READS_HOME'] = 'away'\nimport reads"
+    forked = ways.fork(ways.script(text))
+    assert (forked.code, forked.out) == (1, "once\n"), forked.err
+    assert "READS_HOME before it imports reads" in forked.err
+    assert "this worker ends" in forked.err
+
+
 @pytest.mark.parametrize("where", ["beside the script", "on a path that it adds"])
 def test_another_version_in_the_way_is_the_one(ways: BothWays, where: str) -> None:
     own = ways.folder if where.startswith("beside") else ways.folder / "vendored"
@@ -326,6 +373,29 @@ def test_a_learned_module_is_never_the_users_own(tmp_path: Path) -> None:
         assert not (tmp_path / "imported").exists()
         assert ahead(ways, "plain")
         assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "by", "is_ahead"),
+    [
+        ("file:///src/mine", "pip", False),
+        ("file:///croot/mine", "conda", True),
+        ("https://host/mine.whl", "pip", True),
+    ],
+)
+def test_what_was_installed_from_a_folder_is_the_users_own(
+    tmp_path: Path, url: str, by: str, is_ahead: bool
+) -> None:
+    """`pip install .` in an image: what it reads at its import may change between two."""
+    ways = BothWays(tmp_path, learned=["mine.deep"])
+    write(ways.packages, {"mine/__init__.py": "", "mine/deep.py": HEAD})
+    told = ways.packages / "mine-1.dist-info"
+    told.mkdir()
+    (told / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
+    (told / "INSTALLER").write_text(f"{by}\n")
+    (told / "RECORD").write_text("mine/__init__.py,sha256=x,3\nmine/deep.py,,\n../../bin/mine,,\n")
+    with ways:
+        assert ahead(ways, "mine.deep") == is_ahead
 
 
 def test_what_never_ends_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +441,9 @@ import plain, own, os, torch
 import pack.deep.leaf
 os.environ["SET_BY_SCRIPT"] = "1"
 optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+import warns
 optimizer.step()
 import reads
 optimizer.step()
@@ -402,7 +475,9 @@ async def test_a_worker_tells_what_it_has_imported_by_its_first_step(tmp_path: P
     found = json.loads(os.pread(fd, 1 << 24, 0))
     os.close(fd)
     order = [
-        n for n in found["modules"] if n.partition(".")[0] in ("plain", "pack", "own", "reads")
+        n
+        for n in found["modules"]
+        if n.partition(".")[0] in ("plain", "pack", "own", "warns", "reads")
     ]
     assert order == ["plain", "pack", "pack.deep", "pack.deep.leaf"]
     assert "torch" not in found["modules"], "the fork server has that"
