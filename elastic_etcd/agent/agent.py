@@ -304,6 +304,7 @@ class Agent:
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
+        self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
@@ -448,7 +449,16 @@ class Agent:
                 if at is not None:
                     self._timer = self._loop.call_at(at, self._inbox.put, Tick())
             case Log(decision):
-                log.log(self._level(decision), "%s", decision.reason)
+                self._log_reason(decision)
+
+    def _log_reason(self, decision: Decision) -> None:
+        """Log its reason; one that comes again after others for debugging only is for that, too."""
+        level, now = self._level(decision), self._state.view and self._state.view.round
+        reason = now.generation if now else 0, decision.reason
+        if level > logging.DEBUG:
+            level = logging.DEBUG if reason == self._shown else level
+            self._shown = reason
+        log.log(level, "%s", decision.reason)
 
     def _write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
