@@ -38,7 +38,7 @@ from elastic_etcd.agent.inbox import (
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.memory import memory_directory
+from elastic_etcd.agent.memory import memory_directory, own_directory
 from elastic_etcd.agent.pace import PaceTeller
 from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.recorder import FlightRecorder
@@ -143,13 +143,15 @@ async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account
         watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
         if metrics:
             metrics.watch(watchdog)
+        folder, remove_folder = own_directory()
+        scope.callback(remove_folder)
         etcd, embedded = config.etcd, None
         if etcd is None:
-            embedded = await scope.enter_async_context(EmbeddedEtcd())
+            embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder))
             etcd = EtcdConfig((embedded.endpoint,))
             _tell_embedded(config, embedded.endpoint)
         memory, remove = memory_directory(config.memory_dir)
-        guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory)
+        guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory, folder)
         guardian.start()
         scope.callback(guardian.dismiss)
         scope.callback(remove)  # before that: else nobody would, if this were killed now
@@ -161,7 +163,7 @@ async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
         told = (metrics, account, events)
-        return await run_agent(config, client, guardian, logs, embedded, memory, *told)
+        return await run_agent(config, client, guardian, logs, embedded, memory, folder, *told)
 
 
 async def run_agent(
@@ -171,21 +173,22 @@ async def run_agent(
     logs: Logs,
     embedded: EmbeddedEtcd | None = None,
     memory: str = "",
+    folder: str = "",
     metrics: "Metrics | None" = None,
     account: "Account | None" = None,
     events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
-    `memory` is the node's directory for checkpoints, if it has one; `metrics` if they are served,
-    `events` if they are written.
+    `memory` is the node's directory for checkpoints, if it has one, and `folder` for its socket;
+    `metrics` if they are served, `events` if they are written.
     """
 
     def build(inbox: Inbox, tasks: Tasks) -> Agent:
         if embedded:
             embedded.failed.add_done_callback(lambda failed: _put_error(inbox, failed))
         membership = Membership(client, config, inbox, tasks, guardian)
-        workers = Workers(config, logs, inbox, tasks, membership, guardian, memory)
+        workers = Workers(config, logs, inbox, tasks, membership, guardian, memory, folder)
         hangs = HangWatch(config.hang_timeout, membership, workers, logs)
         tasks.create(hangs.watch())
         tasks.create(hangs.answer())
@@ -301,6 +304,7 @@ class Agent:
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
+        self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
@@ -445,7 +449,16 @@ class Agent:
                 if at is not None:
                     self._timer = self._loop.call_at(at, self._inbox.put, Tick())
             case Log(decision):
-                log.log(self._level(decision), "%s", decision.reason)
+                self._log_reason(decision)
+
+    def _log_reason(self, decision: Decision) -> None:
+        """Log its reason; one that comes again after others for debugging only is for that, too."""
+        level, now = self._level(decision), self._state.view and self._state.view.round
+        reason = now.generation if now else 0, decision.reason
+        if level > logging.DEBUG:
+            level = logging.DEBUG if reason == self._shown else level
+            self._shown = reason
+        log.log(level, "%s", decision.reason)
 
     def _write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None

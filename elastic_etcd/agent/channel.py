@@ -80,9 +80,9 @@ class ChannelServer:
         self._directory = ""
         self._again: asyncio.TimerHandle | None = None
 
-    def open(self) -> str:
+    def open(self, parent: str = "") -> str:
         """Listen; the socket's path, which only this user can reach. Raises OSError."""
-        self._directory = tempfile.mkdtemp(prefix="elastic_etcd-")
+        self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir=parent or None)
         if len(os.fsencode(self._directory)) + 6 > _LONGEST_PATH:  # TMPDIR may be anything
             Path(self._directory).rmdir()
             self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir="/tmp")

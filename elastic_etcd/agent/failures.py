@@ -15,7 +15,13 @@ _LARGEST = 1 << 24
 # torch.distributed puts "[rank0]: " before the lines of an uncaught exception, and once more for
 # each process group that there was.
 _RANK = re.compile(r"^(\[rank\d+\]: ?)+")
-_HEADER = "Traceback (most recent call last):"
+_HEADER, _GROUP = "Traceback (most recent call last):", "  + Exception Group "
+_LINKS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_IGNORED = "Exception ignored in"
+_OTHER = re.compile(rf"\[?[IWEF]\d{{4}} |{_IGNORED}")  # torch's log, in C++ and in Python
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
@@ -43,26 +49,43 @@ def write_error_file(path: str, error: Exception, code: int) -> None:
 
 
 def last_traceback(text: str) -> str:
-    """The last "Traceback (most recent call last)" block, up to the empty line after it.
+    """The last traceback, with the exceptions that led to its own.
 
     Those of exceptions that Python ignored while it shut down are no cause of anything.
     """
     lines = text.splitlines()
     bare = [_RANK.sub("", line) for line in lines]
-    for start in reversed(range(len(lines))):
-        if bare[start] == _HEADER and not (
-            start and bare[start - 1].startswith("Exception ignored in")
-        ):
-            return "\n".join(bare[start : _end(lines, bare, start)])
+    headers = [at for at, line in enumerate(bare) if line.removeprefix(_GROUP) == _HEADER]
+    while headers:
+        start = last = headers.pop()
+        while headers and _before(bare, start) in _LINKS:
+            start = headers.pop()
+        if not (start and bare[start - 1].startswith(_IGNORED)):
+            return "\n".join(bare[start : _end(lines, bare, last)])
     return ""
 
 
+def _before(bare: list[str], start: int) -> str:
+    """The last line before `start` that is not empty."""
+    return next((line for line in reversed(bare[:start]) if line.strip()), "").strip()
+
+
 def _end(lines: list[str], bare: list[str], start: int) -> int:
+    """Where the traceback that begins at `start` ends.
+
+    What follows an empty line may be of its exception's message, or output that came after: that
+    is longer. With ranks each line says to whom it belongs.
+    """
     ranked = _RANK.match(lines[start]) is not None
+    end = first = start + 1  # after all of it, and before its first empty line
     for at in range(start + 1, len(lines)):
-        if not bare[at].strip() or ranked != (_RANK.match(lines[at]) is not None):
-            return at
-    return len(lines)
+        if not bare[at].strip():
+            continue
+        if ranked != (_RANK.match(lines[at]) is not None) or _OTHER.match(bare[at]):
+            break
+        first = at + 1 if first == at else first
+        end = at + 1
+    return end if ranked or sum(map(len, bare[first:end])) < _LONGEST else first
 
 
 def _from_file(path: str) -> str:

@@ -40,10 +40,10 @@ class Guardian:
     line in the log; the new one knows what the old one knew.
     """
 
-    def __init__(self, etcd: EtcdConfig, mark: str = "", memory: str = "") -> None:
+    def __init__(self, etcd: EtcdConfig, mark: str = "", *folders: str) -> None:
         self._etcd = etcd
         self._mark = mark
-        self._memory = memory  # a directory that is to be removed
+        self._folders = folders  # which are to be removed
         self._lease = 0
         self._groups: tuple[int, ...] = ()
         self._parked: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Guardian:
             ours.close()
             return
         with contextlib.suppress(ConnectionError):  # dead already; `_ended` will say so
-            ours.send(_first_packet(self._etcd, self._mark, self._memory))
+            ours.send(_first_packet(self._etcd, self._mark, self._folders))
         self._process, self._socket = process, ours
         self._watch = ExitWatch(self._process, self._ended)
         self._send()
@@ -160,11 +160,11 @@ class Guardian:
         self._process = self._socket = self._watch = None
 
 
-def _first_packet(etcd: EtcdConfig, mark: str, memory: str) -> bytes:
+def _first_packet(etcd: EtcdConfig, mark: str, folders: tuple[str, ...]) -> bytes:
     """The first packet: secrets go this way, never by argument or environment."""
     # The last entry is for an installation that Python finds by a hook and not by the path.
     path = [*map(os.path.abspath, sys.path), str(Path(guard.__file__).parents[2])]
-    more = {"path": path, "mark": mark, "memory": memory}
+    more = {"path": path, "mark": mark, "folders": folders}
     return json.dumps({**dataclasses.asdict(etcd), **more}).encode()
 
 

@@ -1,8 +1,9 @@
-"""This node's directory in memory, for checkpoints: it outlives the workers, and not the agent.
+"""The agent's directories: one in memory, for checkpoints, and one for its socket and its etcd.
 
-The agent removes it at its end, and its guardian does if the agent is killed. Beyond both, the
-agent holds a lock on it that the kernel lets go of at its end, in whatever container that ran: the
-next agent here that gets the lock knows that nobody uses the directory any more.
+They outlive the workers, and not the agent. It removes them at its end, and its guardian does if
+the agent is killed. Beyond both, the agent holds a lock on each that the kernel lets go of at its
+end, in whatever container that ran: the next agent here that gets the lock knows that nobody uses
+the directory any more.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-_PREFIX = "elastic_etcd_memory-"
+_MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +27,29 @@ def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
 
     What dead agents of this user have left there is removed by a thread.
     """
-    remove_former = partial(_remove_former, Path(parent))
+    return _directory(parent, _MEMORY, "ee.memory_checkpoint")
+
+
+def own_directory() -> tuple[str, Callable[[], None]]:
+    """The same for all else of an agent, below the temporary directory."""
+    return _directory(tempfile.gettempdir(), _OWN, "this agent's own files")
+
+
+def _directory(parent: str, prefix: str, purpose: str) -> tuple[str, Callable[[], None]]:
+    remove_former = partial(_remove_former, Path(parent), prefix)
     threading.Thread(target=remove_former, name="memory", daemon=True).start()
     try:
-        path, lock = _make(parent)
+        path, lock = _make(parent, prefix)
     except OSError as error:
-        log.info("no directory for ee.memory_checkpoint in %s: %s", parent, error.strerror)
+        log.info("no directory for %s in %s: %s", purpose, parent, error.strerror)
         return "", lambda: None
     return path, partial(_remove, path, lock)
 
 
-def _make(parent: str) -> tuple[str, int]:
+def _make(parent: str, prefix: str) -> tuple[str, int]:
     """The path, and the descriptor that has the lock."""
     while True:
-        path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         with suppress(FileNotFoundError):  # another agent took it for one that was left
             try:
                 lock = _locked(path)
@@ -70,8 +80,8 @@ def _remove(path: str, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_former(parent: Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*"):
+def _remove_former(parent: Path, prefix: str) -> None:
+    for path in parent.glob(f"{prefix}*"):
         with suppress(OSError):  # somebody else's, or gone meanwhile
             if path.stat(follow_symlinks=False).st_uid == os.geteuid():
                 lock = _locked(path)

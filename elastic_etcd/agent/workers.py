@@ -89,6 +89,7 @@ class Workers:
         membership: Membership,
         guardian: Guardian,
         memory: str = "",
+        folder: str = "",
     ) -> None:
         self.generation = 0
         self._config = config
@@ -118,7 +119,7 @@ class Workers:
         self._explaining = 0  # failures whose cause is being read
         self._in_order = asyncio.Lock()
         self._channels = ChannelServer(self._heard, self._imported)
-        self._socket = self._channels.open()
+        self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
         self._pages = ProgressPages()
         self._mark = Mark.own(config.node, config.job)

@@ -5,7 +5,7 @@ packet is what it takes to reach etcd, each later one what is true now: the leas
 workers may train (ms of CLOCK_BOOTTIME, 0: always), how many of the process groups train, and the
 groups, those first. End of file means that the agent is gone. The kill comes first, and whatever is
 costly to load (the etcd client) after it, so that waiting takes a bare interpreter's memory and no
-more. Last it removes the agent's directory in memory.
+more. Last it removes the agent's directories.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ def main(agent: str, life: int) -> int:
     lease, groups = _follow(agent)
     killed = [group for group in groups if _kill(group)]  # at once: a number is used again later
     signal.alarm(life)
-    config, path, memory = _read(etcd)
+    config, path, folders = _read(etcd)
     if not (killed or lease):
-        _remove(memory)
+        _remove(folders)
         return 0
     _load_client(path)
     dying = _kill_the_rest(killed, str(config.pop("mark")))
@@ -53,7 +53,7 @@ def main(agent: str, life: int) -> int:
     if lease:
         done.append(f"lease {lease:x} {'not revoked: ' + problem if problem else 'revoked'}")
     _say(f"elastic_etcd: the agent (pid {agent}) is gone: {', '.join(done)}\n")
-    _remove(memory)
+    _remove(folders)
     _wait(dying, life)  # another agent of this node waits for this process
     return 1 if problem else 0
 
@@ -122,14 +122,15 @@ def _set(timer: int, at: int) -> None:
     ctypes.CDLL(None).timerfd_settime(timer, _ABSOLUTE, when, None)
 
 
-def _read(packet: bytes) -> tuple[dict[str, object], list[str], str]:
-    """The agent's EtcdConfig as a dictionary, its `sys.path`, and its directory in memory."""
+def _read(packet: bytes) -> tuple[dict[str, object], list[str], list[str]]:
+    """The agent's EtcdConfig as a dictionary, its `sys.path`, and its directories."""
     import json
 
     config: dict[str, object] = json.loads(packet)
-    path = config.pop("path")
+    path, folders = config.pop("path"), config.pop("folders")
     assert isinstance(path, list)
-    return config, path, str(config.pop("memory", ""))
+    assert isinstance(folders, list)
+    return config, path, folders
 
 
 def _load_client(path: list[str]) -> None:
@@ -138,11 +139,11 @@ def _load_client(path: list[str]) -> None:
     import elastic_etcd.etcd.client  # noqa: F401
 
 
-def _remove(memory: str) -> None:
+def _remove(folders: list[str]) -> None:
     import shutil
 
-    if memory:
-        shutil.rmtree(memory, ignore_errors=True)
+    for folder in filter(None, folders):  # "": it could not be made
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_the_rest(groups: list[int], mark: str) -> set[int]:

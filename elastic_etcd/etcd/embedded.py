@@ -34,15 +34,17 @@ log = logging.getLogger(__name__)
 class EmbeddedEtcd:
     """`async with EmbeddedEtcd() as etcd`: `etcd.endpoint` answers inside the scope.
 
-    The data is in `directory`, or in a temporary one that is removed at the end. The server
+    The data is in `directory`, or in a temporary one in `parent` that is removed at the end; the
+    log of a server that has failed stays. The server
     dies with this process, even when that is SIGKILLed. One that ends is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
     does not start. `failed` gets that as its exception when it has ended again and again.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, parent: str = "") -> None:
         self.endpoint = ""
         self._given = directory
+        self._parent = parent or None
         self._directory = Path()
         self._peer_url = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +53,9 @@ class EmbeddedEtcd:
 
     async def __aenter__(self) -> Self:
         program = find_program()
-        self._directory = Path(self._given or tempfile.mkdtemp(prefix="elastic_etcd-"))
+        self._directory = Path(
+            self._given or tempfile.mkdtemp(prefix="elastic_etcd-", dir=self._parent)
+        )
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
             for _ in range(PORT_TRIES):
@@ -59,8 +63,6 @@ class EmbeddedEtcd:
                     self._supervisor = asyncio.create_task(self._supervise(program))
                     self._supervisor.add_done_callback(self._supervised)
                     return self
-        except EtcdUnreachable:
-            raise  # it names the log, which stays
         except BaseException:
             await self._stop()
             raise
@@ -70,6 +72,14 @@ class EmbeddedEtcd:
     @property
     def _log(self) -> Path:
         return self._directory / "etcd.log"
+
+    def _kept_log(self) -> Path:
+        """The log, where it stays."""
+        if self._given:
+            return self._log
+        file, path = tempfile.mkstemp(prefix="elastic_etcd-", suffix=".log")
+        os.close(file)
+        return Path(shutil.move(self._log, path))
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
@@ -86,7 +96,7 @@ class EmbeddedEtcd:
         if "address already in use" in said:
             return False
         raise EtcdUnreachable(
-            f"the embedded etcd did not start: {complaint(said)}\nSee its log, {self._log}."
+            f"the embedded etcd did not start: {complaint(said)}\nSee its log, {self._kept_log()}."
         )
 
     async def _launch(self, program: str) -> bool:
@@ -124,7 +134,7 @@ class EmbeddedEtcd:
         self.failed.set_exception(
             EtcdUnreachable(
                 f"the embedded etcd has ended {how_often}; its last words: {said}\n"
-                f"See its log, {self._log}."
+                f"See its log, {self._kept_log()}."
             )
         )
 
@@ -164,8 +174,7 @@ class EmbeddedEtcd:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
         await self._stop_process()
-        given_up = self.failed.done() and self.failed.exception()  # which names the log
-        if self._given is None and not given_up:
+        if self._given is None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 

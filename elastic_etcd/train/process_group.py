@@ -110,6 +110,7 @@ class ProcessGroup:
             self._aborter = threading.Thread(target=self._keep_aborting, name="elastic_etcd abort")
             self._aborter.start()
             self._teller = threading.Timer(PARK_LATE, self._tell_place)
+            self._teller.daemon = True  # like that thread it keeps no process that ends
             self._teller.start()
 
     def fail(self, reason: str) -> None:
@@ -179,8 +180,9 @@ class ProcessGroup:
         return dist.PrefixStore(self._prefix, client)
 
     def _keep_aborting(self) -> None:
+        """Until it is torn down, or the script has ended: the interpreter waits for this thread."""
         self._abort()
-        while not self._torn_down.wait(_AGAIN):
+        while not self._torn_down.wait(_AGAIN) and threading.main_thread().is_alive():
             self._abort()
 
     def _tell_place(self) -> None:

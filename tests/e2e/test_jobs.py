@@ -147,7 +147,29 @@ def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: Ticki
     )
     assert log, agent.output
     assert Path(log[1]).exists()
+    Path(log[1]).unlink()
     assert not alone.processes()
+
+
+@pytest.mark.parametrize("kill", [Agent.kill, Agent.node_kill], ids=["agent", "node"])
+def test_nothing_stays_in_the_temporary_directory_of_an_agent_that_is_killed(
+    alone: TickingJob, kill: Callable[[Agent], None]
+) -> None:
+    """Its guardian removes it, and where that is killed, too, the next agent does."""
+    folder = alone.directory / "tmp"
+    folder.mkdir()
+    env = {"ETCDCTL_ENDPOINTS": "", "TMPDIR": str(folder)}
+    agent = alone.start("n1", nnodes="1", env=env)
+    alone.trains(1)
+    before = set(folder.glob("elastic_etcd*"))
+    assert before
+    kill(agent)
+    alone.wait("all that it ran ends, its guardian last", lambda: not agent.others())
+    if kill is Agent.node_kill:
+        agent = alone.start("n1", "--steps", "5", nnodes="1", env=env)
+        alone.exits(agent, 0, seconds=60)
+    assert not {*folder.glob("elastic_etcd*")}
+    alone.abandoned = True
 
 
 @pytest.mark.skipif(not find_spec("etcd3"), reason="needs the package etcd3")

@@ -138,10 +138,11 @@ def test_t4_a_worker_that_leaves_after_its_training_has_sigterm(job: Job, tmp_pa
 
 
 def test_t3_a_worker_that_dies_in_a_long_step_keeps_nobody_waiting(job: Job) -> None:
-    n1, n2 = (start(job, name, LONG_STEP, nnodes="1:3") for name in ("n1", "n2"))
+    flags = {"nnodes": "2:3", "settle": 1, "park_timeout": 3}
+    n1, n2 = (start(job, name, LONG_STEP, **flags) for name in ("n1", "n2"))
     for node in (n1, n2):
         job.said(node, "step 3 of", seconds=90)
-    n3 = start(job, "n3", LONG_STEP, nnodes="1:3")
+    n3 = start(job, "n3", LONG_STEP, **flags)
     job.said(n1, "n3 joins", seconds=60)
     pid = next(int(line.split()[-3]) for line in n2.output.splitlines() if "step 3 of" in line)
     send(signal.SIGKILL, [pid])

@@ -53,11 +53,11 @@ def test_a_killed_node_costs_no_more_and_gets_them_when_it_is_back(job: Job) -> 
 
 def test_all_nodes_are_lost_and_the_disk_has_one_in_n(job: Job) -> None:
     disk = str(job.directory / "disk")
-    n1 = start(job, "n1", "--disk", disk)
+    n1 = start(job, "n1", "--disk", disk, settle=1)  # there is no other node
     g, _, _ = begun(job, 1)
     last = saved(job, g, more=5)
     n1.node_kill()
-    n1 = start(job, "n1", "--disk", disk)
+    n1 = start(job, "n1", "--disk", disk, settle=1)
     _, step, _ = begun(job, 1, after=g)
     assert step >= last // 20 * 20 > 0
     assert step % 20 == 0

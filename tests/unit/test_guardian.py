@@ -115,7 +115,7 @@ def waiting_guard() -> Iterator["tuple[subprocess.Popen[bytes], socket.socket]"]
         command = [sys.executable, "-I", "-S", guard.__file__, "1", str(GUARD_LIFE)]
         with subprocess.Popen(command, stdin=theirs.fileno()) as process:
             theirs.close()
-            ours.send(b'{"path": []}')
+            ours.send(b'{"path": [], "folders": []}')
             for _ in range(1000):  # each waits for room, which only the reader makes
                 ours.send(b"0 0 0")
             yield process, ours

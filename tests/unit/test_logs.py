@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -85,6 +86,55 @@ def test_the_rank_prefix_of_torch_is_taken_off_and_ends_the_block() -> None:
         'Traceback (most recent call last):\n  File "a", line 1\nValueError: x'
     )
     assert last_traceback(text.replace("[rank3]: ", "[rank3]: [rank0]: ")) == last_traceback(text)
+
+
+def raised(text: str) -> str:
+    """What Python says of the exception that `text` raises."""
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    return run.stderr.rstrip("\n")
+
+
+@pytest.mark.parametrize("ranked", [False, True], ids=["", "with ranks"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise ValueError('one\\n\\n\\ntwo\\n  three')",
+        """
+        try:
+            1 / 0
+        except ZeroDivisionError as error:
+            try:
+                raise KeyError('of it\\n\\nmore') from error
+            except KeyError:
+                raise ValueError('during')
+        """,
+        """
+        try:
+            raise ExceptionGroup('some', [KeyError('a\\n\\nb'), ExceptionGroup('n', [OSError()])])
+        except ExceptionGroup:
+            {}['b']
+        """,
+        "raise ExceptionGroup('some', [KeyError('a'), ValueError('b')])",
+    ],
+    ids=["a message with empty lines", "a chain", "a chain with a group", "a group"],
+)
+def test_a_traceback_is_whole(text: str, ranked: bool) -> None:
+    whole = said = raised(text)
+    older = raised("raise KeyError('older')")
+    if ranked:  # as torch does it
+        said = "\n".join(line and f"[rank0]: {line}" for line in whole.split("\n"))
+    assert last_traceback(f"{older}\nmore\n\n{said}\n") == whole
+    assert last_traceback(f"{older}\n\n{said}\n\n[W1121 12:00 x.cpp] warning\n") == whole
+    ignored = raised(text)
+    assert last_traceback(f"{said}\n\nException ignored in: <x>\n{ignored}\n") == whole
+
+
+def test_what_came_long_after_a_traceback_is_none_of_it() -> None:
+    block = raised("raise KeyError('caught')")
+    output = "a line of the training\n\n" * 1000
+    assert last_traceback(f"{block}\n\n{output}") == block
 
 
 @pytest.mark.parametrize(

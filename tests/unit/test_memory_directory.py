@@ -41,8 +41,8 @@ def test_only_what_a_dead_agent_left_is_removed(
     (tmp_path / "elastic_etcd-x").mkdir()
     (tmp_path / "elastic_etcd_memory-link").symlink_to(tmp_path / "elastic_etcd-x")
     (tmp_path / "elastic_etcd_memory-file").touch()
-    live, lock = memory._make(str(tmp_path))
-    memory._remove_former(tmp_path)
+    live, lock = memory._make(str(tmp_path), memory._MEMORY)
+    memory._remove_former(tmp_path, memory._MEMORY)
     remaining = {path.name for path in tmp_path.iterdir()}
     others = {"elastic_etcd-x", "elastic_etcd_memory-link", "elastic_etcd_memory-file"}
     assert remaining == others | {Path(live).name}
@@ -55,7 +55,7 @@ def test_another_user_s_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "elastic_etcd_memory-theirs"
     path.mkdir()
     os.chown(path, 12345, 12345)
-    memory._remove_former(tmp_path)
+    memory._remove_former(tmp_path, memory._MEMORY)
     assert path.exists()
 
 
@@ -82,7 +82,7 @@ def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
         return real(path)
 
     monkeypatch.setattr(memory, "_locked", locked)
-    path, lock = memory._make(str(tmp_path))
+    path, lock = memory._make(str(tmp_path), memory._MEMORY)
     assert [str(each) for each in tmp_path.iterdir()] == [path] != taken
     os.close(lock)
 

@@ -1,6 +1,8 @@
 """One generation after the other in one process, and what is left of each."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +118,21 @@ def test_g3_a_rank_that_does_not_come_out_says_where_it_stands(
     (told,) = [r.getMessage() for r in caplog.records if "not out of" in r.getMessage()]
     assert told.startswith("rank 0 is not out of generation 1 0.05 s after this: n2 is lost; it is")
     assert f"initialises_a_communicator ({__file__}:" in told
+
+
+INTERRUPTED = """
+from elastic_etcd.train.process_group import ProcessGroup
+
+env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+ProcessGroup(1, env).interrupt("n2 is lost")
+raise SystemExit(3)
+"""
+
+
+def test_a_process_ends_though_nobody_has_torn_down_a_broken_world() -> None:
+    """A signal's handler may raise where the loop waits for its next world, or tears one down."""
+    run = subprocess.run([sys.executable, "-c", INTERRUPTED], timeout=60, check=False)
+    assert run.returncode == 3
 
 
 def initialises_a_communicator(caplog: pytest.LogCaptureFixture) -> None:
