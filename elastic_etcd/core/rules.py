@@ -434,10 +434,10 @@ def _lead_joinable(
         if all(m.lease not in last for m in awaited):
             patience = max(limits.settle, ACK_PATIENCE)
             left = min(left, patience - min(elapsed.phase, elapsed.join))
+        waits = f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}"
         if awaited and not own and now.joins:  # nobody else can make the coordinator hurry
             late = f"{_names(awaited)} did not stop within {limits.patience:g} s of the first"
-            return Wait(late, left) if left > 0 else _claim(view, local, late, planned=True)
-        waits = f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}"
+            return Wait(waits, left) if left > 0 else _claim(view, local, late, planned=True)
         if not own:  # who coordinates takes part
             return Wait(waits)
         if awaited and left > 0:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def processes(job: Job) -> list[str]:
     for pid in marked(job.mark):
         seen.append(f"{pid}: {command(pid)}")
         if pid not in agents:
-            seen.append(Path(f"/proc/{pid}/environ").read_text(errors="replace"))
+            with suppress(OSError):  # it has ended
+                seen.append(Path(f"/proc/{pid}/environ").read_text(errors="replace"))
     return seen
 
 

@@ -139,6 +139,9 @@ def main() -> None:
         log.write("start", step=state.step)
         while sampler.epoch < args.epochs:
             for batch in state.steps(loader, commit_every=1):
+                if not sampler.shares_step():  # some ranks have nothing left: no collectives
+                    log.samples(state.step + 1, sampler.epoch, batch.tolist(), 0.0)
+                    continue
                 loss = ddp(
                     torch.stack([batch / 240, batch % 3 / 2, batch % 2, batch % 5 / 4], 1)
                 ).pow(2)
