@@ -31,7 +31,7 @@ from elastic_etcd.train.snapshot import (
 
 PATIENCE = 10.0  # seconds for a neighbour to copy, at least; and
 _TIMES = 10  # that of its own sums
-_AGAIN = 0.002  # seconds until a lock is tried again
+_AGAIN = 0.0005  # seconds until a lock is tried again
 _MARKS = 256  # where in the first page the local ranks' are, a byte for each
 MOST_RANKS = HEADER - _MARKS  # of a node; those after them share nothing
 _NOTHING, _OLDER, _NEWEST = range(3)
@@ -92,23 +92,24 @@ class SharedMemfd(Memfd):
         return there.header == self._seen and draft.note(self, sums)
 
     @contextmanager
-    def locked(self, patience: float = 0.0) -> Iterator[bool]:
+    def locked(self, patience: float = 0.0, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
         """Whether it could be locked in so many seconds, and then until the end of this.
 
+        With LOCK_SH nobody writes it; others may look at it, too.
         The lock is the process's: the kernel takes it from one that dies. It is of a byte of a file
         of its own, since to close any descriptor of a file ends it, as mmap does with its copy.
         """
-        had = self._lock(time.monotonic() + patience)
+        had = self._lock(time.monotonic() + patience, how)
         try:
             yield had
         finally:
             if had:
                 fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._place)
 
-    def _lock(self, deadline: float) -> bool:
+    def _lock(self, deadline: float, how: int) -> bool:
         while True:
             try:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place)
+                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._place)
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     return False
@@ -221,7 +222,10 @@ class NodeMemfds(MemfdPair):
         began = time.monotonic()
         sums = draft.sums(target)
         patience = max(PATIENCE, _TIMES * (time.monotonic() - began))
-        with target.locked(patience) as had:
+        with target.locked(patience, fcntl.LOCK_SH) as had:
+            if had and _is_of(target, draft.version):
+                return self._compare(target, draft, sums)
+        with target.locked(patience * had) as had:
             if not had:
                 log.warning(
                     "another worker of this node has not ended its commit after %.0f s: this one's "
@@ -229,12 +233,16 @@ class NodeMemfds(MemfdPair):
                     patience,
                 )
                 return False
-            if not _is_of(target, draft.version):
-                return self._write_shared(target, draft)
-            self._differs = not target.has(draft, sums)
-            if not self._differs:
-                self._hold(target)
-            return not self._differs
+            if _is_of(target, draft.version):
+                return self._compare(target, draft, sums)
+            return self._write_shared(target, draft)  # who had the lock first could not
+
+    def _compare(self, target: SharedMemfd, draft: Draft, sums: list[bytes]) -> bool:
+        """Whether what another has written is the same; nobody writes meanwhile."""
+        self._differs = not target.has(draft, sums)
+        if not self._differs:
+            self._hold(target)
+        return not self._differs
 
     def _write_shared(self, target: SharedMemfd, draft: Draft) -> bool:
         """Whether it could be written, under the lock."""
