@@ -74,8 +74,8 @@ def test_a_restart_and_a_newcomer_have_what_the_script_imports(job: Job, etcd: E
 def test_t19_what_the_script_sets_keeps_its_effect(job: Job, etcd: EtcdServer) -> None:
     n1 = start(job, "n1", first="os.environ['LARGE_HOME'] = 'away'")
     generation = job.trains(1)
-    modules = job.wait("it is learned", lambda: known(etcd, job), 300)
-    assert "large" not in modules
+    job.wait("it is learned", lambda: known(etcd, job) is not None, 300)
+    assert known(etcd, job) == [], "there is nothing else"
     job.said(n1, "large is not loaded ahead: it has to do with LARGE_HOME")
     send(signal.SIGKILL, [job.worker(generation, 0).pid])
     after = job.trains(1, after=generation)
