@@ -40,7 +40,7 @@ def start(job: Job, node: str, first: str = "", preload: str = "auto") -> Agent:
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)])}
     flags: dict[str, Any] = {"preload": preload} if preload else {}
     run = (str(script), DDP, "--dir", str(job.directory))
-    return job.start(node, script=run, env=env, log_level="debug", min_uptime=0, **flags)
+    return job.start(node, script=run, env=env, log_level="debug", min_uptime=0, settle=1, **flags)
 
 
 def found(job: Job, node: str, generation: int) -> str:
