@@ -464,6 +464,7 @@ class Imports(MetaPathFinder):
     def _surroundings(self) -> dict[str, object]:
         """What an import may look at that scripts set, beside variables."""
         torch = self._torch
+        devices = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)  # local to each thread
         return {
             "sys.stdout": sys.stdout,
             "sys.stderr": sys.stderr,
@@ -472,8 +473,8 @@ class Imports(MetaPathFinder):
             "affinity to CPUs": os.sched_getaffinity(0),
             "time zone": time.tzname,
             "class of loggers": logging.getLoggerClass(),
-            "default dtype": torch and torch.get_default_dtype(),
-            "default device": torch and torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),  # noqa: SLF001
+            "default dtype": getattr(torch, "get_default_dtype", bool)(),
+            "default device": getattr(devices, "device_context", None),
         }
 
     def _end_if_joined(self, why: str) -> None:
