@@ -17,7 +17,6 @@ import struct
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from elastic_etcd.protocol import (
     LONGEST,
@@ -49,7 +48,6 @@ _SHARED = 24  # that one worker may share
 _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
-_LONGEST_PATH = 107  # of a Unix socket's address
 _ACCEPT_AGAIN = 1.0
 
 log = logging.getLogger(__name__)
@@ -82,10 +80,8 @@ class ChannelServer:
 
     def open(self, parent: str = "") -> str:
         """Listen; the socket's path, which only this user can reach. Raises OSError."""
-        self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir=parent or None)
-        if len(os.fsencode(self._directory)) + 6 > _LONGEST_PATH:  # TMPDIR may be anything
-            Path(self._directory).rmdir()
-            self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir="/tmp")
+        parent = parent or "/tmp"  # noqa: S108 - mkdtemp makes one in it; TMPDIR may be too long
+        self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir=parent)
         path = f"{self._directory}/agent"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
+_LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,11 @@ def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
 
 
 def own_directory() -> tuple[str, Callable[[], None]]:
-    """The same for all else of an agent, below the temporary directory."""
-    return _directory(tempfile.gettempdir(), _OWN, "this agent's own files")
+    """The same for all else of an agent, below TMPDIR, or /tmp where that is long for a socket."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST:
+        parent = "/tmp"  # noqa: S108 - mkdtemp makes one in it
+    return _directory(parent, _OWN, "this agent's own files")
 
 
 def _directory(parent: str, prefix: str, purpose: str) -> tuple[str, Callable[[], None]]:

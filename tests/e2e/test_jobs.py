@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -151,24 +152,29 @@ def test_r11_an_embedded_etcd_that_ends_again_and_again_is_given_up(alone: Ticki
     assert not alone.processes()
 
 
+@pytest.fixture(name="short")
+def _short() -> Iterator[Path]:
+    """A temporary directory whose path is not too long for a socket's address."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("kill", [Agent.kill, Agent.node_kill], ids=["agent", "node"])
 def test_nothing_stays_in_the_temporary_directory_of_an_agent_that_is_killed(
-    alone: TickingJob, kill: Callable[[Agent], None]
+    alone: TickingJob, short: Path, kill: Callable[[Agent], None]
 ) -> None:
     """Its guardian removes it, and where that is killed, too, the next agent does."""
-    folder = alone.directory / "tmp"
-    folder.mkdir()
-    env = {"ETCDCTL_ENDPOINTS": "", "TMPDIR": str(folder)}
+    env = {"ETCDCTL_ENDPOINTS": "", "TMPDIR": str(short)}
     agent = alone.start("n1", nnodes="1", env=env)
     alone.trains(1)
-    before = set(folder.glob("elastic_etcd*"))
+    before = set(short.glob("elastic_etcd*"))
     assert before
     kill(agent)
     alone.wait("all that it ran ends, its guardian last", lambda: not agent.others())
     if kill is Agent.node_kill:
         agent = alone.start("n1", "--steps", "5", nnodes="1", env=env)
         alone.exits(agent, 0, seconds=60)
-    assert not {*folder.glob("elastic_etcd*")}
+    assert not {*short.glob("elastic_etcd*")}
     alone.abandoned = True
 
 

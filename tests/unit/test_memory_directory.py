@@ -4,12 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from elastic_etcd.agent import memory
-from elastic_etcd.agent.memory import memory_directory
+from elastic_etcd.agent.channel import ChannelServer
+from elastic_etcd.agent.memory import memory_directory, own_directory
 
 LEAVE_ONE = "import os, sys; from elastic_etcd.agent.memory import memory_directory; "
 LEAVE_ONE += "print(memory_directory(sys.argv[1])[0]); os._exit(1)"
@@ -102,3 +104,21 @@ def test_a_file_system_without_locks_has_none(
     assert path == ""
     assert [*tmp_path.iterdir()] == []
     assert "no directory for ee.memory_checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("length", [40, 50, 51, 200])
+async def test_the_agents_own_has_a_path_that_is_short_enough_for_its_socket(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """It is in /tmp where TMPDIR is too long; the socket is in it, so that both are removed."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        temporary = Path(short, "x" * (length - len(short) - 1))
+        temporary.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        folder, remove = own_directory()
+        assert Path(folder).parent == (temporary if length <= 50 else Path("/tmp"))
+        channels = ChannelServer(lambda *_: None)
+        assert Path(channels.open(folder)).is_relative_to(folder)
+        channels.close()
+        remove()
+        assert not Path(folder).exists()
