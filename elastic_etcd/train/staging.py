@@ -10,7 +10,8 @@ import torch
 
 from elastic_etcd.train.snapshot import Piece
 
-BUFFER = 32 << 20  # bytes, of a batch
+BUFFER = 32 << 20  # bytes, of a batch; and
+_TIMES = 4  # that of what is in host memory, and needs no buffer
 
 
 class Staging:
@@ -39,19 +40,20 @@ class Staging:
             yield _wait_copied(*coming[:2])
 
     def _split_batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """Pieces that fit one buffer together."""
+        """Pieces that fit one buffer together, those in host memory by a part of their size."""
         batch: list[Piece] = []
         room = self.size
         for start, piece in pieces:
+            times = _TIMES if self._pinned and piece.is_cpu else 1
             first = 0
             while first < piece.nbytes:
                 if room < 64:
                     yield batch
                     batch, room = [], self.size
-                part = piece[first : first + room]
+                part = piece[first : first + room * times]
                 batch.append((start + first, part))
                 first += part.nbytes
-                room -= -(-part.nbytes // 64) * 64
+                room -= -(-part.nbytes // (64 * times)) * 64
         if batch:
             yield batch
 
