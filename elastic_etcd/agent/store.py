@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic_etcd import children
@@ -49,27 +50,36 @@ def bind(address: str) -> tuple[socket.socket, int]:
 class StoreServer:
     """The child that serves the stores, started at first use and kept for later generations.
 
-    One that ends before `close` is told in the log, with its last words; the next generation has
-    another one. It dies with the agent. With `prefork` it is forked and need not import torch.
+    One that ends before `close` is told in the log, with its last words, and `lost` is told of it
+    with the newest generation that it has served, 0 for none; the next one has another child. It
+    dies with the agent. With `prefork` it is forked and need not import torch.
     """
 
-    def __init__(self, tasks: Tasks, prefork: Prefork | None = None) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        prefork: Prefork | None = None,
+        lost: Callable[[int, str], None] = lambda *_: None,
+    ) -> None:
         self._tasks = tasks
         self._prefork = prefork
+        self._tell_lost = lost
+        self._generation = 0
         self._child: _Child | None = None
 
     def warm(self) -> None:
         """Start the child before its first use. If it is exec'd it imports torch for seconds."""
         if self._child is None or self._child.gone:
             try:
-                self._child = _Child()
+                self._child = _Child(self._lost)
             except OSError as error:
-                _tell(f"the store server can't be started: {error.strerror}")
+                self._lost(_not_started(error))
             else:
                 self._tasks.create(self._child.live(self._prefork))
 
     def serve(self, generation: int, sock: socket.socket) -> None:
         """Serve a fresh store on `sock`, which then is the child's. The older store ends."""
+        self._generation = generation
         self.warm()
         with sock:
             if self._child is not None:
@@ -81,12 +91,17 @@ class StoreServer:
             self._child.close()
             self._child = None
 
+    def _lost(self, why: str) -> None:
+        log.warning("nobody answers at the master endpoint any more: %s", why)
+        self._tell_lost(self._generation, why)
+
 
 class _Child:
-    """One store process, the socketpair to it and its standard error."""
+    """One store process, the socketpair to it and its standard error; `lost(why)` at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[str], None]) -> None:
         self.gone = False
+        self._lost = lost
         self._process: Process | None = None
         self._watch: ExitWatch | None = None
         stderr, self._stderr = os.pipe()
@@ -98,7 +113,7 @@ class _Child:
         try:
             process = await _start(prefork, self._theirs, self._stderr)
         except OSError as error:
-            _tell(f"the store server can't be started: {error.strerror}")
+            self._lost(_not_started(error))
             self.close()
             return
         finally:
@@ -125,12 +140,12 @@ class _Child:
             end(self._process)
 
     def _on_exit(self, code: int) -> None:
-        _tell(f"the store server ended with exit code {code}: {self._words.drain()}")
+        self._lost(f"the store server ended with exit code {code}: {self._words.drain()}")
         self.close()
 
 
-def _tell(why: str) -> None:
-    log.warning("nobody answers at the master endpoint any more: %s", why)
+def _not_started(error: OSError) -> str:
+    return f"the store server can't be started: {error.strerror}"
 
 
 async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -> Process:
@@ -142,7 +157,10 @@ async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -
     # By its path and with -P, so that no file in the working directory stands in for a module.
     command = (sys.executable, "-P", str(_PROGRAM))
     if prefork and prefork.ready:
-        return await prefork.fork(command, env, stderr, stderr, given=[channel.fileno()])
+        try:
+            return await prefork.fork(command, env, stderr, stderr, given=[channel.fileno()])
+        except OSError as error:
+            log.debug("no fork of the store server: %s", error)
     return await start(
         [*command, str(channel.fileno())],
         env,

@@ -136,7 +136,7 @@ class Workers:
             self._prefork = Prefork(config.argv, env, config.preload, size, told, tasks.create)
             if not config.learn:
                 self._prefork.start()
-        self._store = StoreServer(tasks, self._prefork)
+        self._store = StoreServer(tasks, self._prefork, self._store_lost)
         self._listener: tuple[int, socket.socket] | None = None
         self._interface = ""  # which has this node's address for the others
 
@@ -343,6 +343,15 @@ class Workers:
             with contextlib.suppress(OSError):
                 os.kill(timer.pid, timer.signal)
         self.give_up(rank, why, "", kill=kill)
+
+    def _store_lost(self, generation: int, why: str) -> None:
+        """End a world whose workers may not have come to it yet: they would try for half an hour.
+
+        Those that have trained a step have all been there, and can do without it.
+        """
+        of_now = generation == self.generation and not (self._gone or self._stopping)
+        if of_now and not all(page.read().steps for page in self.pages):
+            self.give_up(None, why, "")
 
     @property
     def _uptime(self) -> float:

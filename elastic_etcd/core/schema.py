@@ -508,7 +508,8 @@ class Failure(Value, frozen=True):
     """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds.
 
     One that hung was given up, also by a timer of its own: `hang` says so, and `code` is 0. Where
-    nobody in particular hung `node` is empty, and all numbers are 0.
+    nobody in particular hung `node` is empty, and all numbers are 0; so it is of a world whose
+    store has died.
     """
 
     node: Text

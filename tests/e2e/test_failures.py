@@ -13,6 +13,27 @@ from tests.support.residue import history, keys, members_are
 
 pytestmark = pytest.mark.timeout(600)
 
+SLOW_TO_BEGIN = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    Path(sys.argv[1]).touch()
+    time.sleep(5)  # a large model
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1, 41):
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+    if step == 1:
+        print("step 1 of generation", os.environ["ELASTIC_ETCD_GENERATION"], flush=True)
+    time.sleep(0.1)
+"""
+
 
 def test_worker_killed(job: Job, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1"), job.start("n2")
@@ -27,6 +48,25 @@ def test_worker_killed(job: Job, etcd: EtcdServer) -> None:
     assert "signal 9" in history(etcd, job.name)[new]["began"]
     job.finish(n1, n2)
     assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
+
+
+def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
+    job: Job, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """torch tries to reach it for half an hour; what has trained has no need of it any more."""
+    script = tmp_path / "train.py"
+    script.write_text(SLOW_TO_BEGIN)
+    began = tmp_path / "began"
+    agent = job.start("n1", nproc=2, script=(str(script), str(began)), start_method="exec")
+    job.wait("workers that load something", began.exists)
+    (store,) = agent.programs("store_server.py")
+    send(signal.SIGKILL, [store])
+    job.wait("a second world that trains", lambda: "step 1 of generation 2" in agent.output)
+    (store,) = agent.programs("store_server.py")
+    send(signal.SIGKILL, [store])
+    job.exits(agent, 0)
+    assert "the store server ended with exit code -9" in history(etcd, job.name)[2]["began"]
+    assert "generation 3" not in agent.output
 
 
 def test_worker_fails_until_the_budget_is_used_up(job: Job, etcd: EtcdServer) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
 
 # Processes that import torch while other things run on a small machine.
@@ -43,9 +44,9 @@ print(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False).add("n", 5))
 class Server(logging.Handler):
     """A store server, and what it writes into the log."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, prefork: Prefork | None = None) -> None:
         super().__init__(logging.WARNING)
-        self.store = StoreServer(tasks)
+        self.store = StoreServer(tasks, prefork)
         self.deaths: list[str] = []
         self._said = asyncio.Event()
 
@@ -175,6 +176,30 @@ async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Ser
     server.store.close()
     server.store.close()
     assert len(server.deaths) == 1
+
+
+async def test_it_is_started_though_the_fork_server_has_just_died(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    argv = (sys.executable, "-u", str(tmp_path / "train.py"))
+    prefork = Prefork(argv, os.environ, (), 1)
+    prefork.start()
+    await prefork.warm()
+    assert prefork.pid
+    kill_and_wait(prefork.pid, *[each.pid for each in prefork._waiting if each.pid])
+    assert prefork.ready, "this loop has not turned since"
+    async with Tasks() as tasks:
+        server = Server(tasks, prefork)
+        sock, port = bind("127.0.0.1")
+        server.store.serve(1, sock)
+        await asyncio.get_running_loop().run_in_executor(None, ping, port)
+        server.store.close()
+    prefork.close()
+
+
+def kill_and_wait(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 async def test_a_file_in_the_working_directory_is_not_taken_for_a_module(
