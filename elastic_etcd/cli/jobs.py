@@ -108,6 +108,7 @@ class Jobs:
         self._looking: dict[str, Looking] = {}
         self._notes: dict[str, str] = {}  # by job, why its nodes are not told that somebody looks
         self._tellers: set[asyncio.Task[Never]] = set()
+        self._teller_failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
         self._charts: dict[str, bytes] = {}
         self._overview = b""
         self._answered = _now()
@@ -187,7 +188,7 @@ class Jobs:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for work in (self._follow, self._ask, self._sample):
+                for work in (self._follow, self._ask, self._sample, self._heed_tellers):
                     tasks.create_task(work(), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -269,7 +270,7 @@ class Jobs:
             task = asyncio.create_task(self._look(job), name=f"look at {job}")
             self._looking[job] = Looking(task)
             self._tellers.add(task)
-            task.add_done_callback(self._tellers.discard)
+            task.add_done_callback(self._ended)
         looking = self._looking[job]
         looking.people += 1
         try:
@@ -279,6 +280,16 @@ class Jobs:
             if not looking.people:
                 del self._looking[job]
                 looking.task.cancel()
+
+    def _ended(self, teller: asyncio.Task[Never]) -> None:
+        self._tellers.discard(teller)
+        error = None if teller.cancelled() else teller.exception()
+        if error and not self._teller_failed.done():
+            self._teller_failed.set_exception(error)
+
+    async def _heed_tellers(self) -> None:
+        """Raise what ends one of them: a fault of this program."""
+        await self._teller_failed
 
     async def _look(self, job: str) -> Never:
         keys = self._keys(job)

@@ -153,11 +153,13 @@ async def _follow(
     async def press(key: str) -> bool:
         return await screen.press(key, job)
 
-    asking = asyncio.create_task(leases.follow(lambda: screen.visible), name="leases")
     try:
-        await terminal.show(changed, screen.render, press, look_again)
-    finally:
-        asking.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
+            await terminal.show(changed, screen.render, press, look_again)
+            asking.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class Screen:
