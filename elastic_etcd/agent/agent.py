@@ -94,7 +94,13 @@ from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol import Change, Interrupt
 from elastic_etcd.threads import in_thread
-from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
+from elastic_etcd.times import (
+    APPROVE_TIMEOUT,
+    GRACE_CHANGE,
+    GRACE_FAILURE,
+    LEAVE_TIMEOUT,
+    SIGTERM_TWICE,
+)
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.account import Account
@@ -106,7 +112,6 @@ _CUT_OFF = "this node is cut off from etcd"
 
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 _RECORD_TIMEOUT = 10.0
-_APPROVE_TIMEOUT = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -619,7 +624,7 @@ class Agent:
         """The machine may go."""
         if self._watch:
             with suppress(TimeoutError):
-                await in_thread(self._watch.approve, _APPROVE_TIMEOUT)
+                await in_thread(self._watch.approve, APPROVE_TIMEOUT)
 
     def _left(self, run: str) -> int:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""

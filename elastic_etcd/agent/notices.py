@@ -20,9 +20,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from elastic_etcd.times import NOTICE_TIMEOUT
+
 METADATA = "ELASTIC_ETCD_METADATA"  # HOST:PORT of another metadata service, for tests
 _SERVICE = "169.254.169.254:80"
-_TIMEOUT = 5.0  # seconds for an answer
 _LONG_POLL = 60
 _FIRST_ANSWER = 130.0  # Azure's first may take two minutes
 _TOKEN_LIFE = "21600"  # noqa: S105 - seconds, the most
@@ -96,7 +97,7 @@ class _Service(Source):
         headers: Mapping[str, str],
         method: str = "GET",
         body: str | None = None,
-        timeout: float = _TIMEOUT,
+        timeout: float = NOTICE_TIMEOUT,
     ) -> Answer:
         connection = HTTPConnection(self._address, timeout=timeout)
         try:
@@ -144,7 +145,7 @@ class Gcp(_Service):
         path = "/computeMetadata/v1/instance/preempted"
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={_LONG_POLL}&last_etag={self._etag}"
-        answer = self._ask(path, {"Metadata-Flavor": "Google"}, timeout=_LONG_POLL + _TIMEOUT)
+        answer = self._ask(path, {"Metadata-Flavor": "Google"}, timeout=_LONG_POLL + NOTICE_TIMEOUT)
         answer.must_be(200)
         if answer.headers.get("metadata-flavor") != "Google":
             raise ValueError("this is not Google's metadata service")
@@ -181,7 +182,7 @@ class Azure(_Service):
             self._name = answer.text.strip()
         answer = self._ask(self._path, {"Metadata": "true"}, timeout=self._timeout)
         answer.must_be(200)
-        self._timeout = _TIMEOUT
+        self._timeout = NOTICE_TIMEOUT
         self._event = self._own(json.loads(answer.text)["Events"])
         if self._event is None:
             return None

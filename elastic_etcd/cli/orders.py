@@ -36,7 +36,7 @@ from elastic_etcd.core.txn import Compare, Delete, Put, Txn
 from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
-from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
+from elastic_etcd.times import SCALE_PATIENCE, STOP_PATIENCE, UNKILLABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
 
-_SCALE_PATIENCE = 60.0  # more than a world takes to end: for the next one to begin
 _NAMED = 8  # nodes, in a line
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
@@ -250,7 +249,7 @@ async def scale(job: Job, args: Namespace) -> dict[str, Any]:
 
     view, changed = await job.change(change)
     if args.wait:
-        late = job.run_of(view).limits.patience + _SCALE_PATIENCE
+        late = job.run_of(view).limits.patience + SCALE_PATIENCE
         await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
     there = len(_staying(view))
     few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"

@@ -14,12 +14,13 @@ from rich.text import Text
 
 from elastic_etcd.cli import look, orders, status, terminal
 from elastic_etcd.cli.jobs import Jobs
-from elastic_etcd.cli.looking import PERIOD, Leases, Looker, pace_as_json, paces
+from elastic_etcd.cli.looking import Leases, Looker, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.times import LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -85,7 +86,9 @@ async def _top(job: look.Job, args: Namespace) -> None:
             await _follow(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
             return
         await looker.look(seen)
-        await asyncio.sleep(min(2 * PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0)
+        await asyncio.sleep(
+            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0
+        )
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
         screen.note = looker.note

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
+from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.digest import digest_of_sums
 from elastic_etcd.train.room import check_memory
 from elastic_etcd.train.snapshot import (
@@ -29,8 +30,7 @@ from elastic_etcd.train.snapshot import (
     Version,
 )
 
-PATIENCE = 10.0  # seconds for a neighbour to copy, at least; and
-_TIMES = 10  # that of its own sums
+_TIMES = 10  # this rank's own time for its sums, if that is longer than COPY_PATIENCE
 _AGAIN = 0.0005  # seconds until a lock is tried again
 _MARKS = 256  # where in the first page the local ranks' are, a byte for each
 MOST_RANKS = HEADER - _MARKS  # of a node; those after them share nothing
@@ -174,7 +174,7 @@ class NodeMemfds(MemfdPair):
     def take(self, header: Header) -> StateSnapshot | None:
         """Hold what another rank of this node has."""
         for memfd in self.shared:
-            with memfd.locked(PATIENCE) as had:
+            with memfd.locked(COPY_PATIENCE) as had:
                 snapshot = memfd.snapshot()
                 if not had or snapshot is None or snapshot.header != header:
                     continue
@@ -206,7 +206,7 @@ class NodeMemfds(MemfdPair):
         memfd = snapshot.memfd
         if not isinstance(memfd, SharedMemfd) or memfd.mark == _NEWEST:
             return True
-        with memfd.locked(PATIENCE) as had:
+        with memfd.locked(COPY_PATIENCE) as had:
             there = memfd.snapshot()
             if not had or there is None or there.header != snapshot.header or not memfd.mark:
                 return False
@@ -221,7 +221,7 @@ class NodeMemfds(MemfdPair):
                 return self._write_shared(target, draft)
         began = time.monotonic()
         sums = draft.sums(target)
-        patience = max(PATIENCE, _TIMES * (time.monotonic() - began))
+        patience = max(COPY_PATIENCE, _TIMES * (time.monotonic() - began))
         with target.locked(patience, fcntl.LOCK_SH) as had:
             if had and _is_of(target, draft.version):
                 return self._compare(target, draft, sums)

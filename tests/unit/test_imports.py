@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "torchrun": {"protocol"},  # loaded into torchrun's process
+    "torchrun": {"protocol", "times"},  # loaded into torchrun's process
     "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
     "launcher": {"pickled", "child_failed", "ran", "errors"},  # loaded into its user's program
     "launcher_agent": {"launch", "agent", *BELOW_AGENT},
