@@ -51,7 +51,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 log = logging.getLogger(__name__)
 
-Place: TypeAlias = tuple[Doing, int]  # what a worker does, after how many steps
+Reached: TypeAlias = tuple[Doing, int]  # what a worker does, after how many steps
 
 
 class Evidence(NamedTuple):
@@ -92,8 +92,8 @@ class HangWatch:
         self._seen.clear()
         self._evidence: dict[int, Evidence] = {}  # by rank; of those that have not gone on
         self._said = 0  # the number of the steps that were published last
-        self._published: dict[int, Place] = {}  # where the ranks that stood were then
-        self._judged: dict[int, Place] = {}  # the same, once all were asked
+        self._published: dict[int, Reached] = {}  # where the ranks that stood were then
+        self._judged: dict[int, Reached] = {}  # the same, once all were asked
         self._again = math.inf  # seconds in its step, until a judged one is asked about again
         self._suspicion: float | None = None  # since when nobody has asked about one
         self._longest = 0.0  # of those that nobody has asked about
@@ -124,7 +124,7 @@ class HangWatch:
         """Whether it is too long in its step, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
-        if found and _place(now) != (Doing.STEP, found.steps):
+        if found and _reached(now) != (Doing.STEP, found.steps):
             log.warning("rank %d goes on after step %d", rank, found.steps + 1)
             del self._evidence[rank]
         before, self._seen[rank] = self._seen.get(rank), now
@@ -132,9 +132,9 @@ class HangWatch:
             self._slowest = max(self._slowest, before.seconds)
         if not _is_step(now):
             return False
-        if self._judged.get(rank) == _place(now) and now.seconds < self._again:
+        if self._judged.get(rank) == _reached(now) and now.seconds < self._again:
             return False
-        if before is None or _place(before) != _place(now):
+        if before is None or _reached(before) != _reached(now):
             return False  # what is read while it is written may be of two times
         return now.seconds >= self._patience(now) and not _is_traced(worker.pid)
 
@@ -149,9 +149,9 @@ class HangWatch:
         """All nodes were asked about those that were published."""
         self._judged, self._suspicion, self._again = self._published, None, math.inf
 
-    def _standing(self, seconds: float) -> dict[int, Place]:
+    def _standing(self, seconds: float) -> dict[int, Reached]:
         now = self._workers.progress()
-        return {w.spec.rank: _place(at) for w, at in now if _stands(w, at, seconds)}
+        return {w.spec.rank: _reached(at) for w, at in now if _stands(w, at, seconds)}
 
     async def _gather(self, hanging: list[Worker]) -> None:
         """Say where they stand: into a file for each, and into their own output."""
@@ -271,7 +271,7 @@ class HangWatch:
         found = self._evidence.get(rank)
         if now.doing is Doing.STEP and _is_traced(worker.pid):
             doing = schema.Doing.TRACED
-        elif found and _place(now) == (Doing.STEP, found.steps):
+        elif found and _reached(now) == (Doing.STEP, found.steps):
             doing = schema.Doing.WAIT if _in_collective(found.stack) else doing
             what = "stopped" if _status(worker.pid, "State") == "T" else _where(found.stack)
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
@@ -294,7 +294,7 @@ class HangWatch:
     def _restart(self, state: State, view: View, found: Hang) -> None:
         """It is the agent of the rank that is behind, else of group rank 0, that ends the world."""
         part = view.part(state.local.lease)
-        at = {worker.spec.rank: _place(now) for worker, now in self._workers.progress()}
+        at = {worker.spec.rank: _reached(now) for worker, now in self._workers.progress()}
         stand = {rank for rank, place in at.items() if place == self._judged.get(rank)}
         if found.rank is None and part and part.group_rank == 0 and stand:
             self._workers.give_up(None, found.line, "")
@@ -308,7 +308,7 @@ def _is_step(now: Progress) -> bool:
     return now.doing is Doing.STEP and now.steps > 0
 
 
-def _place(now: Progress) -> Place:
+def _reached(now: Progress) -> Reached:
     return now.doing, now.steps
 
 

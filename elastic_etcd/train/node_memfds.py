@@ -44,7 +44,7 @@ class SharedMemfd(Memfd):
 
     def __init__(self, fd: int, lock: tuple[int, int], local_rank: int) -> None:
         super().__init__(fd)
-        self._lock_fd, self._place = lock
+        self._lock_fd, self._byte = lock
         self._mark = _MARKS + local_rank
         self._seen: Header | None = None  # that `unchanged` and `sums` are of
 
@@ -66,7 +66,7 @@ class SharedMemfd(Memfd):
         """Whether it is nobody else's newest."""
         end = _MARKS + min(MOST_RANKS, int(os.environ.get("LOCAL_WORLD_SIZE", MOST_RANKS)))
         marks = enumerate(self.memory[_MARKS:end], _MARKS)
-        return all(mark != _NEWEST or place == self._mark for place, mark in marks)
+        return all(mark != _NEWEST or byte == self._mark for byte, mark in marks)
 
     def clear(self, size: int = 0) -> torch.Tensor:
         """Its body, for this rank, which has the lock, to write."""
@@ -104,12 +104,12 @@ class SharedMemfd(Memfd):
             yield had
         finally:
             if had:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._place)
+                fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._byte)
 
     def _lock(self, deadline: float, how: int) -> bool:
         while True:
             try:
-                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._place)
+                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._byte)
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     return False
@@ -133,8 +133,8 @@ class NodeMemfds(MemfdPair):
     def __init__(self, fds: Sequence[int], shared: Sequence[int], lock: int, rank: int) -> None:
         super().__init__(fds)
         weakref.finalize(self, os.close, lock)
-        places = enumerate(shared)
-        self.shared = [SharedMemfd(fd, (lock, place), rank) for place, fd in places]
+        numbered = enumerate(shared)
+        self.shared = [SharedMemfd(fd, (lock, byte), rank) for byte, fd in numbered]
         self._differs = False  # from what other ranks commit, since the last sync
 
     def snapshots(self) -> list[StateSnapshot]:
