@@ -550,13 +550,13 @@ class Agent:
         self._malformed = malformed
 
     def _tell_order(self) -> None:
-        """Why this node goes, if by people's order; its workers know before they get SIGTERM."""
+        """Why this node goes, if people want it; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
-        order = wanted.order(view, local.run, local.lease) if view else None
-        if order is None:
+        departure = wanted.departure(view, local.run, local.lease) if view else None
+        if departure is None:
             return
-        log.info("%s: leaving; a signal does not hurry it, a second one does", order.reason)
-        if order.save:
+        log.info("%s: leaving; a signal does not hurry it, a second one does", departure.reason)
+        if departure.save:
             self._workers.tell_leaving()
 
     def _asked_to_drain(self) -> None:

@@ -27,7 +27,7 @@ from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import Hang, RankStep, Steps
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.process import members_of
-from elastic_etcd.progress import DUMP_STACKS, Doing, Progress
+from elastic_etcd.progress import DUMP_STACKS, Activity, Doing
 from elastic_etcd.threads import in_thread
 from elastic_etcd.times import (
     HANG_ALONE,
@@ -81,7 +81,7 @@ class HangWatch:
         self._heard: tuple[int, int] | None = None  # generation and number of the last line
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
         self._slowest = 0.0  # of all steps of all worlds, as far as one look a second tells
-        self._seen: dict[int, Progress] = {}  # by rank, at the look before
+        self._seen: dict[int, Activity] = {}  # by rank, at the look before
         self._begin(0)
 
     def _begin(self, generation: int) -> None:
@@ -120,7 +120,7 @@ class HangWatch:
         elif self._loop.time() >= self._suspicion + HANG_ALONE:
             await self._gather([w for w in late if w.spec.rank not in self._evidence])
 
-    def _look(self, worker: Worker, now: Progress) -> bool:
+    def _look(self, worker: Worker, now: Activity) -> bool:
         """Whether it is too long in its step, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
@@ -138,7 +138,7 @@ class HangWatch:
             return False  # what is read while it is written may be of two times
         return now.seconds >= self._patience(now) and not _is_traced(worker.pid)
 
-    def _patience(self, now: Progress) -> float:
+    def _patience(self, now: Activity) -> float:
         """How long its step may take."""
         if self._timeout is not None:
             return self._timeout
@@ -266,7 +266,7 @@ class HangWatch:
         txn = writes.put_steps(self._membership.keys, view, state.local, steps)
         return await self._membership.publish(txn)
 
-    def _rank_step(self, worker: Worker, now: Progress) -> RankStep:
+    def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
         rank, doing, what = worker.spec.rank, schema.Doing[now.doing.name], now.what
         found = self._evidence.get(rank)
         if now.doing is Doing.STEP and _is_traced(worker.pid):
@@ -303,16 +303,16 @@ class HangWatch:
             self._workers.give_up(found.rank, found.line, stack)
 
 
-def _is_step(now: Progress) -> bool:
+def _is_step(now: Activity) -> bool:
     """Whether it is in one that is watched: not in the first."""
     return now.doing is Doing.STEP and now.steps > 0
 
 
-def _reached(now: Progress) -> Reached:
+def _reached(now: Activity) -> Reached:
     return now.doing, now.steps
 
 
-def _stands(worker: Worker, now: Progress, seconds: float) -> bool:
+def _stands(worker: Worker, now: Activity, seconds: float) -> bool:
     """Whether it is in its step for about as long as the one that was found first."""
     long = now.seconds >= seconds / 2
     return now.doing is Doing.STEP and long and not _is_traced(worker.pid)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from elastic_etcd.core.lifecycle import Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
-from elastic_etcd.progress import Doing, Progress, ProgressPage
+from elastic_etcd.progress import Activity, Doing, ProgressPage
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
@@ -208,11 +208,11 @@ class Measure:
             return replace(spent, first_step=seconds)
         return replace(spent, start=seconds)
 
-    def _read(self) -> list[Progress]:
+    def _read(self) -> list[Activity]:
         return [page.read() for page in self._workers.pages]
 
 
-def _trained_until(pages: Sequence[Progress], now: float, end: float) -> float:
+def _trained_until(pages: Sequence[Activity], now: float, end: float) -> float:
     """When the newest step was done; what is no step, and under way at the end, is until then."""
     trained = [page for page in pages if page.steps]
     last = now - min((page.seconds for page in trained), default=0.0)

@@ -32,7 +32,7 @@ from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import Progress, ProgressPage
+from elastic_etcd.progress import Activity, ProgressPage
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
@@ -113,7 +113,7 @@ class Recovery:
         self._lost += seconds
 
 
-class Steps:
+class StepCounts:
     """What the workers' pages say, added up over all worlds of this agent.
 
     A scrape in the middle of `end` would count a world twice.
@@ -133,7 +133,7 @@ class Steps:
         with self._lock:
             self._before, self._pages = self._sum(), ()
 
-    def read(self) -> list[Progress]:
+    def read(self) -> list[Activity]:
         """What the workers of this world do."""
         return [page.read() for page in self._pages]
 
@@ -167,7 +167,7 @@ class Metrics(Collector):
         self._workers: Workers | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
-        self._steps = Steps()
+        self._steps = StepCounts()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -222,12 +222,12 @@ class Prefork:
         step what it has imported. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
-        order = _order(argv, env, list(streams), learn=learn)
+        assignment = _assignment(argv, env, list(streams), learn=learn)
         try:
             preforked = self._take()
-            preforked.order([order, *streams.values(), *given])
+            preforked.order([assignment, *streams.values(), *given])
         finally:
-            os.close(order)
+            os.close(assignment)
             self._refill_later()
         return await preforked.process()
 
@@ -538,7 +538,7 @@ def _tell_left_out(module: str, why: str) -> None:
     log.debug("%s is not loaded ahead: %s", module, why)
 
 
-def _order(
+def _assignment(
     argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, learn: bool
 ) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.

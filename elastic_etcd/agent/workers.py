@@ -43,7 +43,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
-from elastic_etcd.progress import Progress, ProgressPage, ProgressPages
+from elastic_etcd.progress import Activity, ProgressPage, ProgressPages
 from elastic_etcd.protocol import (
     Anew,
     AskCurrent,
@@ -145,7 +145,7 @@ class Workers:
         """{rank: pid} of the workers that run."""
         return {worker.spec.rank: worker.pid for worker in self._running.values()}
 
-    def progress(self) -> list[tuple[Worker, Progress]]:
+    def progress(self) -> list[tuple[Worker, Activity]]:
         """The workers that run, with what they say that they do."""
         running = self._running.values()
         return [(worker, self._pages.read(worker.spec.local_rank)) for worker in running]

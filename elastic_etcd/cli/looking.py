@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client, Left
+    from elastic_etcd.etcd.client import Client, TimeToLive
 
 _ASKED = 8  # at a time
 
@@ -74,7 +74,7 @@ class Looker:
 class Leases:
     """Asks etcd how long leases still are, and puts it into `lefts`."""
 
-    def __init__(self, client: Client, lefts: dict[int, Left]) -> None:
+    def __init__(self, client: Client, lefts: dict[int, TimeToLive]) -> None:
         self._client, self._lefts = client, lefts
 
     async def follow(self, visible: Callable[[], Sequence[int]]) -> Never:

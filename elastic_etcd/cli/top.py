@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.client import Client, Left
+    from elastic_etcd.etcd.client import Client, TimeToLive
 
 _EVENTS = 10  # lines of the history
 _ONCE = 10.0  # seconds at most, until it is printed once
@@ -170,7 +170,7 @@ class Screen:
 
     def __init__(self, job: str, *, once: bool) -> None:
         self.note = ""
-        self.lefts: dict[int, Left] = {}
+        self.lefts: dict[int, TimeToLive] = {}
         self.visible: list[int] = []  # leases of the nodes that are shown
         self._once = once
         self._job = job

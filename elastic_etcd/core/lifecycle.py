@@ -459,14 +459,14 @@ def _take_view(state: State, view: View, now: float) -> State:
 def _heed_order(state: State) -> State:
     """Leave, as on a signal, if people want that of a job that is not over."""
     local, view = state.local, state.view
-    if view is None or state.ending or ended(view, local) or not _order(state):
+    if view is None or state.ending or ended(view, local) or not _departure(state):
         return state
     return replace(state, local=replace(local, leaving=True))
 
 
-def _order(state: State) -> wanted.Order | None:
+def _departure(state: State) -> wanted.Departure | None:
     local = state.local
-    return wanted.order(state.view, local.run, local.lease) if state.view else None
+    return wanted.departure(state.view, local.run, local.lease) if state.view else None
 
 
 def _joins(view: View | None) -> bool:
@@ -599,9 +599,9 @@ def _present(state: State) -> bool:
 
 def _begin_to_leave(state: State, actions: list[Action]) -> State:
     """On a signal, or on an order, which says how long the workers have."""
-    order, state = _order(state), _end_life(state, Left())
-    grace = Grace.LEAVE if order is None or order.save else Grace.CHANGE
-    return _stop_workers(state, actions, grace, order.seconds if order else None)
+    departure, state = _departure(state), _end_life(state, Left())
+    grace = Grace.LEAVE if departure is None or departure.save else Grace.CHANGE
+    return _stop_workers(state, actions, grace, departure.seconds if departure else None)
 
 
 def _stop_workers(
