@@ -193,7 +193,7 @@ class HangWatch:
         else:
             log.warning("rank %d: where it stands is in %s%s", rank, path, stacks)
 
-    async def _collect(self, rank: int, trace: nccl_trace.Asked) -> None:
+    async def _collect(self, rank: int, trace: nccl_trace.Dump) -> None:
         """Copy it as soon as it has been written: it has changed, and does so no more."""
         now, last = trace.before, None
         while now == trace.before or now != last:  # is not there, or grows
@@ -372,11 +372,11 @@ async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
                 await asyncio.sleep(_LOOK)
 
 
-async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Asked]]:
+async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Dump]]:
     """Of those in which NCCL's flight recorder is on, by rank."""
     specs = [worker.spec for worker in hanging if nccl_trace.is_on(worker.spec.env)]
 
-    def ask() -> list[tuple[int, nccl_trace.Asked]]:
+    def ask() -> list[tuple[int, nccl_trace.Dump]]:
         asked = ((spec.rank, nccl_trace.ask(spec.env, spec.rank)) for spec in specs)
         return [(rank, trace) for rank, trace in asked if trace]
 

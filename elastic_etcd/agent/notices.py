@@ -69,7 +69,7 @@ class Source(ABC):
         """Say that nothing runs here any more. Raises as `look`."""
 
 
-class File(Source):
+class FileSource(Source):
     """A file that somebody makes; it may hold a number of seconds."""
 
     def __init__(self, path: str) -> None:
@@ -208,7 +208,7 @@ SOURCES: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azu
 def source_of(text: str) -> Source:
     """What the value of --preemption-watch names: one of SOURCES, or file:PATH."""
     kind, _, path = text.partition(":")
-    return File(path) if kind == "file" else SOURCES[kind]()
+    return FileSource(path) if kind == "file" else SOURCES[kind]()
 
 
 def _number(text: str) -> float | None:

@@ -61,7 +61,7 @@ def parser(
     )
     if every:
         made.add_argument("--all", action="store_true", help=every)
-    group = options.Group(made, "etcd", os.environ)
+    group = options.FlagGroup(made, "etcd", os.environ)
     options.connection(group)
     group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     return made

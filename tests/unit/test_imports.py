@@ -80,6 +80,21 @@ CHILDREN = {
     "children/store_server.py": {"torch"},
     "trampoline.py": set[str](),
 }
+# Classes of one name in two files or more, and why; every other name has one meaning.
+SAME_CLASS = {
+    "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
+    "Doing": "the page of memory has numbers, a key their names",
+    "Finished": "the worker's message, and the event that all of them have finished",
+    "Job": "one that is steered is one that is looked at",
+    "Lease": "the id in a key, and what etcd has granted with it",
+    "Offer": "what a rank or a node has for the others, whose newest is taken",
+    "Over": "the end of the job as the agent's action, and as its last message",
+    "State": "all that an agent remembers; and what of ElasticState two files need",
+    "Steps": "the steps of a worker: its loop over them, and their number in a key",
+    "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",
+    "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
+    "World": "one generation, as the agent tells it and as its worker knows it",
+}
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
 
@@ -222,6 +237,16 @@ def test_a_program_that_is_run_by_its_path_begins_with_the_standard_library(prog
     assert foreign(at_its_start=True) == set()
     late = {name if name in MODULES else name.split(".")[0] for name in foreign(at_its_start=False)}
     assert late == CHILDREN[program]
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    found: dict[str, set[Path]] = {}
+    for file in FILES:
+        if file.parent.name != "pb":
+            classes = (node for node in _nodes(file) if isinstance(node, ast.ClassDef))
+            for node in classes:
+                found.setdefault(node.name, set()).add(file)
+    assert {name for name, files in found.items() if len(files) > 1} == SAME_CLASS.keys()
 
 
 def loaded(code: str, *flags: str) -> set[str]:
