@@ -124,7 +124,7 @@ def run(config: AgentConfig, account: "Account | None" = None) -> int:
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run(config, metrics, account))
+        return asyncio.run(_run_agent(config, metrics, account))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -139,7 +139,9 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
-async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account | None") -> int:
+async def _run_agent(
+    config: AgentConfig, metrics: "Metrics | None", account: "Account | None"
+) -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
@@ -334,13 +336,13 @@ class Agent:
         if self._config.preemption_watch:
             from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
 
-            self._watch = Watch(self._config.preemption_watch, self._hear)
+            self._watch = Watch(self._config.preemption_watch, self._hear_notice)
         try:
             async with self._membership:
                 joining = self._tasks.create(self._join())
                 try:
                     while self._exit is None:
-                        await self._take(await self._inbox.get())
+                        await self._take_event(await self._inbox.get())
                     return await self._leave(self._exit)
                 finally:
                     joining.cancel()
@@ -366,7 +368,7 @@ class Agent:
         except OSError as error:  # a TimeoutError is one
             log.warning("%s: the last events can't be written: %s", why, error)
 
-    async def _take(self, incoming: Incoming) -> None:
+    async def _take_event(self, incoming: Incoming) -> None:
         if self._state.local.lease and (silent := self._membership.stood_still()):
             await self._step(silent)
         match incoming:
@@ -436,7 +438,7 @@ class Agent:
     def _do(self, action: Action) -> None:
         match action:
             case Write():
-                self._write(action)
+                self._begin_write(action)
             case StartWorkers(now, part):
                 self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
@@ -465,7 +467,7 @@ class Agent:
             self._shown = reason
         log.log(level, "%s", decision.reason)
 
-    def _write(self, write: Write) -> None:
+    def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
@@ -583,7 +585,7 @@ class Agent:
             self._workers.tell_leaving()  # before they get SIGTERM
             self._inbox.put(Signalled())
 
-    def _hear(self, notice: "Notice") -> None:
+    def _hear_notice(self, notice: "Notice") -> None:
         """From the thread that looks for notices."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._take_notice, notice)

@@ -106,7 +106,9 @@ class HangWatch:
             await asyncio.sleep(_PACE)
             if self._generation != self._workers.generation:
                 self._begin(self._workers.generation)
-            found = [(w, now) for w, now in self._workers.progress() if self._look(w, now)]
+            found = [
+                (w, now) for w, now in self._workers.progress() if self._stands_too_long(w, now)
+            ]
             await self._suspect([worker for worker, _ in found])
             self._longest = max((now.seconds for _, now in found), default=0.0)
             self._news.set()
@@ -120,7 +122,7 @@ class HangWatch:
         elif self._loop.time() >= self._suspicion + HANG_ALONE:
             await self._gather([w for w in late if w.spec.rank not in self._evidence])
 
-    def _look(self, worker: Worker, now: Activity) -> bool:
+    def _stands_too_long(self, worker: Worker, now: Activity) -> bool:
         """Whether it is too long in its step, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
@@ -175,11 +177,11 @@ class HangWatch:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANG_EVIDENCE):
                 for worker in hanging:
-                    await self._write(worker, has_handler=worker.pid in asked)
+                    await self._write_evidence(worker, has_handler=worker.pid in asked)
                 for rank, trace in traces:
                     await self._collect(rank, trace)
 
-    async def _write(self, worker: Worker, *, has_handler: bool) -> None:
+    async def _write_evidence(self, worker: Worker, *, has_handler: bool) -> None:
         rank, output = worker.spec.rank, worker.output.err.tail()[-_TAIL:]
         path = self._logs.evidence_file(self._generation, rank)
         stacks = "" if has_handler else "; it has no handler for stacks"
@@ -187,7 +189,7 @@ class HangWatch:
             log.warning("rank %d: its stacks are in its stderr%s", rank, stacks)
             return
         try:
-            await in_thread(partial(_write, path, worker.pid, rank, output), HANG_EVIDENCE)
+            await in_thread(partial(_write_file, path, worker.pid, rank, output), HANG_EVIDENCE)
         except OSError as error:  # a TimeoutError is one
             log.warning("rank %d: nothing can be written: %s", rank, error)
         else:
@@ -387,11 +389,11 @@ async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.D
 
 def _status(pid: int, name: str) -> str:
     """A line of /proc/PID/status; "" when the process is gone."""
-    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    lines = _text_of(Path(f"/proc/{pid}/status")).splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
-def _write(path: Path, pid: int, rank: int, output: bytes) -> None:
+def _write_file(path: Path, pid: int, rank: int, output: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     head = f"rank {rank}, pid {pid}, {now}\n\n--- its stderr, with the Python stacks\n"
@@ -414,12 +416,12 @@ def _thread(task: Path) -> str:
     stat = (task / "stat").read_text(errors="replace")  # a name may be cut inside a character
     name, _, rest = stat.partition("(")[2].rpartition(")")
     state = rest.split()[0]
-    found = [name, state, _read(task / "wchan") or "-", _read(task / "syscall") or "-"]
-    stack = _read(task / "stack")  # root's only
+    found = [name, state, _text_of(task / "wchan") or "-", _text_of(task / "syscall") or "-"]
+    stack = _text_of(task / "stack")  # root's only
     return " ".join(found) + "".join(f"\n    {line}" for line in stack.splitlines())
 
 
-def _read(path: Path) -> str:
+def _text_of(path: Path) -> str:
     try:
         with path.open(errors="replace") as file:
             return file.read(_KERNEL).strip()

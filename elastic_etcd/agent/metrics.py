@@ -356,11 +356,11 @@ def nodes(view: View) -> dict[str, float]:
     if view.coverage != Everything():
         return {"training": now.nodes if now and final else 0}
     world = {p.lease for p in view.world} if final else set[int]()
-    found = Counter(_state(m.leaving, m.lease in world, final) for m in view.members)
+    found = Counter(_member_state(m.leaving, m.lease in world, final) for m in view.members)
     return {state: found[state] for state in ("training", "spare", "waiting", "leaving")}
 
 
-def _state(leaving: bool, taken: bool, final: bool) -> str:
+def _member_state(leaving: bool, taken: bool, final: bool) -> str:
     if leaving:
         return "leaving"
     if taken:

@@ -246,7 +246,7 @@ class Watch:
         self.source = source_of(self.name)
         self._ended = threading.Event()
         self._fails = False
-        threading.Thread(target=self._run, name="notices", daemon=True).start()
+        threading.Thread(target=self._look_for_notices, name="notices", daemon=True).start()
 
     def end(self) -> None:
         """Look no more."""
@@ -259,7 +259,7 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - it is only told
             log.warning("--preemption-watch %s: not approved: %s", self.name, error)
 
-    def _run(self) -> None:
+    def _look_for_notices(self) -> None:
         pace = 0.0
         while not self._ended.wait(pace):
             pace = self.source.pace
@@ -267,14 +267,14 @@ class Watch:
                 notice = self.source.look()
             except Exception as error:  # noqa: BLE001 - whatever is answered, training goes on
                 pace *= _SELDOM
-                self._tell(error)
+                self._tell_failure(error)
                 continue
             self._answered()
             if notice:
                 self.found(notice)
                 return
 
-    def _tell(self, error: Exception) -> None:
+    def _tell_failure(self, error: Exception) -> None:
         if not self._fails:
             log.warning(
                 "--preemption-watch %s: nothing can be seen there, and it is tried again: %s",

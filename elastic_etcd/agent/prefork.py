@@ -224,7 +224,7 @@ class Prefork:
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
         assignment = _assignment(argv, env, list(streams), learn=learn)
         try:
-            preforked = self._take()
+            preforked = self._take_preforked()
             preforked.order([assignment, *streams.values(), *given])
         finally:
             os.close(assignment)
@@ -253,7 +253,7 @@ class Prefork:
             self._discarded.append(self._server.close())
             self._server = None
 
-    def _take(self) -> "_Preforked":
+    def _take_preforked(self) -> "_Preforked":
         """A worker that waits or is on its way; a fresh one where there is none."""
         preforked = next((each for each in self._waiting if each.pid is not None), None)
         if preforked is None:

@@ -53,13 +53,13 @@ class StragglerWatch:
                 continue
             now = state.view.round
             if now and stragglers.are_told(state.limits, now):
-                await self._tell(state)
+                await self._tell_step_times(state)
 
     def _period(self) -> float:
         now = self._state.view.round if self._state and self._state.view else None
         return max(_PERIOD, now.nodes / _A_SECOND if now else 0)
 
-    async def _tell(self, state: State) -> None:
+    async def _tell_step_times(self, state: State) -> None:
         found = [now for _, now in self._workers.progress()]
         local, told = state.local, self._told
         if not (local.lease and local.running and found):

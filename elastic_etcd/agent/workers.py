@@ -632,7 +632,7 @@ class Workers:
     def _heard(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
         """Take a message of a worker; one of an older generation is ignored."""
         if isinstance(message, AskCurrent):
-            self._tasks.create(self._answer(channel, message.id))
+            self._tasks.create(self._answer_current(channel, message.id))
             return
         if isinstance(message, Anew):
             self._forget()
@@ -711,7 +711,7 @@ class Workers:
             message = f"it lost its peers: {why}"
             self._report(worker.spec, worker.pid, 1, worker.uptime, message)
 
-    async def _answer(self, channel: WorkerChannel, number: int) -> None:
+    async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
         channel.send(Current(number, current, why))
 

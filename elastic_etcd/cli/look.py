@@ -183,7 +183,7 @@ def with_etcd(
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(_look(config, args, command))
+        code = asyncio.run(_with_client(config, args, command))
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -206,7 +206,7 @@ def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
     return args
 
 
-async def _look(
+async def _with_client(
     config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
 ) -> int:
     async with Client(config) as client:

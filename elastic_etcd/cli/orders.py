@@ -116,7 +116,7 @@ class Job(look.Job):
 async def drain(job: Job, args: Namespace) -> dict[str, Any]:
     """What the flags of `elastic-etcd drain` say; gives what came of it, the shape of `--json`."""
     node = node_of(args)
-    asked = Drain(node, args.deadline, by=user(), at=_now())
+    asked = Drain(node, args.deadline, by=user(), at=_timestamp())
 
     def change(view: View) -> Wanted:
         job.run_of(view)
@@ -230,7 +230,7 @@ async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
 async def scale(job: Job, args: Namespace) -> dict[str, Any]:
     """The same for `elastic-etcd scale`."""
     asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
-    by, at = user(), _now()
+    by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:
         spec = job.run_of(view)
@@ -272,7 +272,7 @@ def _fits(view: View, asked: Limits) -> bool:
 
 async def stop(job: Job, args: Namespace) -> dict[str, Any]:
     """The same for `elastic-etcd stop`."""
-    by, at = user(), _now()
+    by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:
         run = job.run_of(view).run
@@ -285,7 +285,7 @@ async def stop(job: Job, args: Namespace) -> dict[str, Any]:
     if args.wait:
         leaving = [wanted.leave_deadline(view, m, spec.limits) for m in view.members]
         late = spec.limits.patience + max(leaving, default=0.0)
-        ended = await job.wait("it goes on", lambda v: _ended(v, spec.run), late)
+        ended = await job.wait("it goes on", lambda v: _is_over(v, spec.run), late)
         state = ended.outcome.state if ended.outcome else "stopped"
     told = f"is over: {state}" if state else "is to stop"
     if not changed:
@@ -293,7 +293,7 @@ async def stop(job: Job, args: Namespace) -> dict[str, Any]:
     return {"changed": changed, "state": state or None, "told": f"job {job.name} {told}"}
 
 
-def _ended(view: View, run: str) -> bool:
+def _is_over(view: View, run: str) -> bool:
     """Whether it has an outcome, or nobody is left to write one."""
     return bool(view.outcome and view.outcome.run == run) or not view.members
 
@@ -313,7 +313,7 @@ def user() -> str:
     return f"{name}@{os.uname().nodename}"
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

@@ -64,7 +64,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    return look.run(parser, argv, _top, _all)
+    return look.run(parser, argv, _top, _all_jobs)
 
 
 def _is_once(args: Namespace) -> bool:
@@ -83,7 +83,7 @@ async def _top(job: look.Job, args: Namespace) -> None:
         scope.push_async_callback(looker.end)
         leases = Leases(job.client, screen.lefts)
         if not once:
-            await _follow(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
+            await _follow_job(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
             return
         await looker.look(seen)
         await asyncio.sleep(
@@ -100,7 +100,7 @@ async def _top(job: look.Job, args: Namespace) -> None:
             Console(highlight=False, width=look.width()).print(screen.render(1 << 20))
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _all_jobs(client: Client, args: Namespace) -> None:
     async with Jobs(client, args.prefix, args.timeout) as known:
         if not _is_once(args):
             await _follow_all(known)
@@ -135,7 +135,7 @@ def _of_all(known: Jobs, count: int, room: int) -> str:
     return f"{jobs} under {known.prefix}{some}{away}"
 
 
-async def _follow(
+async def _follow_job(
     screen: Screen,
     mirror: Mirror,
     changed: asyncio.Event,

@@ -249,6 +249,22 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {name for name, files in found.items() if len(files) > 1} == SAME_CLASS.keys()
 
 
+def test_a_private_name_says_whose_it_is() -> None:
+    """In a stack trace and in a search: of functions and methods, in no more than four files."""
+    found: dict[str, set[Path]] = {}
+    for file in FILES:
+        for node in _nodes(file):
+            if isinstance(node, ast.Module | ast.ClassDef):
+                for name in _private_functions(node):
+                    found.setdefault(name, set()).add(file)
+    assert {name: len(files) for name, files in found.items() if len(files) > 4} == {}
+
+
+def _private_functions(of: ast.Module | ast.ClassDef) -> Iterator[str]:
+    names = (n.name for n in of.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
 def loaded(code: str, *flags: str) -> set[str]:
     """The modules of a process that has run `code`."""
     command = [sys.executable, *flags, "-c", f"import sys; {code}; print(*sys.modules)"]
