@@ -244,6 +244,8 @@ class _Agent:
         # -P: nothing in the directory of the user's script is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.torchrun_agent", str(fd)]
         with theirs:
+            # Without the trampoline: it watches torchrun's pid instead of the thread that starts
+            # it, and leaves the job when torchrun ends.
             self._process = subprocess.Popen(
                 [*program, str(os.getpid()), *flags],
                 stdin=subprocess.DEVNULL,

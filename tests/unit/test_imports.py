@@ -54,6 +54,10 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
 }
+# The programs that are run as `python -m`, and who runs them.
+RUN_BY_NAME = {"launcher_agent.py": "launcher.py", "torchrun_agent.py": "torchrun.py"}
+# Who starts a child without the trampoline says why; all others call process.spawn.
+STARTERS = {"process.py", "agent/guardian.py", "launcher.py", "torchrun.py"}
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
@@ -224,8 +228,27 @@ def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
 
 def _names(file: Path, program: Path) -> bool:
     """Whether `file` imports the program, or has its file name as a text."""
-    texts = {node.value for node in _nodes(file) if isinstance(node, ast.Constant)}
-    return module_of(program) in imports(file) or program.name in texts
+    return module_of(program) in imports(file) or program.name in texts_of(file)
+
+
+def texts_of(file: Path) -> Iterator[object]:
+    """All that stands in the file as a constant."""
+    return (node.value for node in _nodes(file) if isinstance(node, ast.Constant))
+
+
+def test_every_program_that_is_run_by_its_name_has_one_who_runs_it() -> None:
+    modules = {module_of(ROOT / program) for program in RUN_BY_NAME}
+    found = [(t, named(f)) for f in FILES for t in texts_of(f) if t in modules]
+    assert sorted(found) == [(module_of(ROOT / p), by) for p, by in sorted(RUN_BY_NAME.items())]
+
+
+def test_children_are_started_by_one_function_but_for_some() -> None:
+    assert {named(file) for file in FILES if _starts_children(file)} == STARTERS
+
+
+def _starts_children(file: Path) -> bool:
+    calls = (ast.unparse(node.func) for node in _nodes(file) if isinstance(node, ast.Call))
+    return bool({"subprocess.Popen", "Popen"} & set(calls))
 
 
 @pytest.mark.parametrize("program", CHILDREN)
