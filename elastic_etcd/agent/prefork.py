@@ -53,8 +53,8 @@ class Prefork:
     `command` is what the workers run: a Python interpreter and its arguments, as launch.py makes
     them. `env` is the workers' environment as far as it is known before a generation; what
     libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
-    order. A fork server that dies is replaced; meanwhile there is none. `learned(modules)` says
-    what one has loaded that has taken over. `create` begins its tasks, and hears of their crashes.
+    order. A fork server that dies is replaced; meanwhile there is none. `create` begins its tasks,
+    and hears of their crashes. `learned(modules)` says what one has loaded that has taken over.
     """
 
     patience = 30.0  # seconds for the import of a module that is learned
@@ -65,8 +65,8 @@ class Prefork:
         env: Mapping[str, str],
         preload: Sequence[str],
         size: int,
+        create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         learned: Callable[[tuple[str, ...]], None] = lambda _: None,
-        create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task,
     ) -> None:
         self._command = command
         self._env = env

@@ -133,7 +133,7 @@ class Workers:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
             told = self.learned.put_nowait
-            self._prefork = Prefork(config.argv, env, config.preload, size, told, tasks.create)
+            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create, told)
             if not config.learn:
                 self._prefork.start()
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
