@@ -139,7 +139,10 @@ class ProgressPage:
         return bool(wanted)
 
     def waited(self, ns: int) -> None:
-        """In the steps since this was said before, it has waited so long for other ranks."""
+        """Say for how many nanoseconds this worker has waited for other ranks since the last call.
+
+        From that and the steps that have ended since, the time outside of collectives is reckoned.
+        """
         _, _, steps, _, _ = _HEAD.unpack_from(self._memory)
         wanted, measured, before = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         count = steps - before

@@ -78,7 +78,7 @@ class EventLog:
         self._began = self._since = time.monotonic()
 
     def see(self, happened: lifecycle.Event, state: State) -> None:
-        """The agent is this from here on, by what has happened."""
+        """Take note of the agent's new state, and tell what has happened."""
         before, self._state = self._state, state
         match happened:
             case Joined():

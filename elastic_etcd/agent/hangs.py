@@ -213,7 +213,7 @@ class HangWatch:
     # --- all nodes together ---------------------------------------------------------------
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         self._state = state
         if state.view and (state.view.hang or state.view.steps):
             self._news.set()

@@ -74,7 +74,7 @@ class Measure:
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         before, self._state = self._state, state
         was, own, now = before.local, state.local, self._loop.time()
         if own.lease and not was.lease and not was.ran and not self._other:

@@ -93,7 +93,7 @@ class Recovery:
             self._since = now
 
     def begin_world(self, cause: str, now: float) -> None:
-        """It has this cause. What was lost until here is known to be lost by that."""
+        """A world begins because of `cause`, which is charged with the seconds lost until now."""
         if self._since is None:
             return
         self.pass_phase("rendezvous", now)
@@ -183,7 +183,7 @@ class Metrics(Collector):
         measure.followers.append(self._recovery)
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         was, self._state, own = self._state.local, state, state.local
         if was.running and not own.running:
             self._steps.end()

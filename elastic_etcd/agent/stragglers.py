@@ -31,7 +31,7 @@ class StragglerWatch:
         self._heard: int | None = None  # the number of the last line
 
     def see(self, state: State) -> None:
-        """The agent is this from here on. A line that was there before this agent is old."""
+        """Take note of the agent's new state; tell a new line, not one from before this agent."""
         self._state, view = state, state.view
         if view is None or not state.local.lease:
             return

@@ -311,10 +311,10 @@ class Workers:
         return [worker for worker in self._running.values() if worker.killed]
 
     def give_up(self, rank: int | None, hang: str, message: str, *, kill: bool = True) -> None:
-        """End the generation, which hangs, as a failure of this rank, or of nobody in particular.
+        """End the generation as hanging. The failure is that of `rank`; None: of no worker.
 
-        A worker that hangs needs no time to stop. The others get it, as after any failure, and it
-        does where the caller does not `kill` it.
+        `hang` says what hangs, `message` is shown with it. That worker is killed at once, unless
+        `kill` is false; all others get their grace, as after any failure.
         """
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")

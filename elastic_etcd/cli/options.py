@@ -591,7 +591,7 @@ def _ascending(text: str, numbers: list[int]) -> tuple[int, ...]:
 
 
 def in_multiples(asked: Limits, step: int) -> Limits:
-    """The same with multiples of `step` only. Raises UsageError if none is asked for."""
+    """These limits with multiples of `step` only. Raises UsageError if none is asked for."""
     if step == 1:
         return asked
     least, most = asked.min_nodes, asked.max_nodes

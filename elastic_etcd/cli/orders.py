@@ -114,7 +114,7 @@ class Job(look.Job):
 
 
 async def drain(job: Job, args: Namespace) -> dict[str, Any]:
-    """What the flags of `elastic-etcd drain` say; gives what came of it, the shape of `--json`."""
+    """Do what `elastic-etcd drain` asks for; gives the object that `--json` prints."""
     node = node_of(args)
     asked = Drain(node, args.deadline, by=user(), at=_timestamp())
 
@@ -206,7 +206,7 @@ def _pruned(view: View) -> Wanted:
 
 
 async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd undrain`."""
+    """Do what `elastic-etcd undrain` asks for; gives the object that `--json` prints."""
 
     def change(view: View) -> Wanted:
         if not wanted.drained(view, args.node):
@@ -228,7 +228,7 @@ async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
 
 
 async def scale(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd scale`."""
+    """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
     asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
     by, at = user(), _timestamp()
 
@@ -271,7 +271,7 @@ def _fits(view: View, asked: Limits) -> bool:
 
 
 async def stop(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd stop`."""
+    """Do what `elastic-etcd stop` asks for; gives the object that `--json` prints."""
     by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:

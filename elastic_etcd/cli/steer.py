@@ -193,7 +193,7 @@ def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
 
 
 async def _in_all(command: str, client: Client, args: Namespace) -> int:
-    """The same in each job that it is about; gives the highest of their exit codes."""
+    """Run the command on each job that it is about; gives the highest of their exit codes."""
     about, what = _ABOUT[command]
     views = await look.all_views(client, args)
     jobs = [job for job, view in views.items() if about(view, args)]

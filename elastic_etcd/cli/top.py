@@ -181,7 +181,7 @@ class Screen:
         self._said = ""
 
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
-        """The job is this from here on."""
+        """Take note of the job's new state."""
         view = view_of(snapshot, keys, Everything())
         self._state = status.describe(self._job, view)
         self._paces = paces(snapshot, keys, view)

@@ -280,7 +280,7 @@ def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
 
 
 def _of_node(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
-    """The same of a key whose name ends with a lease."""
+    """The value of a key whose name ends with a lease; None if it is absent or malformed."""
     if kv is None:
         return None
     try:

@@ -109,7 +109,7 @@ class Mirror:
             raise
 
     async def _watch(self) -> Never:
-        """As `_follow_stream`; raises Compacted, too."""
+        """List if need be, then follow one stream. Raises Compacted, Unanswered, EtcdError."""
         if self._history is None:
             self._adopt(await self._client.list(*self._ranges, most=self._most))
         patience = self._attempts.growing(OPEN_TIMEOUT)

@@ -81,7 +81,10 @@ class SharedMemfd(Memfd):
         self._seen = draft.write(self, self.clear).header
 
     def has(self, draft: Draft, sums: list[bytes]) -> bool:
-        """Whether what another has written here is this draft, of which these are the sums."""
+        """Whether the snapshot that another rank has written here equals this draft.
+
+        `sums` are the draft's; where they don't match they are computed anew.
+        """
         return self._is(draft, sums) or self._is(draft, draft.sums_anew(self))
 
     def _is(self, draft: Draft, sums: list[bytes] | None) -> bool:
