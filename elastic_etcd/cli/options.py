@@ -183,7 +183,9 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
     _job(FlagGroup(parser, "job and nodes", env))
     _etcd(FlagGroup(parser, "etcd", env))
     _worker(FlagGroup(parser, "workers", env))
-    _failures(FlagGroup(parser, "failures and times", env))
+    failures = FlagGroup(parser, "failures and times", env)
+    for part in (_failures, _leaving, _hangs):
+        part(failures)
     _output(FlagGroup(parser, "output", env))
     _ignored(FlagGroup(parser, "accepted from torchrun, without a meaning here", env))
     parser.add_argument("training_script", metavar="script", help="the training program")
@@ -431,6 +433,9 @@ def _failures(group: FlagGroup) -> None:
         help="nodes that come later are taken in together, so long after the last one (default: "
         f"{JOIN_SETTLE:g}, 0 where all workers are in ee.run)",
     )
+
+
+def _leaving(group: FlagGroup) -> None:
     group.flag(
         "--leave-exit-code",
         type=exit_code,
@@ -485,6 +490,9 @@ def _failures(group: FlagGroup) -> None:
         help="from SIGKILL of a worker until this node gives up on it and leaves the job; many "
         "devices or much pinned memory may take long (default: %(default)g)",
     )
+
+
+def _hangs(group: FlagGroup) -> None:
     group.flag(
         "--hang-timeout",
         type=hang_timeout,
