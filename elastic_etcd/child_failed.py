@@ -40,9 +40,9 @@ def child_failed(name: str, result: RunResult) -> ChildFailedError:
 def _process_failure(failed: WorkerFailure) -> errors.ProcessFailure:
     """What torch would have made of it."""
     try:
-        found = _read(failed, failed.error_file)
+        found = _read_error_file(failed, failed.error_file)
     except Exception:  # noqa: BLE001 - a file that was cut off raises whatever torch's reader meets
-        found = _read(failed, "")
+        found = _read_error_file(failed, "")
     at = int(datetime.fromisoformat(failed.at).timestamp())
     found.timestamp = at  # in the order in which they ended
     if not Path(found.error_file).exists() and failed.message:
@@ -52,7 +52,7 @@ def _process_failure(failed: WorkerFailure) -> errors.ProcessFailure:
     return found
 
 
-def _read(failed: WorkerFailure, error_file: str) -> errors.ProcessFailure:
+def _read_error_file(failed: WorkerFailure, error_file: str) -> errors.ProcessFailure:
     return errors.ProcessFailure(
         local_rank=failed.local_rank,
         pid=failed.pid,

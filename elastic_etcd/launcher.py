@@ -206,6 +206,8 @@ class elastic_launch:  # noqa: N801 - it is torch's name
         # -P: nothing in the directory of the user's program is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.launcher_agent"]
         with _outliving_sigterm():
+            # Without the trampoline, whose SIGKILL would keep it from leaving the job: it asks
+            # for SIGTERM itself, at the end of the thread that waits here.
             agent = subprocess.Popen(
                 [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
                 env=self._config.environment(),

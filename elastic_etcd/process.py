@@ -104,9 +104,9 @@ async def start(
         try:
             process = spawn(command, env, **given)
         except Exception as error:  # noqa: BLE001 - who waits gets it, whatever it is
-            _tell(loop, partial(_fail, started, error))
+            _call_soon(loop, partial(_fail, started, error))
             return
-        if not _tell(loop, partial(_give, started, process)):
+        if not _call_soon(loop, partial(_give, started, process)):
             process.kill()
         with contextlib.suppress(ChildProcessError):  # reaped already
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -115,7 +115,7 @@ async def start(
     return await started
 
 
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> bool:
+def _call_soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> bool:
     """From a thread; False when the loop is closed."""
     try:
         loop.call_soon_threadsafe(what)
@@ -321,9 +321,9 @@ class ProcessGroups:
         """Look at the groups once for all the leaders that die in this turn."""
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._look_at_groups)
 
-    def _look(self) -> None:
+    def _look_at_groups(self) -> None:
         self._looking = False
         left = [pid for pid in self._groups if pid not in self._dying and signal_group(pid, 0)]
         try:
@@ -333,7 +333,7 @@ class ProcessGroups:
                 raise
             log.warning("no descriptor is free to see what is left of the workers: trying again")
             self._looking = True
-            asyncio.get_running_loop().call_later(_WATCH_AGAIN, self._look)
+            asyncio.get_running_loop().call_later(_WATCH_AGAIN, self._look_at_groups)
             return
         empty = self._groups - self._dying.keys()
         self._groups -= empty

@@ -62,7 +62,7 @@ class Doing(IntEnum):
     DONE = 7
 
 
-class Progress(NamedTuple):
+class Activity(NamedTuple):
     """A worker's progress at one moment.
 
     `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
@@ -139,7 +139,10 @@ class ProgressPage:
         return bool(wanted)
 
     def waited(self, ns: int) -> None:
-        """In the steps since this was said before, it has waited so long for other ranks."""
+        """Say for how many nanoseconds this worker has waited for other ranks since the last call.
+
+        From that and the steps that have ended since, the time outside of collectives is reckoned.
+        """
         _, _, steps, _, _ = _HEAD.unpack_from(self._memory)
         wanted, measured, before = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         count = steps - before
@@ -157,7 +160,7 @@ class ProgressPage:
         _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, measured, 0, 0)
         self.now(Doing.STARTING)
 
-    def read(self) -> Progress:
+    def read(self) -> Activity:
         """What it says. Whoever runs in the worker can write anything there."""
         doing, since, steps, _, told = _HEAD.unpack_from(self._memory)
         (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
@@ -167,7 +170,7 @@ class ProgressPage:
         _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
         now = monotonic_ns()
-        return Progress(
+        return Activity(
             doing=Doing(min(doing, Doing.DONE)),
             seconds=max(0, now - since) * _NS,
             steps=steps,
@@ -210,10 +213,10 @@ class ProgressPages:
         """Those that there are; one that is held outlives `close`."""
         return tuple(page for _, page in self._pages.values())
 
-    def read(self, local_rank: int) -> Progress:
+    def read(self, local_rank: int) -> Activity:
         """What the worker of that local rank says."""
         if local_rank not in self._pages:
-            return Progress(Doing.STARTING, 0.0, 0, 0.0)
+            return Activity(Doing.STARTING, 0.0, 0, 0.0)
         return self._pages[local_rank][1].read()
 
     def close(self) -> None:

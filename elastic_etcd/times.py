@@ -33,6 +33,7 @@ CALL_AGAIN = 60.0  # at most, until who could not be called is called again
 CURRENT_TIMEOUT = 5.0  # the agent's question to etcd whether a generation is current
 ANSWER_TIMEOUT = 10.0  # a worker's wait for any answer of its agent
 SYNC_PATIENCE = 8.0  # a rank's wait for the others' word at which step all stop
+COPY_PATIENCE = 10.0  # at least, for another local rank to copy what this one needs, too
 GOODBYE = 3.0  # for a parked worker to end by itself
 
 # The end of workers.
@@ -46,6 +47,7 @@ PARK_LATE = 5.0  # then a worker that is to park says where it stands
 NCCL_LOOK = 1.0  # between two looks whether NCCL has met an error
 KILLED = 1.0  # after SIGKILL, by when nothing is left, but for what is stuck in the kernel
 CHILD_GONE = 1.0  # an agent that ends waits so long for each child of its own
+AGENT_GONE = 30.0  # for the agent beside torchrun, whose workers have ended, to end
 STUCK = 10.0  # after SIGKILL it is told that processes are still there
 ERROR_FILE = 1.0  # for a failed worker's error file, which may be on a disk that stands still
 UNKILLABLE = 30.0  # and then this node leaves the job; the default
@@ -64,6 +66,19 @@ ACK_PATIENCE = 3.0  # a node that has nothing to stop; --settle if that is longe
 # Beyond the grace and UNKILLABLE, by when a survivor has stopped or left; and beyond
 # --leave-deadline, by when a node that leaves is gone.
 STOP_PATIENCE = 10.0
+
+# The start of a world, and who waits for one.
+LONGEST_BACKOFF = 60.0  # after worlds whose workers fail at once
+SCALE_PATIENCE = 90.0  # of who has scaled a job, beyond the limits' patience
+
+# A machine that goes.
+NOTICE_TIMEOUT = 5.0  # for an answer of the metadata service
+APPROVE_TIMEOUT = 6.0  # for the word to it that the machine may go
+
+# Somebody who looks at a job.
+LOOK_PERIOD = 2.0  # between two paces of a node
+LOOK_ASK = 1.0  # between two times that leases are asked of, and for an answer
+LOOK_TTL = 10  # so long nodes go on to tell their paces when who has looked was killed
 
 # Who takes a lost coordinator's place: by group rank, after each of these four times as many.
 LEAD_TURN = 0.25  # an etcd under load has written the first one's Txn, and told the others

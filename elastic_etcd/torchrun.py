@@ -44,6 +44,7 @@ from elastic_etcd.protocol import (
     encode,
     to_torchrun,
 )
+from elastic_etcd.times import AGENT_GONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,6 @@ _OTHERS = {
 _STORE_TIMEOUT = 60.0  # seconds; torchrun's barrier at the end says for itself how long it waits
 _LOOK = 1.0
 _EXIT = "torchelastic/agent/terminal_state"  # what its keys begin with
-_GOODBYE = 30.0
 _STARTS = 3
 # By the exit code of our agent, docs/failures.md.
 _ERRORS = {4: RendezvousTimeoutError, 5: RendezvousConnectionError}
@@ -244,6 +244,8 @@ class _Agent:
         # -P: nothing in the directory of the user's script is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.torchrun_agent", str(fd)]
         with theirs:
+            # Without the trampoline: it watches torchrun's pid instead of the thread that starts
+            # it, and leaves the job when torchrun ends.
             self._process = subprocess.Popen(
                 [*program, str(os.getpid()), *flags],
                 stdin=subprocess.DEVNULL,
@@ -325,7 +327,7 @@ class _Agent:
         """Say goodbye, and wait for the agent's end."""
         self.send(Done(success))
         try:
-            self._process.wait(_GOODBYE)
+            self._process.wait(AGENT_GONE)
         except subprocess.TimeoutExpired:
             log.warning("%s: the agent beside torchrun does not end: killed", NAME)
             self._process.kill()

@@ -94,7 +94,13 @@ from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol import Change, Interrupt
 from elastic_etcd.threads import in_thread
-from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
+from elastic_etcd.times import (
+    APPROVE_TIMEOUT,
+    GRACE_CHANGE,
+    GRACE_FAILURE,
+    LEAVE_TIMEOUT,
+    SIGTERM_TWICE,
+)
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.account import Account
@@ -106,7 +112,6 @@ _CUT_OFF = "this node is cut off from etcd"
 
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 _RECORD_TIMEOUT = 10.0
-_APPROVE_TIMEOUT = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +124,7 @@ def run(config: AgentConfig, account: "Account | None" = None) -> int:
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run(config, metrics, account))
+        return asyncio.run(_run_agent(config, metrics, account))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -134,7 +139,9 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
-async def _run(config: AgentConfig, metrics: "Metrics | None", account: "Account | None") -> int:
+async def _run_agent(
+    config: AgentConfig, metrics: "Metrics | None", account: "Account | None"
+) -> int:
     async with AsyncExitStack() as scope:
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         names = {"job": config.job, "node": config.node, "role": config.role}
@@ -329,13 +336,13 @@ class Agent:
         if self._config.preemption_watch:
             from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
 
-            self._watch = Watch(self._config.preemption_watch, self._hear)
+            self._watch = Watch(self._config.preemption_watch, self._hear_notice)
         try:
             async with self._membership:
                 joining = self._tasks.create(self._join())
                 try:
                     while self._exit is None:
-                        await self._take(await self._inbox.get())
+                        await self._take_event(await self._inbox.get())
                     return await self._leave(self._exit)
                 finally:
                     joining.cancel()
@@ -361,7 +368,7 @@ class Agent:
         except OSError as error:  # a TimeoutError is one
             log.warning("%s: the last events can't be written: %s", why, error)
 
-    async def _take(self, incoming: Incoming) -> None:
+    async def _take_event(self, incoming: Incoming) -> None:
         if self._state.local.lease and (silent := self._membership.stood_still()):
             await self._step(silent)
         match incoming:
@@ -431,7 +438,7 @@ class Agent:
     def _do(self, action: Action) -> None:
         match action:
             case Write():
-                self._write(action)
+                self._begin_write(action)
             case StartWorkers(now, part):
                 self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
@@ -460,7 +467,7 @@ class Agent:
             self._shown = reason
         log.log(level, "%s", decision.reason)
 
-    def _write(self, write: Write) -> None:
+    def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
@@ -545,13 +552,13 @@ class Agent:
         self._malformed = malformed
 
     def _tell_order(self) -> None:
-        """Why this node goes, if by people's order; its workers know before they get SIGTERM."""
+        """Why this node goes, if people want it; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
-        order = wanted.order(view, local.run, local.lease) if view else None
-        if order is None:
+        departure = wanted.departure(view, local.run, local.lease) if view else None
+        if departure is None:
             return
-        log.info("%s: leaving; a signal does not hurry it, a second one does", order.reason)
-        if order.save:
+        log.info("%s: leaving; a signal does not hurry it, a second one does", departure.reason)
+        if departure.save:
             self._workers.tell_leaving()
 
     def _asked_to_drain(self) -> None:
@@ -578,7 +585,7 @@ class Agent:
             self._workers.tell_leaving()  # before they get SIGTERM
             self._inbox.put(Signalled())
 
-    def _hear(self, notice: "Notice") -> None:
+    def _hear_notice(self, notice: "Notice") -> None:
         """From the thread that looks for notices."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._take_notice, notice)
@@ -619,7 +626,7 @@ class Agent:
         """The machine may go."""
         if self._watch:
             with suppress(TimeoutError):
-                await in_thread(self._watch.approve, _APPROVE_TIMEOUT)
+                await in_thread(self._watch.approve, APPROVE_TIMEOUT)
 
     def _left(self, run: str) -> int:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""

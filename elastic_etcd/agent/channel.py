@@ -201,7 +201,7 @@ class WorkerChannel:
         except (OSError, ValueError) as error:
             self._drop(f"nothing can be handed to it: {error}")
         if len(self._unsent) == 1:
-            self._write()
+            self._write_packets()
         unread = (len(packet) + _DESCRIPTOR * (fd >= 0) for packet, fd in self._unsent)
         if sum(unread) > _UNREAD:
             self._drop("it does not read what it is told")
@@ -293,7 +293,7 @@ class WorkerChannel:
         self._greeted = True
         self.send(Welcome(VERSION))
 
-    def _write(self) -> None:
+    def _write_packets(self) -> None:
         while self._unsent and not self._closed:
             packet, fd = self._unsent[0]
             try:
@@ -312,7 +312,7 @@ class WorkerChannel:
             return
         loop = asyncio.get_running_loop()
         if self._unsent:
-            loop.add_writer(self._socket, self._write)
+            loop.add_writer(self._socket, self._write_packets)
         else:
             loop.remove_writer(self._socket)
 

@@ -151,7 +151,7 @@ class PipeConsole:
             pass
         except OSError:
             self._let_go()
-        self._wait(on=bool(self._buffer))
+        self._wait_for_output(on=bool(self._buffer))
         if len(self._buffer) <= _ROOM:
             self._tell_room()
 
@@ -169,7 +169,7 @@ class PipeConsole:
             written = output.write(piece)
         del self._buffer[:written]
 
-    def _wait(self, *, on: bool) -> None:
+    def _wait_for_output(self, *, on: bool) -> None:
         if on == self._waiting or self._output is None:
             return
         if on:
@@ -186,7 +186,7 @@ class PipeConsole:
             self._drained.set()
 
     def _let_go(self) -> None:
-        self._wait(on=False)
+        self._wait_for_output(on=False)
         with self._lock:
             self._buffer.clear()
             if self._output is not None:

@@ -130,7 +130,7 @@ class _Request(BaseHTTPRequestHandler):
                 self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz, /readyz\n", _PLAIN)
 
     def do_HEAD(self) -> None:
-        """The same without a body."""
+        """Answer like GET, without a body."""
         self.do_GET()
 
     def _judge(self, why_not: str) -> None:

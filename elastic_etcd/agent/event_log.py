@@ -78,24 +78,24 @@ class EventLog:
         self._began = self._since = time.monotonic()
 
     def see(self, happened: lifecycle.Event, state: State) -> None:
-        """The agent is this from here on, by what has happened."""
+        """Take note of the agent's new state, and tell what has happened."""
         before, self._state = self._state, state
         match happened:
             case Joined():
-                self._tell("node.joined", f"{self._node} is a member")
+                self._tell_event("node.joined", f"{self._node} is a member")
             case LeaseLost(reason):
-                self._tell("node.lost", f"{self._node} has lost its lease: {reason}")
+                self._tell_event("node.lost", f"{self._node} has lost its lease: {reason}")
             case WorkerEnded(generation, failure) if failure:
                 told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
-                self._tell("FAILED", told, failure=failure, generation=generation)
+                self._tell_event("FAILED", told, failure=failure, generation=generation)
             case WorkersHang(generation, failure):
                 told = f"generation {generation}: {failure}"
-                self._tell("hang", told, generation=generation, reason=str(failure))
+                self._tell_event("hang", told, generation=generation, reason=str(failure))
         if state.local.leaving and not before.local.leaving:
-            self._tell("node.leaving", f"{self._node} is leaving")
+            self._tell_event("node.leaving", f"{self._node} is leaving")
         if isinstance(state.result, Finished) and not isinstance(before.result, Finished):
             told = f"generation {state.local.ran}: all workers of {self._node} exited 0"
-            self._tell("SUCCEEDED", told, generation=state.local.ran)
+            self._tell_event("SUCCEEDED", told, generation=state.local.ran)
         self._tell_round(before.view, state.view)
 
     def _tell_round(self, before: View | None, after: View | None) -> None:
@@ -103,20 +103,20 @@ class EventLog:
         if now is None or (was and (was.generation, was.phase) == (now.generation, now.phase)):
             return
         told = f"generation {now.generation} is {now.phase.value}: {now.reason}"
-        self._tell("round", told, generation=now.generation, phase=now.phase.value)
+        self._tell_event("round", told, generation=now.generation, phase=now.phase.value)
 
     def end(self) -> None:
         """The agent ends."""
         told, lasted = f"the agent of {self._node} ends", time.monotonic() - self._began
         match self._state.ending:
             case None | Left():
-                self._tell("TERMINATED", told, total=lasted)
+                self._tell_event("TERMINATED", told, total=lasted)
             case Over(reason):
                 state = OUTCOMES.get(reason.partition(":")[0], "TERMINATED")
-                self._tell(state, f"{told}: {reason}", total=lasted, reason=reason)
+                self._tell_event(state, f"{told}: {reason}", total=lasted, reason=reason)
             case Error() | Outdated() as ending:
                 why = ending.reason
-                self._tell("FAILED", f"{told}: {why}", total=lasted, reason=why)
+                self._tell_event("FAILED", f"{told}: {why}", total=lasted, reason=why)
 
     # --- the phases of this node's worlds, see measure.Phases -----------------------------
 
@@ -165,9 +165,9 @@ class EventLog:
     def _tell_phase(self, state: str, told: str, now: float, **more: Any) -> None:
         """`now` is the loop's clock, which is the monotonic one."""
         took, self._since = now - self._since, now
-        self._tell(state, told, seconds=took, generation=self._generation, **more)
+        self._tell_event(state, told, seconds=took, generation=self._generation, **more)
 
-    def _tell(self, state: str, told: str, **more: Any) -> None:
+    def _tell_event(self, state: str, told: str, **more: Any) -> None:
         view, local = self._state.view, self._state.local
         part = view.part(local.lease) if view else None
         rank = part.group_rank if part else None

@@ -179,7 +179,10 @@ def _lasted(spent: Spent | None) -> str:
 
 
 def total(spent: Spent | None) -> float:
-    """All of these seconds; `again` is part of `trained`, and `pause` of the others."""
+    """How many seconds a world took, from its rendezvous to its end.
+
+    `again` and `pause` are not added: they are parts of the others.
+    """
     if spent is None:
         return 0.0
     start = spent.rendezvous + spent.start + spent.first_step

@@ -61,8 +61,8 @@ class FileTimers:
         self._warned = False
         self._until_first: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._fd = _open(path)
-        self._loop.add_reader(self._fd, self._read)
+        self._fd = _open_pipe(path)
+        self._loop.add_reader(self._fd, self._read_pipe)
 
     def forget(self, session: int) -> None:
         """Drop the timers of a worker that has ended, and of what it has started."""
@@ -77,7 +77,7 @@ class FileTimers:
         with contextlib.suppress(OSError):
             Path(self.path).unlink()
 
-    def _read(self) -> bool:
+    def _read_pipe(self) -> bool:
         """A part of what is there, if anything is; of a line that is too long the beginning."""
         try:
             *lines, rest = (self._rest + os.read(self._fd, _PART)).split(b"\n")
@@ -85,11 +85,11 @@ class FileTimers:
             return False
         self._rest = rest[: PIPE_BUF + 1]
         for line in lines:
-            self._take(line)
+            self._take_line(line)
         self._await_first()
         return True
 
-    def _take(self, line: bytes) -> None:
+    def _take_line(self, line: bytes) -> None:
         try:
             self._set(request_of(line))
         except (ValueError, RecursionError) as error:
@@ -120,7 +120,7 @@ class FileTimers:
 
     def _on_end(self) -> None:
         for _ in range(_PIPE // _PART):  # one that stood still has not heard what was let go of
-            if not self._read():
+            if not self._read_pipe():
                 break
         now = self._loop.time()
         for timer in sorted(self._timers.values(), key=lambda timer: timer.end):
@@ -132,7 +132,7 @@ class FileTimers:
         self._await_first()
 
 
-def _open(path: str) -> int:
+def _open_pipe(path: str) -> int:
     """Make it and open it. Raises UsageError."""
     try:
         _remove_former(path)

@@ -27,7 +27,7 @@ from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import Hang, RankStep, Steps
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.process import members_of
-from elastic_etcd.progress import DUMP_STACKS, Doing, Progress
+from elastic_etcd.progress import DUMP_STACKS, Activity, Doing
 from elastic_etcd.threads import in_thread
 from elastic_etcd.times import (
     HANG_ALONE,
@@ -51,7 +51,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 log = logging.getLogger(__name__)
 
-Place: TypeAlias = tuple[Doing, int]  # what a worker does, after how many steps
+Reached: TypeAlias = tuple[Doing, int]  # what a worker does, after how many steps
 
 
 class Evidence(NamedTuple):
@@ -81,7 +81,7 @@ class HangWatch:
         self._heard: tuple[int, int] | None = None  # generation and number of the last line
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
         self._slowest = 0.0  # of all steps of all worlds, as far as one look a second tells
-        self._seen: dict[int, Progress] = {}  # by rank, at the look before
+        self._seen: dict[int, Activity] = {}  # by rank, at the look before
         self._begin(0)
 
     def _begin(self, generation: int) -> None:
@@ -92,8 +92,8 @@ class HangWatch:
         self._seen.clear()
         self._evidence: dict[int, Evidence] = {}  # by rank; of those that have not gone on
         self._said = 0  # the number of the steps that were published last
-        self._published: dict[int, Place] = {}  # where the ranks that stood were then
-        self._judged: dict[int, Place] = {}  # the same, once all were asked
+        self._published: dict[int, Reached] = {}  # where the ranks that stood were then
+        self._judged: dict[int, Reached] = {}  # the same, once all were asked
         self._again = math.inf  # seconds in its step, until a judged one is asked about again
         self._suspicion: float | None = None  # since when nobody has asked about one
         self._longest = 0.0  # of those that nobody has asked about
@@ -106,7 +106,9 @@ class HangWatch:
             await asyncio.sleep(_PACE)
             if self._generation != self._workers.generation:
                 self._begin(self._workers.generation)
-            found = [(w, now) for w, now in self._workers.progress() if self._look(w, now)]
+            found = [
+                (w, now) for w, now in self._workers.progress() if self._stands_too_long(w, now)
+            ]
             await self._suspect([worker for worker, _ in found])
             self._longest = max((now.seconds for _, now in found), default=0.0)
             self._news.set()
@@ -120,11 +122,11 @@ class HangWatch:
         elif self._loop.time() >= self._suspicion + HANG_ALONE:
             await self._gather([w for w in late if w.spec.rank not in self._evidence])
 
-    def _look(self, worker: Worker, now: Progress) -> bool:
+    def _stands_too_long(self, worker: Worker, now: Activity) -> bool:
         """Whether it is too long in its step, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
-        if found and _place(now) != (Doing.STEP, found.steps):
+        if found and _reached(now) != (Doing.STEP, found.steps):
             log.warning("rank %d goes on after step %d", rank, found.steps + 1)
             del self._evidence[rank]
         before, self._seen[rank] = self._seen.get(rank), now
@@ -132,13 +134,13 @@ class HangWatch:
             self._slowest = max(self._slowest, before.seconds)
         if not _is_step(now):
             return False
-        if self._judged.get(rank) == _place(now) and now.seconds < self._again:
+        if self._judged.get(rank) == _reached(now) and now.seconds < self._again:
             return False
-        if before is None or _place(before) != _place(now):
+        if before is None or _reached(before) != _reached(now):
             return False  # what is read while it is written may be of two times
         return now.seconds >= self._patience(now) and not _is_traced(worker.pid)
 
-    def _patience(self, now: Progress) -> float:
+    def _patience(self, now: Activity) -> float:
         """How long its step may take."""
         if self._timeout is not None:
             return self._timeout
@@ -149,9 +151,9 @@ class HangWatch:
         """All nodes were asked about those that were published."""
         self._judged, self._suspicion, self._again = self._published, None, math.inf
 
-    def _standing(self, seconds: float) -> dict[int, Place]:
+    def _standing(self, seconds: float) -> dict[int, Reached]:
         now = self._workers.progress()
-        return {w.spec.rank: _place(at) for w, at in now if _stands(w, at, seconds)}
+        return {w.spec.rank: _reached(at) for w, at in now if _stands(w, at, seconds)}
 
     async def _gather(self, hanging: list[Worker]) -> None:
         """Say where they stand: into a file for each, and into their own output."""
@@ -175,11 +177,11 @@ class HangWatch:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANG_EVIDENCE):
                 for worker in hanging:
-                    await self._write(worker, has_handler=worker.pid in asked)
+                    await self._write_evidence(worker, has_handler=worker.pid in asked)
                 for rank, trace in traces:
                     await self._collect(rank, trace)
 
-    async def _write(self, worker: Worker, *, has_handler: bool) -> None:
+    async def _write_evidence(self, worker: Worker, *, has_handler: bool) -> None:
         rank, output = worker.spec.rank, worker.output.err.tail()[-_TAIL:]
         path = self._logs.evidence_file(self._generation, rank)
         stacks = "" if has_handler else "; it has no handler for stacks"
@@ -187,13 +189,13 @@ class HangWatch:
             log.warning("rank %d: its stacks are in its stderr%s", rank, stacks)
             return
         try:
-            await in_thread(partial(_write, path, worker.pid, rank, output), HANG_EVIDENCE)
+            await in_thread(partial(_write_file, path, worker.pid, rank, output), HANG_EVIDENCE)
         except OSError as error:  # a TimeoutError is one
             log.warning("rank %d: nothing can be written: %s", rank, error)
         else:
             log.warning("rank %d: where it stands is in %s%s", rank, path, stacks)
 
-    async def _collect(self, rank: int, trace: nccl_trace.Asked) -> None:
+    async def _collect(self, rank: int, trace: nccl_trace.Dump) -> None:
         """Copy it as soon as it has been written: it has changed, and does so no more."""
         now, last = trace.before, None
         while now == trace.before or now != last:  # is not there, or grows
@@ -211,7 +213,7 @@ class HangWatch:
     # --- all nodes together ---------------------------------------------------------------
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         self._state = state
         if state.view and (state.view.hang or state.view.steps):
             self._news.set()
@@ -266,12 +268,12 @@ class HangWatch:
         txn = writes.put_steps(self._membership.keys, view, state.local, steps)
         return await self._membership.publish(txn)
 
-    def _rank_step(self, worker: Worker, now: Progress) -> RankStep:
+    def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
         rank, doing, what = worker.spec.rank, schema.Doing[now.doing.name], now.what
         found = self._evidence.get(rank)
         if now.doing is Doing.STEP and _is_traced(worker.pid):
             doing = schema.Doing.TRACED
-        elif found and _place(now) == (Doing.STEP, found.steps):
+        elif found and _reached(now) == (Doing.STEP, found.steps):
             doing = schema.Doing.WAIT if _in_collective(found.stack) else doing
             what = "stopped" if _status(worker.pid, "State") == "T" else _where(found.stack)
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
@@ -294,7 +296,7 @@ class HangWatch:
     def _restart(self, state: State, view: View, found: Hang) -> None:
         """It is the agent of the rank that is behind, else of group rank 0, that ends the world."""
         part = view.part(state.local.lease)
-        at = {worker.spec.rank: _place(now) for worker, now in self._workers.progress()}
+        at = {worker.spec.rank: _reached(now) for worker, now in self._workers.progress()}
         stand = {rank for rank, place in at.items() if place == self._judged.get(rank)}
         if found.rank is None and part and part.group_rank == 0 and stand:
             self._workers.give_up(None, found.line, "")
@@ -303,16 +305,16 @@ class HangWatch:
             self._workers.give_up(found.rank, found.line, stack)
 
 
-def _is_step(now: Progress) -> bool:
+def _is_step(now: Activity) -> bool:
     """Whether it is in one that is watched: not in the first."""
     return now.doing is Doing.STEP and now.steps > 0
 
 
-def _place(now: Progress) -> Place:
+def _reached(now: Activity) -> Reached:
     return now.doing, now.steps
 
 
-def _stands(worker: Worker, now: Progress, seconds: float) -> bool:
+def _stands(worker: Worker, now: Activity, seconds: float) -> bool:
     """Whether it is in its step for about as long as the one that was found first."""
     long = now.seconds >= seconds / 2
     return now.doing is Doing.STEP and long and not _is_traced(worker.pid)
@@ -372,11 +374,11 @@ async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
                 await asyncio.sleep(_LOOK)
 
 
-async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Asked]]:
+async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Dump]]:
     """Of those in which NCCL's flight recorder is on, by rank."""
     specs = [worker.spec for worker in hanging if nccl_trace.is_on(worker.spec.env)]
 
-    def ask() -> list[tuple[int, nccl_trace.Asked]]:
+    def ask() -> list[tuple[int, nccl_trace.Dump]]:
         asked = ((spec.rank, nccl_trace.ask(spec.env, spec.rank)) for spec in specs)
         return [(rank, trace) for rank, trace in asked if trace]
 
@@ -387,11 +389,11 @@ async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.A
 
 def _status(pid: int, name: str) -> str:
     """A line of /proc/PID/status; "" when the process is gone."""
-    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    lines = _text_of(Path(f"/proc/{pid}/status")).splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
-def _write(path: Path, pid: int, rank: int, output: bytes) -> None:
+def _write_file(path: Path, pid: int, rank: int, output: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     head = f"rank {rank}, pid {pid}, {now}\n\n--- its stderr, with the Python stacks\n"
@@ -414,12 +416,12 @@ def _thread(task: Path) -> str:
     stat = (task / "stat").read_text(errors="replace")  # a name may be cut inside a character
     name, _, rest = stat.partition("(")[2].rpartition(")")
     state = rest.split()[0]
-    found = [name, state, _read(task / "wchan") or "-", _read(task / "syscall") or "-"]
-    stack = _read(task / "stack")  # root's only
+    found = [name, state, _text_of(task / "wchan") or "-", _text_of(task / "syscall") or "-"]
+    stack = _text_of(task / "stack")  # root's only
     return " ".join(found) + "".join(f"\n    {line}" for line in stack.splitlines())
 
 
-def _read(path: Path) -> str:
+def _text_of(path: Path) -> str:
     try:
         with path.open(errors="replace") as file:
             return file.read(_KERNEL).strip()

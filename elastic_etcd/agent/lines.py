@@ -98,14 +98,14 @@ async def call(contact: Contact, lease: int, within: float) -> Line | Found:
     found = Found.SILENT
     try:
         writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
-        found = await _answer(reader, deadline)
+        found = await _read_answer(reader, deadline)
     finally:
         if found is not Found.HERE:
             writer.close()
     return Line(reader, writer) if found is Found.HERE else found
 
 
-async def _answer(reader: asyncio.StreamReader, deadline: float) -> Found:
+async def _read_answer(reader: asyncio.StreamReader, deadline: float) -> Found:
     try:
         async with asyncio.timeout_at(deadline):
             answer = await reader.read(1)
@@ -207,7 +207,7 @@ class _Caller(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         before, self._filled = self._filled, self._filled + nbytes
         if before < HELLO_FORM.size <= self._filled:
-            self._hear()
+            self._hear_hello()
         if self._filled > HELLO_FORM.size:  # goodbye, or what nobody has to say
             self.cut()
 
@@ -228,7 +228,7 @@ class _Caller(asyncio.BufferedProtocol):
             self.over = True
             self._transport.abort()
 
-    def _hear(self) -> None:
+    def _hear_hello(self) -> None:
         self._done_waiting()
         nonce, self.lease = HELLO_FORM.unpack_from(self._buffer)
         if not self._lines.greeted(self, nonce):

@@ -86,7 +86,7 @@ class WorkerStream:
         """
         taken = 0
         while self._read >= 0 and taken < _DRAIN:
-            size = self._take()
+            size = self._take_chunk()
             if not size:
                 return
             taken += size
@@ -104,7 +104,7 @@ class WorkerStream:
             self._file.close()
 
     def _readable(self) -> None:
-        self._take()
+        self._take_chunk()
         full = next((to for to in (self._console, self._file) if to is not None and to.full), None)
         if self._read >= 0 and full is not None:
             asyncio.get_running_loop().remove_reader(self._read)
@@ -114,7 +114,7 @@ class WorkerStream:
         if self._read >= 0:
             asyncio.get_running_loop().add_reader(self._read, self._readable)
 
-    def _take(self) -> int:
+    def _take_chunk(self) -> int:
         try:
             chunk = os.read(self._read, _CHUNK)
         except BlockingIOError:
@@ -278,7 +278,7 @@ class Logs:
         if folder is None or not self._destinations(which, local_rank)[1]:
             return None
         path = folder / ("stdout.log" if which is Streams.OUT else "stderr.log")
-        failed = partial(self._tell, path)
+        failed = partial(self._tell_file_error, path)
         return DiskFile(self._disk, str(path), partial(self._open_file, path), failed)
 
     def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
@@ -301,13 +301,13 @@ class Logs:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._tell(folder, error)
+            self._tell_file_error(folder, error)
 
     def _open_file(self, path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def _tell(self, path: Path, error: OSError) -> None:
+    def _tell_file_error(self, path: Path, error: OSError) -> None:
         if not self._told:
             self._told = True
             cure = "make room there, or name another --log-dir at the next start"

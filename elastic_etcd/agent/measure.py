@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from elastic_etcd.core.lifecycle import Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
-from elastic_etcd.progress import Doing, Progress, ProgressPage
+from elastic_etcd.progress import Activity, Doing, ProgressPage
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
@@ -74,7 +74,7 @@ class Measure:
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         before, self._state = self._state, state
         was, own, now = before.local, state.local, self._loop.time()
         if own.lease and not was.lease and not was.ran and not self._other:
@@ -129,7 +129,7 @@ class Measure:
         self._finished = False
         self._look_later(now)
 
-    def _look(self) -> None:
+    def _look_for_step(self) -> None:
         """Look for the first step again and again, the less often the longer it takes."""
         now = self._loop.time()
         self._look_now(now)
@@ -138,10 +138,10 @@ class Measure:
 
     def _look_later(self, now: float) -> None:
         pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
-        self._looking = self._loop.call_later(pause, self._look)
+        self._looking = self._loop.call_later(pause, self._look_for_step)
 
     def _look_now(self, now: float) -> None:
-        pages = self._read()
+        pages = self._activities()
         if not self._started and pages and all(page.doing is not Doing.STARTING for page in pages):
             self._started = True
             entered = max(self._since, now - min(page.since_init for page in pages))
@@ -166,7 +166,7 @@ class Measure:
         self._spent = self._measured(now)
         if self._finished:
             self._since = now
-        idle = now - _trained_until(self._read(), now, now)
+        idle = now - _trained_until(self._activities(), now, now)
         for each in self.followers:
             if self._finished:
                 each.forget()
@@ -175,7 +175,7 @@ class Measure:
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""
-        pages, end, finished = self._read(), self._ended, self._finished
+        pages, end, finished = self._activities(), self._ended, self._finished
         if self._first is None:
             return self._without_step(end - self._since, finished=finished, stop=now - end)
         last = end if finished else max(self._first, _trained_until(pages, now, end))
@@ -208,11 +208,11 @@ class Measure:
             return replace(spent, first_step=seconds)
         return replace(spent, start=seconds)
 
-    def _read(self) -> list[Progress]:
+    def _activities(self) -> list[Activity]:
         return [page.read() for page in self._workers.pages]
 
 
-def _trained_until(pages: Sequence[Progress], now: float, end: float) -> float:
+def _trained_until(pages: Sequence[Activity], now: float, end: float) -> float:
     """When the newest step was done; what is no step, and under way at the end, is until then."""
     trained = [page for page in pages if page.steps]
     last = now - min((page.seconds for page in trained), default=0.0)

@@ -165,14 +165,14 @@ class Membership:
         """
         if self._task:
             self._task.cancel()
-        self._run(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
+        self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
     def write(
         self, state: State, write: Write, master: Master | None, spent: Spent | None = None
     ) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
-        txn = writes.build(self.keys, state, write, self._member, master, _now(), spent)
-        self._run(partial(self._commit, txn))
+        txn = writes.build(self.keys, state, write, self._member, master, _timestamp(), spent)
+        self._begin_task(partial(self._commit, txn))
 
     async def publish(self, txn: Txn) -> bool:
         """Whether `txn`, which nobody waits for, was done, as far as is known."""
@@ -246,9 +246,9 @@ class Membership:
             await self._client.txn(writes.leave(keys, local), LEAVE_TIMEOUT)
             look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
             if look.succeeded:
-                view = view_of(_read(look), keys, Everything())
+                view = view_of(_snapshot_of(look), keys, Everything())
                 if not view.newer:
-                    stop = writes.stop(keys, view, local, _now(), spent)
+                    stop = writes.stop(keys, view, local, _timestamp(), spent)
                     await self._client.txn(stop, LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
@@ -273,7 +273,7 @@ class Membership:
             return False
         return now.nodes > 1
 
-    def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _begin_task(self, work: Callable[[], Awaitable[None]]) -> None:
         """One thing at a time is asked of etcd; the lifecycle sees to that."""
         self._task = self._tasks.create(self._or_fatal(work))
 
@@ -325,7 +325,7 @@ class Membership:
             on_answer=self._answered,
             on_renewed=self._renewed,
         )
-        session.lost.add_done_callback(lambda lost: self._lost(session, lost))
+        session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
         self._session = await self._session_scope.enter_async_context(session)
         await self._end_lease(before)
         self._member = Member(
@@ -377,11 +377,11 @@ class Membership:
                 return
             reading = replace(txn, then=(*txn.then, *after), otherwise=look)
             result = await self._client.txn(reading, timeout)
-            seen = _read(result)
+            seen = _snapshot_of(result)
             if result.succeeded or result.ambiguous:
                 break
         entered = seen if result.succeeded else await self._client.range(*after, timeout=timeout)
-        self._take(entered)
+        self._become_member(entered)
 
     def _why_not(self, why: str | Outdated | Over, again: bool) -> Fatal | FatalError:
         """That this node is in no job, or not any more."""
@@ -407,7 +407,7 @@ class Membership:
             return None
         return Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)
 
-    def _take(self, entered: Snapshot) -> None:
+    def _become_member(self, entered: Snapshot) -> None:
         """The member key is written, if it is there still; `entered` was read after that."""
         key = entered.kvs.get(self.keys.member(self._member.lease))
         run = entered.kvs.get(self.keys.spec)
@@ -481,7 +481,7 @@ class Membership:
         result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
         self._inbox.put(WriteDone(result.succeeded))
 
-    def _lost(self, session: Session, lost: asyncio.Future[str]) -> None:
+    def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
         if session is not self._session or lost.cancelled():
             return
         error = lost.exception()
@@ -505,7 +505,7 @@ class Membership:
         log.info("etcd answers again at %s", self._client.endpoint)
 
 
-def _read(result: TxnResult) -> Snapshot:
+def _snapshot_of(result: TxnResult) -> Snapshot:
     return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
 
 
@@ -515,5 +515,5 @@ def _ordinary(error: BaseException) -> Exception:
     return error
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")

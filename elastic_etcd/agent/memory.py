@@ -32,7 +32,10 @@ def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
 
 
 def own_directory() -> tuple[str, Callable[[], None]]:
-    """The same for all else of an agent, below TMPDIR, or /tmp where that is long for a socket."""
+    """Make one for all else of an agent; gives the same two.
+
+    It is below TMPDIR, or below /tmp where that is too long for a socket's path.
+    """
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > _LONGEST:
         parent = "/tmp"  # noqa: S108 - mkdtemp makes one in it

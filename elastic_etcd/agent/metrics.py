@@ -32,7 +32,7 @@ from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import Progress, ProgressPage
+from elastic_etcd.progress import Activity, ProgressPage
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
@@ -93,7 +93,7 @@ class Recovery:
             self._since = now
 
     def begin_world(self, cause: str, now: float) -> None:
-        """It has this cause. What was lost until here is known to be lost by that."""
+        """A world begins because of `cause`, which is charged with the seconds lost until now."""
         if self._since is None:
             return
         self.pass_phase("rendezvous", now)
@@ -113,7 +113,7 @@ class Recovery:
         self._lost += seconds
 
 
-class Steps:
+class StepCounts:
     """What the workers' pages say, added up over all worlds of this agent.
 
     A scrape in the middle of `end` would count a world twice.
@@ -133,7 +133,7 @@ class Steps:
         with self._lock:
             self._before, self._pages = self._sum(), ()
 
-    def read(self) -> list[Progress]:
+    def read(self) -> list[Activity]:
         """What the workers of this world do."""
         return [page.read() for page in self._pages]
 
@@ -167,7 +167,7 @@ class Metrics(Collector):
         self._workers: Workers | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
-        self._steps = Steps()
+        self._steps = StepCounts()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -183,7 +183,7 @@ class Metrics(Collector):
         measure.followers.append(self._recovery)
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         was, self._state, own = self._state.local, state, state.local
         if was.running and not own.running:
             self._steps.end()
@@ -356,11 +356,11 @@ def nodes(view: View) -> dict[str, float]:
     if view.coverage != Everything():
         return {"training": now.nodes if now and final else 0}
     world = {p.lease for p in view.world} if final else set[int]()
-    found = Counter(_state(m.leaving, m.lease in world, final) for m in view.members)
+    found = Counter(_member_state(m.leaving, m.lease in world, final) for m in view.members)
     return {state: found[state] for state in ("training", "spare", "waiting", "leaving")}
 
 
-def _state(leaving: bool, taken: bool, final: bool) -> str:
+def _member_state(leaving: bool, taken: bool, final: bool) -> str:
     if leaving:
         return "leaving"
     if taken:

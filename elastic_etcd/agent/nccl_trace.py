@@ -20,7 +20,7 @@ _MOST = 1 << 24  # bytes of it that are copied
 Stamp: TypeAlias = tuple[int, int] | None
 
 
-class Asked(NamedTuple):
+class Dump(NamedTuple):
     """A file that is being written, and what it was like before."""
 
     path: Path
@@ -32,10 +32,10 @@ def is_on(env: Mapping[str, str]) -> bool:
     return bool(env.get(_PIPE) and any(map(env.get, _FILES)))
 
 
-def ask(env: Mapping[str, str], rank: int) -> Asked | None:
+def ask(env: Mapping[str, str], rank: int) -> Dump | None:
     """Have it write; None where nobody reads its pipe."""
     path = Path(f"{next(filter(None, map(env.get, _FILES)))}{rank}")
-    asked = Asked(path, stamp(path))
+    asked = Dump(path, stamp(path))
     try:
         fd = os.open(f"{env[_PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -20,9 +20,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from elastic_etcd.times import NOTICE_TIMEOUT
+
 METADATA = "ELASTIC_ETCD_METADATA"  # HOST:PORT of another metadata service, for tests
 _SERVICE = "169.254.169.254:80"
-_TIMEOUT = 5.0  # seconds for an answer
 _LONG_POLL = 60
 _FIRST_ANSWER = 130.0  # Azure's first may take two minutes
 _TOKEN_LIFE = "21600"  # noqa: S105 - seconds, the most
@@ -68,7 +69,7 @@ class Source(ABC):
         """Say that nothing runs here any more. Raises as `look`."""
 
 
-class File(Source):
+class FileSource(Source):
     """A file that somebody makes; it may hold a number of seconds."""
 
     def __init__(self, path: str) -> None:
@@ -96,7 +97,7 @@ class _Service(Source):
         headers: Mapping[str, str],
         method: str = "GET",
         body: str | None = None,
-        timeout: float = _TIMEOUT,
+        timeout: float = NOTICE_TIMEOUT,
     ) -> Answer:
         connection = HTTPConnection(self._address, timeout=timeout)
         try:
@@ -144,7 +145,7 @@ class Gcp(_Service):
         path = "/computeMetadata/v1/instance/preempted"
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={_LONG_POLL}&last_etag={self._etag}"
-        answer = self._ask(path, {"Metadata-Flavor": "Google"}, timeout=_LONG_POLL + _TIMEOUT)
+        answer = self._ask(path, {"Metadata-Flavor": "Google"}, timeout=_LONG_POLL + NOTICE_TIMEOUT)
         answer.must_be(200)
         if answer.headers.get("metadata-flavor") != "Google":
             raise ValueError("this is not Google's metadata service")
@@ -181,7 +182,7 @@ class Azure(_Service):
             self._name = answer.text.strip()
         answer = self._ask(self._path, {"Metadata": "true"}, timeout=self._timeout)
         answer.must_be(200)
-        self._timeout = _TIMEOUT
+        self._timeout = NOTICE_TIMEOUT
         self._event = self._own(json.loads(answer.text)["Events"])
         if self._event is None:
             return None
@@ -207,7 +208,7 @@ SOURCES: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azu
 def source_of(text: str) -> Source:
     """What the value of --preemption-watch names: one of SOURCES, or file:PATH."""
     kind, _, path = text.partition(":")
-    return File(path) if kind == "file" else SOURCES[kind]()
+    return FileSource(path) if kind == "file" else SOURCES[kind]()
 
 
 def _number(text: str) -> float | None:
@@ -245,7 +246,7 @@ class Watch:
         self.source = source_of(self.name)
         self._ended = threading.Event()
         self._fails = False
-        threading.Thread(target=self._run, name="notices", daemon=True).start()
+        threading.Thread(target=self._look_for_notices, name="notices", daemon=True).start()
 
     def end(self) -> None:
         """Look no more."""
@@ -258,7 +259,7 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - it is only told
             log.warning("--preemption-watch %s: not approved: %s", self.name, error)
 
-    def _run(self) -> None:
+    def _look_for_notices(self) -> None:
         pace = 0.0
         while not self._ended.wait(pace):
             pace = self.source.pace
@@ -266,14 +267,14 @@ class Watch:
                 notice = self.source.look()
             except Exception as error:  # noqa: BLE001 - whatever is answered, training goes on
                 pace *= _SELDOM
-                self._tell(error)
+                self._tell_failure(error)
                 continue
             self._answered()
             if notice:
                 self.found(notice)
                 return
 
-    def _tell(self, error: Exception) -> None:
+    def _tell_failure(self, error: Exception) -> None:
         if not self._fails:
             log.warning(
                 "--preemption-watch %s: nothing can be seen there, and it is tried again: %s",

@@ -78,7 +78,7 @@ class Writer:
         self._look_later()
 
     async def close(self, patience: float) -> None:
-        """As `written`; then nothing more is taken, and the thread ends as soon as it can."""
+        """Wait like `written`; then take nothing more, and let the thread end as soon as it can."""
         await self.written(patience)
         if self._look is not None:
             self._look.cancel()

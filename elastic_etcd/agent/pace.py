@@ -25,7 +25,7 @@ class PaceTeller:
         self._told = False  # it may be in etcd
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         was, self._state = self._period(), state
         if self._period() != was:
             self._news.set()

@@ -53,8 +53,8 @@ class Prefork:
     `command` is what the workers run: a Python interpreter and its arguments, as launch.py makes
     them. `env` is the workers' environment as far as it is known before a generation; what
     libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
-    order. A fork server that dies is replaced; meanwhile there is none. `learned(modules)` says
-    what one has loaded that has taken over. `create` begins its tasks, and hears of their crashes.
+    order. A fork server that dies is replaced; meanwhile there is none. `create` begins its tasks,
+    and hears of their crashes. `learned(modules)` says what one has loaded that has taken over.
     """
 
     patience = 30.0  # seconds for the import of a module that is learned
@@ -65,8 +65,8 @@ class Prefork:
         env: Mapping[str, str],
         preload: Sequence[str],
         size: int,
+        create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         learned: Callable[[tuple[str, ...]], None] = lambda _: None,
-        create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task,
     ) -> None:
         self._command = command
         self._env = env
@@ -222,12 +222,12 @@ class Prefork:
         step what it has imported. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
-        order = _order(argv, env, list(streams), learn=learn)
+        assignment = _assignment(argv, env, list(streams), learn=learn)
         try:
-            preforked = self._take()
-            preforked.order([order, *streams.values(), *given])
+            preforked = self._take_preforked()
+            preforked.order([assignment, *streams.values(), *given])
         finally:
-            os.close(order)
+            os.close(assignment)
             self._refill_later()
         return await preforked.process()
 
@@ -253,7 +253,7 @@ class Prefork:
             self._discarded.append(self._server.close())
             self._server = None
 
-    def _take(self) -> "_Preforked":
+    def _take_preforked(self) -> "_Preforked":
         """A worker that waits or is on its way; a fresh one where there is none."""
         preforked = next((each for each in self._waiting if each.pid is not None), None)
         if preforked is None:
@@ -538,7 +538,7 @@ def _tell_left_out(module: str, why: str) -> None:
     log.debug("%s is not loaded ahead: %s", module, why)
 
 
-def _order(
+def _assignment(
     argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, learn: bool
 ) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.

@@ -16,7 +16,7 @@ class PreloadTeller:
         self._state: State | None = None
 
     def see(self, state: State) -> None:
-        """The agent is this from here on."""
+        """Take note of the agent's new state."""
         self._state = state
 
     async def tell(self) -> None:

@@ -46,7 +46,7 @@ def at_end(entry: History) -> Iterator[str]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The same in words."""
+    """What `of_run` has found, in words, a line each."""
     if found["goodput"] is None:
         yield "goodput: nothing is known yet"
     else:

@@ -31,7 +31,7 @@ class StragglerWatch:
         self._heard: int | None = None  # the number of the last line
 
     def see(self, state: State) -> None:
-        """The agent is this from here on. A line that was there before this agent is old."""
+        """Take note of the agent's new state; tell a new line, not one from before this agent."""
         self._state, view = state, state.view
         if view is None or not state.local.lease:
             return
@@ -53,13 +53,13 @@ class StragglerWatch:
                 continue
             now = state.view.round
             if now and stragglers.are_told(state.limits, now):
-                await self._tell(state)
+                await self._tell_step_times(state)
 
     def _period(self) -> float:
         now = self._state.view.round if self._state and self._state.view else None
         return max(_PERIOD, now.nodes / _A_SECOND if now else 0)
 
-    async def _tell(self, state: State) -> None:
+    async def _tell_step_times(self, state: State) -> None:
         found = [now for _, now in self._workers.progress()]
         local, told = state.local, self._told
         if not (local.lease and local.running and found):

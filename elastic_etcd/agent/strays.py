@@ -147,7 +147,7 @@ async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
     """Those that are `wanted`; none if the kernel does not say in time."""
     while True:
         try:
-            return await in_thread(partial(_look, wanted), STUCK)
+            return await in_thread(partial(_look_for_strays, wanted), STUCK)
         except TimeoutError:
             log.warning("what workers have left can't be seen: /proc does not answer")
             return []
@@ -156,7 +156,7 @@ async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
             await asyncio.sleep(_AGAIN)
 
 
-def _look(wanted: Callable[[int], bool]) -> list[_Found]:
+def _look_for_strays(wanted: Callable[[int], bool]) -> list[_Found]:
     found = []
     for pid in pids():
         if (pidfd := open_if(pid, wanted)) >= 0:

@@ -66,9 +66,9 @@ class Watchdog:
             stopped = woken - before > 2 * self._pace
             if stood_at is None and not stopped and woken - turned > self._ttl / 2:
                 stood_at = turned
-                self._tell(woken - turned)
+                self._tell_standstill(woken - turned)
 
-    def _tell(self, seconds: float) -> None:
+    def _tell_standstill(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._watched)  # noqa: SLF001 - the one way to see it
         log.warning(
             "the agent's loop has stood still for %.1f s (when it does for its lease's %g s, this "

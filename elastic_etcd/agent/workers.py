@@ -43,7 +43,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
-from elastic_etcd.progress import Progress, ProgressPage, ProgressPages
+from elastic_etcd.progress import Activity, ProgressPage, ProgressPages
 from elastic_etcd.protocol import (
     Anew,
     AskCurrent,
@@ -133,7 +133,7 @@ class Workers:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
             told = self.learned.put_nowait
-            self._prefork = Prefork(config.argv, env, config.preload, size, told, tasks.create)
+            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create, told)
             if not config.learn:
                 self._prefork.start()
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
@@ -145,7 +145,7 @@ class Workers:
         """{rank: pid} of the workers that run."""
         return {worker.spec.rank: worker.pid for worker in self._running.values()}
 
-    def progress(self) -> list[tuple[Worker, Progress]]:
+    def progress(self) -> list[tuple[Worker, Activity]]:
         """The workers that run, with what they say that they do."""
         running = self._running.values()
         return [(worker, self._pages.read(worker.spec.local_rank)) for worker in running]
@@ -311,10 +311,10 @@ class Workers:
         return [worker for worker in self._running.values() if worker.killed]
 
     def give_up(self, rank: int | None, hang: str, message: str, *, kill: bool = True) -> None:
-        """End the generation, which hangs, as a failure of this rank, or of nobody in particular.
+        """End the generation as hanging. The failure is that of `rank`; None: of no worker.
 
-        A worker that hangs needs no time to stop. The others get it, as after any failure, and it
-        does where the caller does not `kill` it.
+        `hang` says what hangs, `message` is shown with it. That worker is killed at once, unless
+        `kill` is false; all others get their grace, as after any failure.
         """
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -632,7 +632,7 @@ class Workers:
     def _heard(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
         """Take a message of a worker; one of an older generation is ignored."""
         if isinstance(message, AskCurrent):
-            self._tasks.create(self._answer(channel, message.id))
+            self._tasks.create(self._answer_current(channel, message.id))
             return
         if isinstance(message, Anew):
             self._forget()
@@ -711,7 +711,7 @@ class Workers:
             message = f"it lost its peers: {why}"
             self._report(worker.spec, worker.pid, 1, worker.uptime, message)
 
-    async def _answer(self, channel: WorkerChannel, number: int) -> None:
+    async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
         channel.send(Current(number, current, why))
 

@@ -46,7 +46,7 @@ class Asked:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what is asked for in here."""
-        look = self._look
+        look = self._look_at_call
         sys.setprofile(look)
         try:
             yield
@@ -68,7 +68,7 @@ class Asked:
             return "the number of its process"
         return self._fault
 
-    def _look(self, frame: FrameType, event: str, arg: Any) -> None:
+    def _look_at_call(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
             if arg is os.getpid:
                 self._pid_by.add(_asker(frame))

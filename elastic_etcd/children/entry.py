@@ -107,7 +107,7 @@ class Entry:
             elif self.is_package:
                 runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # noqa: SLF001
             else:
-                code: CodeType | bytes = self._read()
+                code: CodeType | bytes = self._read_script()
                 if isinstance(code, bytes):
                     code = compile(code, self.file, "exec", dont_inherit=True)
                 exec(code, vars(sys.modules["__main__"]))  # noqa: S102 - it is the user's script
@@ -118,7 +118,7 @@ class Entry:
             show_from(error, here.tb_next if here else None)
             raise
 
-    def _read(self) -> CodeType | bytes:
+    def _read_script(self) -> CodeType | bytes:
         try:
             with io.open_code(self.file) as file:
                 return pkgutil.read_code(file) or Path(self.file).read_bytes()

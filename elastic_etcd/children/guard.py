@@ -39,10 +39,10 @@ def main(agent: str, life: int) -> int:
     etcd = os.read(0, PACKET)
     if not etcd:  # the agent has gone before it said anything
         return 0
-    lease, groups = _follow(agent)
+    lease, groups = _follow_agent(agent)
     killed = [group for group in groups if _kill(group)]  # at once: a number is used again later
     signal.alarm(life)
-    config, path, folders = _read(etcd)
+    config, path, folders = _read_packet(etcd)
     if not (killed or lease):
         _remove(folders)
         return 0
@@ -54,11 +54,11 @@ def main(agent: str, life: int) -> int:
         done.append(f"lease {lease:x} {'not revoked: ' + problem if problem else 'revoked'}")
     _say(f"elastic_etcd: the agent (pid {agent}) is gone: {', '.join(done)}\n")
     _remove(folders)
-    _wait(dying, life)  # another agent of this node waits for this process
+    _wait_for_ends(dying, life)  # another agent of this node waits for this process
     return 1 if problem else 0
 
 
-def _follow(agent: str) -> tuple[int, list[int]]:
+def _follow_agent(agent: str) -> tuple[int, list[int]]:
     """Wait for the end of the agent; gives the lease and the groups that it had.
 
     Meanwhile kill what trains for longer than it may. News come first, because this process may
@@ -122,7 +122,7 @@ def _set(timer: int, at: int) -> None:
     ctypes.CDLL(None).timerfd_settime(timer, _ABSOLUTE, when, None)
 
 
-def _read(packet: bytes) -> tuple[dict[str, object], list[str], list[str]]:
+def _read_packet(packet: bytes) -> tuple[dict[str, object], list[str], list[str]]:
     """The agent's EtcdConfig as a dictionary, its `sys.path`, and its directories."""
     import json
 
@@ -158,11 +158,11 @@ def _still_there(dying: set[int]) -> str:
     """Wait a moment until they are gone; what to say if that takes longer."""
     from elastic_etcd.times import GUARD_GONE
 
-    _wait(dying, GUARD_GONE)
+    _wait_for_ends(dying, GUARD_GONE)
     return f" ({len(dying)} processes are still dying)" if dying else ""
 
 
-def _wait(dying: set[int], seconds: float) -> None:
+def _wait_for_ends(dying: set[int], seconds: float) -> None:
     """Wait for the ends of `dying`, and take those that have ended out of it."""
     import select
     import time

@@ -62,10 +62,10 @@ _DEEP = 2  # in the names of modules
 
 
 def tell(known: set[str], before: Mapping[str, str], env: Mapping[str, str]) -> None:
-    """Tell the agent what was imported beside the `known` modules, in that order; of nothing, not.
+    """Tell the agent which modules were imported beside the `known` ones, in their order, if any.
 
-    And which variables are others than `before`: an import that reads one of these can't be had
-    ahead. `env` says where the agent is.
+    It is told the variables that differ from `before`, too: an import that reads one of them can't
+    be done ahead. `env` says where the agent is.
     """
     now = dict(os.environ)
     names = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))

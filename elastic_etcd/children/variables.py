@@ -111,9 +111,9 @@ class Group:
 
     @contextmanager
     def collected(self, given: Sequence[Group]) -> Iterator[None]:
-        """Remember all that is imported in here, and what it leaves behind.
+        """While this is open, remember what is imported and what that leaves in the process.
 
-        But for what belongs to the groups that are `given` back meanwhile.
+        What belongs to the groups that are `given` back meanwhile is not counted as this one's.
         """
         made = logging.root.manager.loggerDict
         modules, loggers, filters = set(sys.modules), set(made), list(warnings.filters)

@@ -1,1 +1,1 @@
-"""The command line: the launcher's flags, and `elastic-etcd status`."""
+"""The command line: the launcher's flags, and the commands of `elastic-etcd` beside it."""

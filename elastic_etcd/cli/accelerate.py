@@ -55,7 +55,7 @@ def parser() -> options.Parser:
     made = options.build_parser({}, _PROG)
     made.description = "Runs a script of accelerate's as an elastic job."
     made.epilog = _EPILOG
-    options.Group(made, "accelerate", {}).flag(
+    options.FlagGroup(made, "accelerate", {}).flag(
         "--config-file",
         metavar="FILE",
         help="what `accelerate config` has written (default: accelerate's own, if it is there)",

@@ -48,7 +48,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's events; gives the exit code."""
-    return look.run(parser, argv, _events, _all)
+    return look.run(parser, argv, _events, _events_of_all)
 
 
 async def _events(job: look.Job, args: Namespace) -> None:
@@ -68,7 +68,7 @@ async def _events(job: look.Job, args: Namespace) -> None:
         await look.while_read(first(job.client, job.ranges, follow))
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _events_of_all(client: Client, args: Namespace) -> None:
     before = await look.all_views(client, args)
     told = _Told(as_json=args.json, widest=max(map(len, before), default=1))
     told.tell(_by_time(before))

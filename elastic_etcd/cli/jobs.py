@@ -108,9 +108,10 @@ class Jobs:
         self._looking: dict[str, Looking] = {}
         self._notes: dict[str, str] = {}  # by job, why its nodes are not told that somebody looks
         self._tellers: set[asyncio.Task[Never]] = set()
+        self._teller_failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
         self._charts: dict[str, bytes] = {}
         self._overview = b""
-        self._answered = _now()
+        self._answered = _timestamp()
         self._away: dict[str, str] | None = None
         self._refused: dict[str, str] | None = None
 
@@ -134,7 +135,7 @@ class Jobs:
     def end(self) -> None:
         """Nobody is to be told any more."""
         self.over.set()
-        self._tell()
+        self._tell_news()
 
     # --- what they are --------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Jobs:
         mark = len(kvs), max(kv.mod for kv in kvs.values()), note
         known = self._known.get(job)
         if known is None or known.mark != mark:
-            state = _state(job, Snapshot(self._snapshot.revision, kvs), self._keys(job), note)
+            state = _state_of(job, Snapshot(self._snapshot.revision, kvs), self._keys(job), note)
             known = self._known[job] = Known(mark, state, _json(state))
         return known if known.state["known"] else None
 
@@ -187,12 +188,12 @@ class Jobs:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for work in (self._follow, self._ask, self._sample):
+                for work in (self._follow_etcd, self._ask, self._sample, self._heed_tellers):
                     tasks.create_task(work(), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _follow(self) -> Never:
+    async def _follow_etcd(self) -> Never:
         """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
         everything = (Get(self._root, prefix=True),)
         read = False
@@ -214,8 +215,8 @@ class Jobs:
             error = mirror.failed.exception()
             if not isinstance(error, EtcdError) or not read:
                 mirror.failed.result()
-            self._refused = {"since": _now(), "why": str(error)}
-            self._tell()
+            self._refused = {"since": _timestamp(), "why": str(error)}
+            self._tell_news()
             await asyncio.sleep(_AGAIN)
 
     def _see(self, snapshot: Snapshot) -> None:
@@ -224,9 +225,9 @@ class Jobs:
         self._jobs = by_job(snapshot.kvs, self.prefix)
         self._known = {job: known for job, known in self._known.items() if job in self._jobs}
         self._series = {job: kept for job, kept in self._series.items() if job in self._jobs}
-        self._tell()
+        self._tell_news()
 
-    def _tell(self) -> None:
+    def _tell_news(self) -> None:
         self._overview = b""
         news, self.news = self.news, asyncio.Event()
         news.set()
@@ -238,12 +239,12 @@ class Jobs:
             was = self._away
             try:
                 await self._client.range(some, timeout=self._timeout)
-                self._answered, self._away = _now(), None
+                self._answered, self._away = _timestamp(), None
             except EtcdError as error:
                 why = str(error).partition("\n")[0]
                 self._away = was or {"since": self._answered, "why": why}
             if was is not self._away:
-                self._tell()
+                self._tell_news()
             await asyncio.sleep(_ASK)
 
     async def _sample(self) -> Never:
@@ -258,7 +259,7 @@ class Jobs:
                         time.time(), known.state["world_size"], known.state["steps_per_second"]
                     )
             self._charts.clear()
-            self._tell()
+            self._tell_news()
 
     # --- telling the nodes ----------------------------------------------------------------
 
@@ -266,10 +267,10 @@ class Jobs:
     async def looking(self, job: str) -> AsyncIterator[None]:
         """While this is open the job's nodes know that somebody looks."""
         if job not in self._looking:
-            task = asyncio.create_task(self._look(job), name=f"look at {job}")
+            task = asyncio.create_task(self._tell_nodes(job), name=f"look at {job}")
             self._looking[job] = Looking(task)
             self._tellers.add(task)
-            task.add_done_callback(self._tellers.discard)
+            task.add_done_callback(self._teller_ended)
         looking = self._looking[job]
         looking.people += 1
         try:
@@ -280,7 +281,17 @@ class Jobs:
                 del self._looking[job]
                 looking.task.cancel()
 
-    async def _look(self, job: str) -> Never:
+    def _teller_ended(self, teller: asyncio.Task[Never]) -> None:
+        self._tellers.discard(teller)
+        error = None if teller.cancelled() else teller.exception()
+        if error and not self._teller_failed.done():
+            self._teller_failed.set_exception(error)
+
+    async def _heed_tellers(self) -> None:
+        """Raise what ends one of them: a fault of this program."""
+        await self._teller_failed
+
+    async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
         while True:
             looker = Looker(self._client, keys, self._timeout)
@@ -291,14 +302,14 @@ class Jobs:
                         await looker.look(Snapshot(self._snapshot.revision, self._jobs[job]))
                     await news.wait()
                 self._notes[job] = looker.refused
-                self._tell()
+                self._tell_news()
                 await asyncio.sleep(_AGAIN)
             finally:
                 self._notes.pop(job, None)
                 await looker.end()
 
 
-def _state(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
+def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
     """A job as `status --json` has it, and what `top` adds to that."""
     view = view_of(seen, keys, Everything())
     state = status.describe(job, view)
@@ -323,5 +334,5 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -61,7 +61,7 @@ def parser(
     )
     if every:
         made.add_argument("--all", action="store_true", help=every)
-    group = options.Group(made, "etcd", os.environ)
+    group = options.FlagGroup(made, "etcd", os.environ)
     options.connection(group)
     group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
     return made
@@ -150,7 +150,7 @@ class Job:
         return seen
 
     async def view(self) -> View:
-        """The same as a view."""
+        """All of the job as a view, as `read` reads it."""
         return self.view_of(await self.read())
 
     def view_of(self, seen: Snapshot) -> View:
@@ -163,7 +163,11 @@ def run(
     one: Callable[[Job, Any], Awaitable[None]],
     every: Callable[[Client, Any], Awaitable[None]],
 ) -> int:
-    """Do what is meant, for one job or with --all; it prints. Gives the exit code."""
+    """Run a command that looks at jobs; gives its exit code.
+
+    The command line is `argv`, which `made()` parses. `one(job, args)` is called for one job, and
+    `every(client, args)` with --all; each prints what it finds.
+    """
 
     async def of_job(client: Client, args: Namespace) -> int:
         await (every(client, args) if args.all else one(Job(client, args), args))
@@ -177,13 +181,17 @@ def with_etcd(
     argv: Sequence[str],
     command: Callable[[Client, Any], Awaitable[int]],
 ) -> int:
-    """The same for a command that is about no job in particular, and gives an exit code."""
+    """Run `command(client, args)` while connected to etcd; gives the exit code that it gives.
+
+    The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
+    their exit code.
+    """
     try:
         args = _parsed(made(), argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(_look(config, args, command))
+        code = asyncio.run(_with_client(config, args, command))
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -206,7 +214,7 @@ def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
     return args
 
 
-async def _look(
+async def _with_client(
     config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
 ) -> int:
     async with Client(config) as client:

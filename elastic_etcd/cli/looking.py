@@ -12,6 +12,7 @@ from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd.retry import now
 from elastic_etcd.etcd.session import Session
+from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD, LOOK_TTL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client, Left
+    from elastic_etcd.etcd.client import Client, TimeToLive
 
-PERIOD = 2.0  # seconds between two paces of a node
-_TTL = 10  # seconds; so long nodes go on to say how fast they are, when this was killed
-_ASK = 1.0  # seconds between two times that leases are asked of
 _ASKED = 8  # at a time
 
 
@@ -47,9 +45,9 @@ class Looker:
             return
         try:
             if self._session is None or self._session.lost.done():
-                session = Session(self._client, _TTL, timeout=self._timeout)
+                session = Session(self._client, LOOK_TTL, timeout=self._timeout)
                 self._session = await self._scope.enter_async_context(session)
-            value = encode(Watched(PERIOD, by=orders.user()))
+            value = encode(Watched(LOOK_PERIOD, by=orders.user()))
             put = Put(self._keys.watched, value, self._session.lease)
             await self._client.txn(Txn((), (put,)), self._timeout)
             self.told = True
@@ -76,7 +74,7 @@ class Looker:
 class Leases:
     """Asks etcd how long leases still are, and puts it into `lefts`."""
 
-    def __init__(self, client: Client, lefts: dict[int, Left]) -> None:
+    def __init__(self, client: Client, lefts: dict[int, TimeToLive]) -> None:
         self._client, self._lefts = client, lefts
 
     async def follow(self, visible: Callable[[], Sequence[int]]) -> Never:
@@ -91,11 +89,11 @@ class Leases:
                 await self.ask(leases[at : at + _ASKED])
             except EtcdError:
                 self._lefts.clear()
-            await asyncio.sleep(_ASK)
+            await asyncio.sleep(LOOK_ASK)
 
     async def ask(self, leases: Sequence[int]) -> None:
         """Raises EtcdError."""
-        found = await asyncio.gather(*(self._client.left_of(lease, _ASK) for lease in leases))
+        found = await asyncio.gather(*(self._client.left_of(lease, LOOK_ASK) for lease in leases))
         self._lefts |= zip(leases, found, strict=True)
 
 

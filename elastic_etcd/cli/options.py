@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
-class Group:
+class FlagGroup:
     """A group of flags; each option also gets its underscore form and its PET_ variable."""
 
     def __init__(self, parser: Parser, title: str, env: Mapping[str, str]) -> None:
@@ -180,12 +180,14 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
         epilog=EPILOG,
         formatter_class=Help,
     )
-    _job(Group(parser, "job and nodes", env))
-    _etcd(Group(parser, "etcd", env))
-    _worker(Group(parser, "workers", env))
-    _failures(Group(parser, "failures and times", env))
-    _output(Group(parser, "output", env))
-    _ignored(Group(parser, "accepted from torchrun, without a meaning here", env))
+    _job(FlagGroup(parser, "job and nodes", env))
+    _etcd(FlagGroup(parser, "etcd", env))
+    _worker(FlagGroup(parser, "workers", env))
+    failures = FlagGroup(parser, "failures and times", env)
+    for part in (_failures, _leaving, _hangs):
+        part(failures)
+    _output(FlagGroup(parser, "output", env))
+    _ignored(FlagGroup(parser, "accepted from torchrun, without a meaning here", env))
     parser.add_argument("training_script", metavar="script", help="the training program")
     parser.add_argument(
         "training_script_args",
@@ -196,7 +198,7 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
     return parser
 
 
-def _job(group: Group) -> None:
+def _job(group: FlagGroup) -> None:
     group.flag(
         "--job",
         "--rdzv-id",
@@ -268,7 +270,7 @@ def _job(group: Group) -> None:
     )
 
 
-def connection(group: Group) -> None:
+def connection(group: FlagGroup) -> None:
     """The flags that say which etcd, as whom, and under which prefix."""
     group.flag(
         "--etcd",
@@ -309,7 +311,7 @@ def etcd_of(args: argparse.Namespace, env: Mapping[str, str]) -> EtcdConfig | No
     )
 
 
-def _etcd(group: Group) -> None:
+def _etcd(group: FlagGroup) -> None:
     connection(group)
     group.flag(
         "--lease-ttl",
@@ -341,7 +343,7 @@ def _etcd(group: Group) -> None:
     )
 
 
-def _worker(group: Group) -> None:
+def _worker(group: FlagGroup) -> None:
     group.switch("-m", "--module", help="script is a module: python -m script")
     group.switch(
         "--no-python",
@@ -385,7 +387,7 @@ def _worker(group: Group) -> None:
     )
 
 
-def _failures(group: Group) -> None:
+def _failures(group: FlagGroup) -> None:
     group.flag(
         "--max-restarts",
         type=natural,
@@ -431,6 +433,9 @@ def _failures(group: Group) -> None:
         help="nodes that come later are taken in together, so long after the last one (default: "
         f"{JOIN_SETTLE:g}, 0 where all workers are in ee.run)",
     )
+
+
+def _leaving(group: FlagGroup) -> None:
     group.flag(
         "--leave-exit-code",
         type=exit_code,
@@ -485,6 +490,9 @@ def _failures(group: Group) -> None:
         help="from SIGKILL of a worker until this node gives up on it and leaves the job; many "
         "devices or much pinned memory may take long (default: %(default)g)",
     )
+
+
+def _hangs(group: FlagGroup) -> None:
     group.flag(
         "--hang-timeout",
         type=hang_timeout,
@@ -512,7 +520,7 @@ def _failures(group: Group) -> None:
     )
 
 
-def _output(group: Group) -> None:
+def _output(group: FlagGroup) -> None:
     group.flag("--log-dir", metavar="DIR", help="a file per generation, rank and stream")
     for short, long, default, text in (
         ("-r", "--redirects", LogConfig.redirects, "streams that go to a file only"),
@@ -554,7 +562,7 @@ def _output(group: Group) -> None:
     )
 
 
-def _ignored(group: Group) -> None:
+def _ignored(group: FlagGroup) -> None:
     for dest, reason in WITHOUT_MEANING.items():
         group.flag("--" + dest.replace("_", "-"), metavar="X", help=reason)
 
@@ -591,7 +599,7 @@ def _ascending(text: str, numbers: list[int]) -> tuple[int, ...]:
 
 
 def in_multiples(asked: Limits, step: int) -> Limits:
-    """The same with multiples of `step` only. Raises UsageError if none is asked for."""
+    """These limits with multiples of `step` only. Raises UsageError if none is asked for."""
     if step == 1:
         return asked
     least, most = asked.min_nodes, asked.max_nodes

@@ -36,7 +36,7 @@ from elastic_etcd.core.txn import Compare, Delete, Put, Txn
 from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
-from elastic_etcd.times import STOP_PATIENCE, UNKILLABLE
+from elastic_etcd.times import SCALE_PATIENCE, STOP_PATIENCE, UNKILLABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
 
-_SCALE_PATIENCE = 60.0  # more than a world takes to end: for the next one to begin
 _NAMED = 8  # nodes, in a line
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
@@ -115,9 +114,9 @@ class Job(look.Job):
 
 
 async def drain(job: Job, args: Namespace) -> dict[str, Any]:
-    """What the flags of `elastic-etcd drain` say; gives what came of it, the shape of `--json`."""
+    """Do what `elastic-etcd drain` asks for; gives the object that `--json` prints."""
     node = node_of(args)
-    asked = Drain(node, args.deadline, by=user(), at=_now())
+    asked = Drain(node, args.deadline, by=user(), at=_timestamp())
 
     def change(view: View) -> Wanted:
         job.run_of(view)
@@ -207,7 +206,7 @@ def _pruned(view: View) -> Wanted:
 
 
 async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd undrain`."""
+    """Do what `elastic-etcd undrain` asks for; gives the object that `--json` prints."""
 
     def change(view: View) -> Wanted:
         if not wanted.drained(view, args.node):
@@ -229,9 +228,9 @@ async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
 
 
 async def scale(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd scale`."""
+    """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
     asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
-    by, at = user(), _now()
+    by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:
         spec = job.run_of(view)
@@ -250,7 +249,7 @@ async def scale(job: Job, args: Namespace) -> dict[str, Any]:
 
     view, changed = await job.change(change)
     if args.wait:
-        late = job.run_of(view).limits.patience + _SCALE_PATIENCE
+        late = job.run_of(view).limits.patience + SCALE_PATIENCE
         await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
     there = len(_staying(view))
     few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
@@ -272,8 +271,8 @@ def _fits(view: View, asked: Limits) -> bool:
 
 
 async def stop(job: Job, args: Namespace) -> dict[str, Any]:
-    """The same for `elastic-etcd stop`."""
-    by, at = user(), _now()
+    """Do what `elastic-etcd stop` asks for; gives the object that `--json` prints."""
+    by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:
         run = job.run_of(view).run
@@ -286,7 +285,7 @@ async def stop(job: Job, args: Namespace) -> dict[str, Any]:
     if args.wait:
         leaving = [wanted.leave_deadline(view, m, spec.limits) for m in view.members]
         late = spec.limits.patience + max(leaving, default=0.0)
-        ended = await job.wait("it goes on", lambda v: _ended(v, spec.run), late)
+        ended = await job.wait("it goes on", lambda v: _is_over(v, spec.run), late)
         state = ended.outcome.state if ended.outcome else "stopped"
     told = f"is over: {state}" if state else "is to stop"
     if not changed:
@@ -294,7 +293,7 @@ async def stop(job: Job, args: Namespace) -> dict[str, Any]:
     return {"changed": changed, "state": state or None, "told": f"job {job.name} {told}"}
 
 
-def _ended(view: View, run: str) -> bool:
+def _is_over(view: View, run: str) -> bool:
     """Whether it has an outcome, or nobody is left to write one."""
     return bool(view.outcome and view.outcome.run == run) or not view.members
 
@@ -314,7 +313,7 @@ def user() -> str:
     return f"{name}@{os.uname().nodename}"
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

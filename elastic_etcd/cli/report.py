@@ -46,7 +46,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return look.run(parser, argv, _report, _all)
+    return look.run(parser, argv, _report, _reports)
 
 
 async def _report(job: look.Job, args: Namespace) -> None:
@@ -57,7 +57,7 @@ async def _report(job: look.Job, args: Namespace) -> None:
         _show(found)
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _reports(client: Client, args: Namespace) -> None:
     for job, view in (await look.all_views(client, args)).items():
         if not worlds(view):
             look.note(f"job {job} has had no world yet")

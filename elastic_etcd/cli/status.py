@@ -54,7 +54,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return look.run(parser, argv, _status, _all)
+    return look.run(parser, argv, _status, _statuses)
 
 
 async def _status(job: look.Job, args: Namespace) -> None:
@@ -65,7 +65,7 @@ async def _status(job: look.Job, args: Namespace) -> None:
         _show(state)
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _statuses(client: Client, args: Namespace) -> None:
     views = await look.all_views(client, args)
     states = [describe(job, view) for job, view in views.items()]
     if args.json:

@@ -177,13 +177,13 @@ def main(command: str, argv: Sequence[str]) -> int:
         if args.json:
             print(json.dumps({"job": args.job} | done, indent=2))
         else:
-            _tell(args.job, done)
+            _print_told(args.job, done)
         return 0
 
     return look.with_etcd(make, argv, steer)
 
 
-def _tell(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
+def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
     print(shown(done["told"]), flush=True)
     if done.get("note"):
         look.note(f"job {job}: {done['note']}" if whose else done["note"])
@@ -193,7 +193,7 @@ def _tell(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
 
 
 async def _in_all(command: str, client: Client, args: Namespace) -> int:
-    """The same in each job that it is about; gives the highest of their exit codes."""
+    """Run the command on each job that it is about; gives the highest of their exit codes."""
     about, what = _ABOUT[command]
     views = await look.all_views(client, args)
     jobs = [job for job, view in views.items() if about(view, args)]
@@ -218,7 +218,7 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
     if args.json:
         print(json.dumps({"job": job} | done), flush=True)
     else:
-        _tell(job, done, whose=True)
+        _print_told(job, done, whose=True)
     return 0
 
 

@@ -96,7 +96,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return look.run(parser, argv, _timeline, _all)
+    return look.run(parser, argv, _timeline, _timelines)
 
 
 def _file(text: str) -> Path:
@@ -115,10 +115,10 @@ async def _timeline(job: look.Job, args: Namespace) -> None:
     spans = _of_job(job.name, await job.view(), args)
     if not spans:
         raise ElasticEtcdError(f"job {job.name} has had no world yet")
-    _write(f"job {job.name}", spans, args)
+    _write_timeline(f"job {job.name}", spans, args)
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _timelines(client: Client, args: Namespace) -> None:
     views = await look.all_views(client, args)
     spans = [
         span._replace(node=f"{job}/{span.node}")
@@ -127,19 +127,19 @@ async def _all(client: Client, args: Namespace) -> None:
     ]
     if not spans:
         raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
-    _write(f"all jobs under {args.prefix}", spans, args)
+    _write_timeline(f"all jobs under {args.prefix}", spans, args)
 
 
 def _of_job(job: str, view: View, args: Namespace) -> list[Span | Saved]:
     spans = list(of_history(view, time.time()))
     for path in args.log:
-        own = list(of_log(_read(path), job))
+        own = list(of_log(_read_lines(path), job))
         told = {span.node for span in own if isinstance(span, Span)}
         spans = [span for span in spans if span.node not in told] + own
     return spans
 
 
-def _write(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
+def _write_timeline(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
     if args.json:
         print(trace(spans))
         return
@@ -151,7 +151,7 @@ def _write(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
     print(look.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
 
 
-def _read(path: str) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     try:
         return Path(path).read_text(errors="replace").splitlines()
     except OSError as error:

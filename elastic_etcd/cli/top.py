@@ -14,12 +14,13 @@ from rich.text import Text
 
 from elastic_etcd.cli import look, orders, status, terminal
 from elastic_etcd.cli.jobs import Jobs
-from elastic_etcd.cli.looking import PERIOD, Leases, Looker, pace_as_json, paces
+from elastic_etcd.cli.looking import Leases, Looker, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.times import LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.client import Client, Left
+    from elastic_etcd.etcd.client import Client, TimeToLive
 
 _EVENTS = 10  # lines of the history
 _ONCE = 10.0  # seconds at most, until it is printed once
@@ -63,7 +64,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    return look.run(parser, argv, _top, _all)
+    return look.run(parser, argv, _top, _all_jobs)
 
 
 def _is_once(args: Namespace) -> bool:
@@ -82,10 +83,12 @@ async def _top(job: look.Job, args: Namespace) -> None:
         scope.push_async_callback(looker.end)
         leases = Leases(job.client, screen.lefts)
         if not once:
-            await _follow(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
+            await _follow_job(screen, mirror, changed, looker, leases, orders.Job(job.client, args))
             return
         await looker.look(seen)
-        await asyncio.sleep(min(2 * PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0)
+        await asyncio.sleep(
+            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0
+        )
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
         screen.note = looker.note
@@ -97,7 +100,7 @@ async def _top(job: look.Job, args: Namespace) -> None:
             Console(highlight=False, width=look.width()).print(screen.render(1 << 20))
 
 
-async def _all(client: Client, args: Namespace) -> None:
+async def _all_jobs(client: Client, args: Namespace) -> None:
     async with Jobs(client, args.prefix, args.timeout) as known:
         if not _is_once(args):
             await _follow_all(known)
@@ -132,7 +135,7 @@ def _of_all(known: Jobs, count: int, room: int) -> str:
     return f"{jobs} under {known.prefix}{some}{away}"
 
 
-async def _follow(
+async def _follow_job(
     screen: Screen,
     mirror: Mirror,
     changed: asyncio.Event,
@@ -153,11 +156,13 @@ async def _follow(
     async def press(key: str) -> bool:
         return await screen.press(key, job)
 
-    asking = asyncio.create_task(leases.follow(lambda: screen.visible), name="leases")
     try:
-        await terminal.show(changed, screen.render, press, look_again)
-    finally:
-        asking.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
+            await terminal.show(changed, screen.render, press, look_again)
+            asking.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class Screen:
@@ -165,7 +170,7 @@ class Screen:
 
     def __init__(self, job: str, *, once: bool) -> None:
         self.note = ""
-        self.lefts: dict[int, Left] = {}
+        self.lefts: dict[int, TimeToLive] = {}
         self.visible: list[int] = []  # leases of the nodes that are shown
         self._once = once
         self._job = job
@@ -176,7 +181,7 @@ class Screen:
         self._said = ""
 
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
-        """The job is this from here on."""
+        """Take note of the job's new state."""
         view = view_of(snapshot, keys, Everything())
         self._state = status.describe(self._job, view)
         self._paces = paces(snapshot, keys, view)

@@ -66,12 +66,12 @@ def application(jobs: Jobs, hosts: Iterable[str]) -> ASGIApp:
     return _Guard(app, frozenset(host.lower() for host in hosts))
 
 
-def _read(name: str) -> str:
+def _read_page(name: str) -> str:
     return (files("elastic_etcd.cli") / "page" / name).read_text("utf-8")
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Response]:
-    text = _read(name)
+    text = _read_page(name)
 
     def answer(request: Request) -> Response:
         del request
@@ -121,7 +121,7 @@ def _name_in(host: str) -> str:
 class _Pages:
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self._html = _read("page.html")
+        self._html = _read_page("page.html")
         self._streams = 0
 
     async def overview(self, request: Request) -> Response:
@@ -179,8 +179,8 @@ class _Pages:
             if changed:
                 yield b"".join(changed)
             pause = max(1.0, sum(map(len, changed)) / _PER_MESSAGE) * _SOONEST
-            await _wait(self._jobs.over, pause)
-            if not await _wait(news, _QUIET):
+            await _is_set_in(self._jobs.over, pause)
+            if not await _is_set_in(news, _QUIET):
                 yield b":\n\n"
 
     def _now(self, job: str) -> dict[str, bytes]:
@@ -219,7 +219,7 @@ def _event(name: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
-async def _wait(event: asyncio.Event, seconds: float) -> bool:
+async def _is_set_in(event: asyncio.Event, seconds: float) -> bool:
     """Whether it was set in so many seconds."""
     try:
         async with asyncio.timeout(seconds):

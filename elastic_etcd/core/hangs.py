@@ -74,15 +74,16 @@ def answer(asked: Hang, ranks: Sequence[At]) -> Hang:
 
 
 def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
-    """Who is behind and who waits.
+    """The hang that was asked about with the verdict in it: who is behind, and who only waits.
 
-    Behind are those in the lowest step. Where all are in one step, as they mostly are, or steps
-    can't be compared, it is those that stand in no collective, if they are no more than those that
-    wait in one. Else it can't be known: nobody moves. A rank that does what may take long excuses
-    those that wait for it, and so does one whose agent gives no answer: what it does is not known,
-    and the agent's lease may be about to end. One that moves again in their step or the
-    one before, as after `ee.quiet`, excuses those that all wait in a collective: it is asked about
-    when it stands.
+    - The ranks in the lowest step are behind.
+    - Where all are in one step, as they mostly are, or steps can't be compared, the ranks that
+      stand in no collective are behind, if they are no more than those that wait in one. Else
+      nobody moves, and the rank can't be known.
+    - It is no hang where a rank excuses those that wait for it. It does so if it does what may take
+      long, or if its agent gives no answer: then the agent's lease may be about to end. If all that
+      stand wait in a collective, a rank that moves again in their step or the one before, as after
+      `ee.quiet`, excuses them, too: it is asked about when it stands itself.
     """
     still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
     if not still:

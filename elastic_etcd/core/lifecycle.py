@@ -459,14 +459,14 @@ def _take_view(state: State, view: View, now: float) -> State:
 def _heed_order(state: State) -> State:
     """Leave, as on a signal, if people want that of a job that is not over."""
     local, view = state.local, state.view
-    if view is None or state.ending or ended(view, local) or not _order(state):
+    if view is None or state.ending or ended(view, local) or not _departure(state):
         return state
     return replace(state, local=replace(local, leaving=True))
 
 
-def _order(state: State) -> wanted.Order | None:
+def _departure(state: State) -> wanted.Departure | None:
     local = state.local
-    return wanted.order(state.view, local.run, local.lease) if state.view else None
+    return wanted.departure(state.view, local.run, local.lease) if state.view else None
 
 
 def _joins(view: View | None) -> bool:
@@ -599,9 +599,9 @@ def _present(state: State) -> bool:
 
 def _begin_to_leave(state: State, actions: list[Action]) -> State:
     """On a signal, or on an order, which says how long the workers have."""
-    order, state = _order(state), _end_life(state, Left())
-    grace = Grace.LEAVE if order is None or order.save else Grace.CHANGE
-    return _stop_workers(state, actions, grace, order.seconds if order else None)
+    departure, state = _departure(state), _end_life(state, Left())
+    grace = Grace.LEAVE if departure is None or departure.save else Grace.CHANGE
+    return _stop_workers(state, actions, grace, departure.seconds if departure else None)
 
 
 def _stop_workers(
@@ -639,9 +639,9 @@ def _react(state: State, now: float, actions: list[Action]) -> State:
             return state
         return _write(state, actions, MarkLeaving(), 0, ("leaving",))
     state = _report_end(state, actions)
-    if state.view is None or state.life is Life.LEAVING:
+    if state.view is None or state.limits is None or state.life is Life.LEAVING:
         return state
-    return _decide(state, state.view, now, actions)
+    return _decide(state, state.view, state.limits, now, actions)
 
 
 def _is_done(state: State) -> bool:
@@ -679,15 +679,14 @@ def _report_end(state: State, actions: list[Action]) -> State:
     return _write(state, actions, report, generation, basis)
 
 
-def _decide(state: State, view: View, now: float, actions: list[Action]) -> State:
-    assert state.limits, "only a member decides"
+def _decide(state: State, view: View, limits: Limits, now: float, actions: list[Action]) -> State:
     lasted = state.lasted.seconds if state.lasted.generation == view.ledger.final else 0.0
     clock = now if state.silent_since is None else state.silent_since
     phase, join = clock - state.phase_since, clock - state.join_since
     waited = clock - (clock if state.vacant_since is None else state.vacant_since)
     elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited))
-    limits = wanted.scaled(view, state.local.run, state.limits)
-    decision = decide(view, state.local, limits, elapsed)
+    scaled = wanted.scaled(view, state.local.run, limits)
+    decision = decide(view, state.local, scaled, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))
         state = replace(state, logged=decision.reason)
@@ -695,7 +694,7 @@ def _decide(state: State, view: View, now: float, actions: list[Action]) -> Stat
         grace = Grace.CHANGE if decision.planned else Grace.FAILURE
         grace = Grace.JOIN if decision.patient else grace
         state = _stop_workers(state, actions, grace)
-        return _decide(state, view, now, actions)
+        return _decide(state, view, limits, now, actions)
     state = _set_timer(state, decision, now, actions)
     match decision:
         case Wait():
@@ -705,7 +704,7 @@ def _decide(state: State, view: View, now: float, actions: list[Action]) -> Stat
             return _react(state, now, actions)
         case Run(_, begins, part):
             state = _start_workers(state, begins, part, actions)
-            return _decide(state, view, now, actions)  # a coordinator has more to do
+            return _decide(state, view, limits, now, actions)  # a coordinator has more to do
     generation = view.round.generation if view.round else 0
     kind = type(decision).__name__
     basis = (kind, view.round_mod, view.ledger_mod, state.local.acked)

@@ -35,7 +35,7 @@ def names_lost_peer(text: str) -> bool:
 
 
 def ends_with_lost_peer(stack: str) -> bool:
-    """The same of a whole traceback; the lines of its frames are indented and say nothing."""
+    """Whether a traceback says that a peer is gone; its frames, the indented lines, don't count."""
     said = "\n".join(line for line in stack.splitlines() if not line.startswith(" "))
     if names_own_mistake(said):
         return False

@@ -58,9 +58,8 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
-from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, STOP_PATIENCE
+from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, LONGEST_BACKOFF, STOP_PATIENCE
 
-LONGEST_BACKOFF = 60.0
 JOIN_SETTLE = 1.0  # a change costs nothing where workers recover in process
 NAMED = 3  # nodes of many, in a reason
 FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place

@@ -314,7 +314,7 @@ class Limits(Sizes, frozen=True):
         return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
 
     def with_sizes(self, of: Sizes) -> "Limits":
-        """The same for these numbers of nodes."""
+        """These limits with other numbers of nodes."""
         sizes = {name: getattr(of, name) for name in Sizes.__struct_fields__}
         return msgspec.structs.replace(self, **sizes)
 

@@ -17,7 +17,7 @@ SHARE = 0.1  # of a step, that it must be longer for it: else the slow thing is 
 STEPS = 50  # over which a node is measured
 
 
-class Node(NamedTuple):
+class NodeTimes(NamedTuple):
     """A node of a world: its name, and in seconds its step and what is outside of collectives."""
 
     name: str
@@ -36,12 +36,12 @@ def lead(view: View, factor: float) -> Stragglers | None:
     told = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
     if len(told) < 2 or 2 * len(told) <= len(view.world):
         return None
-    nodes = [Node(name, time.outside, time.whole) for name, time in told]
+    nodes = [NodeTimes(name, time.outside, time.whole) for name, time in told]
     return compared(view.stragglers or Stragglers(), view.trains, nodes, factor)
 
 
 def compared(
-    known: Stragglers, generation: int, nodes: Sequence[Node], factor: float
+    known: Stragglers, generation: int, nodes: Sequence[NodeTimes], factor: float
 ) -> Stragglers | None:
     """The line about those that are slow and were not, or else are so no more.
 
@@ -64,11 +64,11 @@ def compared(
     return None
 
 
-def _is_slow(node: Node, median: float, factor: float) -> bool:
+def _is_slow(node: NodeTimes, median: float, factor: float) -> bool:
     return node.outside > factor * median and node.outside - median >= SHARE * node.whole
 
 
-def _line(slow: Sequence[Node], median: float, count: int) -> str:
+def _line(slow: Sequence[NodeTimes], median: float, count: int) -> str:
     most = slow[0].outside
     times = f"{most / median:.1f} x " if median else "more than "
     return (

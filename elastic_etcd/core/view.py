@@ -235,14 +235,14 @@ def _by_generation(kvs: Mapping[str, KeyValue], keys: Keys) -> dict[str, dict[in
     found: dict[str, dict[int, list[KeyValue]]] = {folder: {} for folder in _DEPTH}
     start = len(keys.root) + 1
     for key, kv in kvs.items():
-        folder, generation = _place(key, start)
+        folder, generation = _folder_and_generation(key, start)
         if folder:
             found[folder].setdefault(generation, []).append(kv)
     return found
 
 
 @lru_cache(maxsize=1 << 16)
-def _place(key: str, start: int) -> tuple[str, int]:
+def _folder_and_generation(key: str, start: int) -> tuple[str, int]:
     """The folder and generation of a key below a job's, "" where it has none."""
     parts = key[start:].split("/", 3)
     generation = decimal(parts[1]) if _DEPTH.get(parts[0]) == len(parts) else None
@@ -280,7 +280,7 @@ def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
 
 
 def _of_node(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
-    """The same of a key whose name ends with a lease."""
+    """The value of a key whose name ends with a lease; None if it is absent or malformed."""
     if kv is None:
         return None
     try:

@@ -10,7 +10,7 @@ from elastic_etcd.core.schema import Drain, Halt, Limits, Member, hexed
 from elastic_etcd.core.view import View
 
 
-class Order(Struct, frozen=True):
+class Departure(Struct, frozen=True):
     """That a node goes. Its workers have `seconds`, None: as ever; with `save` they may save."""
 
     reason: str
@@ -18,13 +18,13 @@ class Order(Struct, frozen=True):
     save: bool = True
 
 
-def order(view: View, run: str, lease: int) -> Order | None:
+def departure(view: View, run: str, lease: int) -> Departure | None:
     """Whether the member of `run` with that lease is to go."""
     member = next((m for m in view.members if m.lease == lease), None)
     if member and (drain := _of_member(view, member)):
-        return Order(f"{member.node} is drained{_by(drain)}", drain.deadline)
+        return Departure(f"{member.node} is drained{_by(drain)}", drain.deadline)
     if halt := halted(view, run):
-        return Order(f"the job is to stop{_by(halt)}", save=halt.save)
+        return Departure(f"the job is to stop{_by(halt)}", save=halt.save)
     return None
 
 

@@ -73,7 +73,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class TimeToLive:
     """Seconds until a lease ends if nobody renews it, -1: it has; and those that were granted."""
 
     seconds: int
@@ -266,12 +266,12 @@ class Client:
         with suppress(LeaseNotFound):
             await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
 
-    async def left_of(self, lease: int, timeout: float | None = None) -> Left:
+    async def left_of(self, lease: int, timeout: float | None = None) -> TimeToLive:
         """How long the lease still is, if nobody renews it."""
         request = pb.LeaseTimeToLiveRequest(id=lease)
         what = f"lease {lease:x}"
         answer, _ = await self.call(LEASE_TIME_TO_LIVE, request, what, _deadline(timeout))
-        return Left(answer.ttl, answer.granted_ttl)
+        return TimeToLive(answer.ttl, answer.granted_ttl)
 
     async def call(
         self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float

@@ -86,14 +86,14 @@ class Mirror:
         """Keep the copy, and give what ends that for good to the owner: also our own faults."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                follow = partial(self._attempts.run, self._follow)
+                follow = partial(self._attempts.run, self._follow_stream)
                 tasks.create_task(self._refusals.wait_out(follow), name="follow")
                 tasks.create_task(self._reconcile(), name="reconcile")
         except ExceptionGroup as errors:
             if not self.failed.done():
                 self.failed.set_exception(errors.exceptions[0])
 
-    async def _follow(self) -> Never:
+    async def _follow_stream(self) -> Never:
         """List if need be, then follow one stream to its end. Raises Unanswered, EtcdError."""
         try:
             await self._watch()
@@ -109,14 +109,14 @@ class Mirror:
             raise
 
     async def _watch(self) -> Never:
-        """As `_follow`; raises Compacted, too."""
+        """List if need be, then follow one stream. Raises Compacted, Unanswered, EtcdError."""
         if self._history is None:
             self._adopt(await self._client.list(*self._ranges, most=self._most))
         patience = self._attempts.growing(OPEN_TIMEOUT)
         async with self._client.stream(WATCH, self._what, HAS_LEADER) as stream:
             try:
                 async with asyncio.timeout(patience):
-                    await self._open(stream)
+                    await self._open_watches(stream)
             except TimeoutError:
                 raise Unanswered(f"no watch within {patience} s") from None
             stream.began = now()
@@ -124,7 +124,7 @@ class Mirror:
             while True:
                 self._receive(await stream.read())
 
-    async def _open(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
+    async def _open_watches(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
         """Watch every range, until etcd has confirmed all of them.
 
         What it says meanwhile counts only then: news of one range may come before the answer of

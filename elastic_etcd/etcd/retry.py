@@ -70,7 +70,7 @@ class Attempts:
         self._retrying = AsyncRetrying(
             retry=retry_if_exception_type(on),
             stop=lambda _: now() >= deadline,
-            wait=lambda _: self._wait(),
+            wait=lambda _: self._next_pause(),
             reraise=True,
         )
 
@@ -95,7 +95,7 @@ class Attempts:
         """
         return patience * 2.0 ** min(self._number - 1, 3)
 
-    def _wait(self) -> float:
+    def _next_pause(self) -> float:
         return min(self._pause(self._number), max(0.0, self.deadline - now()))
 
 
@@ -127,12 +127,12 @@ class Refusals:
             except (EtcdDenied, EtcdRefused) as refusal:
                 if not self._succeeded or isinstance(refusal, TooLarge):
                     raise
-                self._tell(refusal)
+                self._tell_refusal(refusal)
                 raise Unanswered(str(refusal)) from refusal
 
         return await Attempts(pause=refused_pause).run(ask)
 
-    def _tell(self, refusal: EtcdError) -> None:
+    def _tell_refusal(self, refusal: EtcdError) -> None:
         cause = str(refusal).rpartition("\n")[2]  # what to do: the same for each key
         if now() - self._told.get(cause, -math.inf) > TOLD_AGAIN:
             self._told[cause] = now()

@@ -1,1 +1,1 @@
-"""What runs in or beside training scripts; the only package that imports torch."""
+"""What training scripts import, and what runs beside them: it is loaded with torch."""

@@ -195,10 +195,11 @@ def load_values(
     allow_pickle: bool,
     strict: bool = True,
 ) -> None:
-    """Set `values` to what the parts were saved of; none is changed before all could be read.
+    """Load into each of `values` the part of its name; none is changed before all are read.
 
     tensors: views of the snapshot, and whether each was on a GPU. Raises MalformedState, and
-    UsageError for parts of other names; if not `strict`, values without a part stay as they are.
+    UsageError if `parts` has other names than `values`. Without `strict` that is no error: values
+    that have no part stay as they are.
     """
     if strict and parts.keys() != values.keys():
         theirs, ours = ", ".join(parts), ", ".join(values)

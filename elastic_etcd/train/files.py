@@ -31,7 +31,7 @@ from elastic_etcd.train.snapshot import (
     StateSnapshot,
     Version,
     aligned,
-    places_of,
+    ranges_of,
     read_objects,
 )
 
@@ -138,7 +138,7 @@ def load(path: Path, memfds: MemfdPair) -> StateSnapshot:
         memfds.clear_older(header.size)
         body = memoryview(memfd.memory)[HEADER : HEADER + header.size]
         rows, _ = read_objects(objects)
-        for _, end in places_of(rows):
+        for _, end in ranges_of(rows):
             body[end : aligned(end)] = bytes(aligned(end) - end)  # of what was there before
         for _, start, end in _in_order(rows):
             file.readinto(body[start:end])
@@ -223,7 +223,7 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 
 def _in_order(rows: list[Row]) -> Iterator[tuple[Row, int, int]]:
     """Each row with its place in the body, in the order of the file: each begins at a multiple."""
-    found = [(row, start, end) for row, (start, end) in zip(rows, places_of(rows), strict=True)]
+    found = [(row, start, end) for row, (start, end) in zip(rows, ranges_of(rows), strict=True)]
     return iter(sorted(found, key=lambda each: -_unit(each[0])))
 
 

@@ -100,18 +100,18 @@ def memory_checkpoint(
     Without our launcher there is no such memory, and only what goes to `disk` is due. Raises
     UsageError where there is neither, and with the figures when the memory is too small.
     """
-    place = _place(step, every, disk, disk_every)
-    if place is None:
+    target = _target(step, every, disk, disk_every)
+    if target is None:
         yield None
         return
-    place.begin()
+    target.begin()
     try:
-        with _telling_shortage(place.folder):
-            yield place.folder
-            place.finish()
-        remember(place.folder.parent, step)
+        with _telling_shortage(target.folder):
+            yield target.folder
+            target.finish()
+        remember(target.folder.parent, step)
     finally:
-        shutil.rmtree(place.folder, ignore_errors=True)
+        shutil.rmtree(target.folder, ignore_errors=True)
 
 
 def remember(root: Path, step: int) -> None:
@@ -120,7 +120,7 @@ def remember(root: Path, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Target:
     """Where a rank writes: into `folder`, which is dropped unless it gets its name in a `root`."""
 
     checkpoint: Checkpoint
@@ -155,9 +155,9 @@ class _Place:
             flush(self.disk)
 
 
-def _place(
+def _target(
     step: int, every: int, disk: str | os.PathLike[str] | None, disk_every: int | None
-) -> _Place | None:
+) -> _Target | None:
     memory = memory_of(os.environ)
     due_on_disk = _due_on_disk(step, every, disk, disk_every)
     if memory is None and disk is None:
@@ -173,9 +173,9 @@ def _place(
     root = Path(disk).absolute() if first and due_on_disk and disk else None
     if memory:
         saves = memory if local_rank == "0" else None
-        return _Place(checkpoint, memory / f".{local_rank}", saves, root)
+        return _Target(checkpoint, memory / f".{local_rank}", saves, root)
     folder = (root or Path(tempfile.gettempdir())) / _aside(checkpoint.name)
-    return _Place(checkpoint, folder, disk=root)
+    return _Target(checkpoint, folder, disk=root)
 
 
 def _due_on_disk(

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
+from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.digest import digest_of_sums
 from elastic_etcd.train.room import check_memory
 from elastic_etcd.train.snapshot import (
@@ -29,8 +30,7 @@ from elastic_etcd.train.snapshot import (
     Version,
 )
 
-PATIENCE = 10.0  # seconds for a neighbour to copy, at least; and
-_TIMES = 10  # that of its own sums
+_TIMES = 10  # this rank's own time for its sums, if that is longer than COPY_PATIENCE
 _AGAIN = 0.0005  # seconds until a lock is tried again
 _MARKS = 256  # where in the first page the local ranks' are, a byte for each
 MOST_RANKS = HEADER - _MARKS  # of a node; those after them share nothing
@@ -44,7 +44,7 @@ class SharedMemfd(Memfd):
 
     def __init__(self, fd: int, lock: tuple[int, int], local_rank: int) -> None:
         super().__init__(fd)
-        self._lock_fd, self._place = lock
+        self._lock_fd, self._byte = lock
         self._mark = _MARKS + local_rank
         self._seen: Header | None = None  # that `unchanged` and `sums` are of
 
@@ -66,7 +66,7 @@ class SharedMemfd(Memfd):
         """Whether it is nobody else's newest."""
         end = _MARKS + min(MOST_RANKS, int(os.environ.get("LOCAL_WORLD_SIZE", MOST_RANKS)))
         marks = enumerate(self.memory[_MARKS:end], _MARKS)
-        return all(mark != _NEWEST or place == self._mark for place, mark in marks)
+        return all(mark != _NEWEST or byte == self._mark for byte, mark in marks)
 
     def clear(self, size: int = 0) -> torch.Tensor:
         """Its body, for this rank, which has the lock, to write."""
@@ -81,7 +81,10 @@ class SharedMemfd(Memfd):
         self._seen = draft.write(self, self.clear).header
 
     def has(self, draft: Draft, sums: list[bytes]) -> bool:
-        """Whether what another has written here is this draft, of which these are the sums."""
+        """Whether the snapshot that another rank has written here equals this draft.
+
+        `sums` are the draft's; where they don't match they are computed anew.
+        """
         return self._is(draft, sums) or self._is(draft, draft.sums_anew(self))
 
     def _is(self, draft: Draft, sums: list[bytes] | None) -> bool:
@@ -104,12 +107,12 @@ class SharedMemfd(Memfd):
             yield had
         finally:
             if had:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._place)
+                fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._byte)
 
     def _lock(self, deadline: float, how: int) -> bool:
         while True:
             try:
-                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._place)
+                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._byte)
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     return False
@@ -133,8 +136,8 @@ class NodeMemfds(MemfdPair):
     def __init__(self, fds: Sequence[int], shared: Sequence[int], lock: int, rank: int) -> None:
         super().__init__(fds)
         weakref.finalize(self, os.close, lock)
-        places = enumerate(shared)
-        self.shared = [SharedMemfd(fd, (lock, place), rank) for place, fd in places]
+        numbered = enumerate(shared)
+        self.shared = [SharedMemfd(fd, (lock, byte), rank) for byte, fd in numbered]
         self._differs = False  # from what other ranks commit, since the last sync
 
     def snapshots(self) -> list[StateSnapshot]:
@@ -174,7 +177,7 @@ class NodeMemfds(MemfdPair):
     def take(self, header: Header) -> StateSnapshot | None:
         """Hold what another rank of this node has."""
         for memfd in self.shared:
-            with memfd.locked(PATIENCE) as had:
+            with memfd.locked(COPY_PATIENCE) as had:
                 snapshot = memfd.snapshot()
                 if not had or snapshot is None or snapshot.header != header:
                     continue
@@ -206,7 +209,7 @@ class NodeMemfds(MemfdPair):
         memfd = snapshot.memfd
         if not isinstance(memfd, SharedMemfd) or memfd.mark == _NEWEST:
             return True
-        with memfd.locked(PATIENCE) as had:
+        with memfd.locked(COPY_PATIENCE) as had:
             there = memfd.snapshot()
             if not had or there is None or there.header != snapshot.header or not memfd.mark:
                 return False
@@ -221,7 +224,7 @@ class NodeMemfds(MemfdPair):
                 return self._write_shared(target, draft)
         began = time.monotonic()
         sums = draft.sums(target)
-        patience = max(PATIENCE, _TIMES * (time.monotonic() - began))
+        patience = max(COPY_PATIENCE, _TIMES * (time.monotonic() - began))
         with target.locked(patience, fcntl.LOCK_SH) as had:
             if had and _is_of(target, draft.version):
                 return self._compare(target, draft, sums)

@@ -25,7 +25,7 @@ def order_of(shuffle: Shuffle, length: int, seed: int, epoch: int) -> Order:
         return _in_order
     if shuffle == "exact":
         return Exact(length, seed, epoch)
-    return Stream(length, seed, epoch)
+    return Keyed(length, seed, epoch)
 
 
 def _in_order(positions: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Exact:
         return self._indices[positions]
 
 
-class Given:
+class Listed:
     """An order that the user's function has made: any indices of the data set, of any number.
 
     Raises ValueError for what is no such order; `length` is the data set's.
@@ -78,7 +78,7 @@ class Given:
         return int.from_bytes(blake2b(data, digest_size=7).digest())
 
 
-class Stream:
+class Keyed:
     """A permutation keyed by seed and epoch, computed index by index, for up to 2**62 indices.
 
     It is a Feistel network on pairs (left, right) with left < a and right < b, where a * b is the

@@ -80,7 +80,7 @@ class Layout:
         return parted, slice_ranges(ranges, used, total)
 
     def join(self, ranges: Sequence[range]) -> Ranges:
-        """The same positions in order, without repetitions from the beginning."""
+        """The positions of `ranges` in order, without those that were added from the beginning."""
         clipped = (range(part.start, min(part.stop, self.end)) for part in ranges)
         return merge_ranges([part for part in clipped if part])
 

@@ -114,7 +114,7 @@ class ProcessGroup:
             self._teller.start()
 
     def fail(self, reason: str) -> None:
-        """The same, where it was found out here: the agent does not know of it."""
+        """Interrupt the world for a reason that was met here, which the agent does not know."""
         self.met = self.met or reason
         self.interrupt(reason)
 

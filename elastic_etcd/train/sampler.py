@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from elastic_etcd.train.collectives import gather, rank_and_size
-from elastic_etcd.train.permutation import Given, Order, OrderFunction, Shuffle, order_of
+from elastic_etcd.train.permutation import Listed, Order, OrderFunction, Shuffle, order_of
 from elastic_etcd.train.shards import (
     TAILS,
     Cursor,
@@ -318,13 +318,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _make_order(self, seed: int, epoch: int) -> Order:
         if callable(self.shuffle):
-            return Given(self.shuffle(epoch, seed), self._dataset_length)
+            return Listed(self.shuffle(epoch, seed), self._dataset_length)
         return order_of(self.shuffle, self.length, seed, epoch)
 
     def _measure(self) -> None:
         """Ask for the order that a function gives to this epoch: it says how long the epoch is."""
         if callable(self.shuffle):
-            order = cast("Given", self._order_of_epoch())
+            order = cast("Listed", self._order_of_epoch())
             self.length, self._digest = len(order), order.digest()
 
     def _compare_orders(self) -> None:

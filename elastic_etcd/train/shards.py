@@ -274,7 +274,7 @@ def slice_ranges(
 
 
 def merge_ranges(ranges: Sequence[range]) -> tuple[range, ...]:
-    """The same positions in ascending order of start, single ones with step 1."""
+    """The positions of `ranges` in as few ranges, by their start; single ones have step 1."""
     single = [range(r.start, r.start + 1) if len(r) == 1 else r for r in ranges]
     merged: list[range] = []
     for part in sorted(single, key=lambda r: (r.start, r.stop)):

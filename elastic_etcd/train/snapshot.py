@@ -467,7 +467,7 @@ def unpack(
     """
     rows, parts = read_objects(objects)
     tensors = {}
-    for row, (start, end) in zip(rows, places_of(rows), strict=True):
+    for row, (start, end) in zip(rows, ranges_of(rows), strict=True):
         if end > len(body):
             raise MalformedState(f"a tensor ends {end - len(body)} bytes after the snapshot")
         tensor = body[start:end].view(DTYPES[row.dtype]).view(row.shape)
@@ -492,7 +492,7 @@ def read_objects(objects: bytes) -> tuple[list[Row], dict[str, Any]]:
     return rows, parts
 
 
-def places_of(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
+def ranges_of(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
     """Where in the body each tensor begins and ends, in bytes."""
     start = 0
     for row in rows:

@@ -211,7 +211,7 @@ class _Noted(Iterator[Any]):
 
 
 class _StatefulNoted(_Noted):
-    """The same for one that torchdata's StatefulDataLoader asks for its state."""
+    """Batches that are noted, where torchdata's StatefulDataLoader asks for their state."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._batches.state_dict()  # type: ignore[attr-defined,no-any-return]

@@ -66,9 +66,9 @@ class CrowdMirror(Mirror):
         self._attempts = Unhurried()
         self._turns = client.turns
 
-    async def _open(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
+    async def _open_watches(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
         async with self._turns:
-            await super()._open(stream)
+            await super()._open_watches(stream)
 
 
 class Crowd:

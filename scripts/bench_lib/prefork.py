@@ -56,7 +56,7 @@ class Bench:
         self.env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def prefork(self, size: int) -> Prefork:
-        return Prefork((*self.command, "step"), self.env, [], size)
+        return Prefork((*self.command, "step"), self.env, [], size, asyncio.create_task)
 
     async def started(self, starter: Starter, until: str) -> tuple[Process, list[float]]:
         """A worker, and the milliseconds from the request to each of STAGES."""

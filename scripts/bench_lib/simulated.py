@@ -279,8 +279,8 @@ class Simulated(Agent):
         if session:
             session.orphan()
 
-    async def _take(self, incoming: Incoming) -> None:
-        await super()._take(incoming)
+    async def _take_event(self, incoming: Incoming) -> None:
+        await super()._take_event(incoming)
         local, view = self._state.local, self._state.view
         if local.lease != self._member:
             self._member = local.lease

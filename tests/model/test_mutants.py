@@ -273,8 +273,8 @@ def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(state: State, now: float, actions: list[Action]) -> State:
         state = react(state, now, actions)
-        if state.life is Life.LOST and state.view:
-            return lifecycle._decide(state, state.view, now, actions)
+        if state.life is Life.LOST and state.view and state.limits:
+            return lifecycle._decide(state, state.view, state.limits, now, actions)
         return state
 
     patch.setattr(lifecycle, "vanished", lambda seen, local: local.lease and vanished(seen, local))
@@ -308,8 +308,8 @@ def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
 def clocks_run_while_etcd_is_silent(patch: pytest.MonkeyPatch) -> None:
     decided = lifecycle._decide
 
-    def mutant(state: State, seen: View, now: float, actions: list[Action]) -> State:
-        after = decided(structs.replace(state, silent_since=None), seen, now, actions)
+    def mutant(state: State, seen: View, asked: Limits, now: float, actions: list[Action]) -> State:
+        after = decided(structs.replace(state, silent_since=None), seen, asked, now, actions)
         return structs.replace(after, silent_since=state.silent_since)
 
     patch.setattr(lifecycle, "_decide", mutant)

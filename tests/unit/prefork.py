@@ -50,7 +50,7 @@ class BothWays:
         paths = [str(folder), str(self.packages), *filter(None, sys.path)]
         self.env["PYTHONPATH"] = os.pathsep.join(paths)
         self._runner = asyncio.Runner()
-        self.prefork = Prefork(python("script.py"), self.env, preload, size=2)
+        self.prefork = Prefork(python("script.py"), self.env, preload, 2, asyncio.create_task)
 
     def __enter__(self) -> Self:
         self._runner.run(self._start())

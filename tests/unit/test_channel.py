@@ -1,9 +1,11 @@
 """The channel's two ends, over real sockets and between real processes."""
 
 import asyncio
+import inspect
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
@@ -19,9 +22,11 @@ from msgspec import Struct
 
 import elastic_etcd as ee
 from elastic_etcd.agent import channel as agent_end
+from elastic_etcd.agent import guardian, prefork
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.children import imported
+from elastic_etcd.children import forkserver, guard, imported
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
+from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.protocol import (
     Anew,
     AskCurrent,
@@ -452,6 +457,23 @@ async def test_the_document_shows_what_is_sent(
     for end, packets in sent.items():
         for kind, packet in packets.items():
             assert types(shown[end][kind]) == types(packet)
+
+
+def test_what_a_forked_worker_becomes_is_described() -> None:
+    (shown,) = re.findall(r"^{.*}$", DOCUMENT.read_text(), re.MULTILINE)
+    written = prefork._assignment(["python", "-u", "train.py"], {"RANK": "0"}, [1, 2], learn=False)
+    with os.fdopen(written) as file:
+        assert json.loads(shown) == json.load(file)
+    read = re.findall(r'\border\["(\w+)"\]', inspect.getsource(forkserver))
+    assert set(read) == json.loads(shown).keys()
+
+
+def test_what_the_guardian_is_told_first_is_described() -> None:
+    (told,) = re.findall(r"The guardian's first packet .*?\. Each", DOCUMENT.read_text(), re.DOTALL)
+    packet = json.loads(guardian._first_packet(EtcdConfig(("h:1",)), "mark", ("folder",)))
+    more = packet.keys() - {field.name for field in fields(EtcdConfig)}
+    assert set(re.findall(r"`([a-z]+)`", told)) == more
+    assert set(re.findall(r'\bconfig\.pop\("(\w+)"\)', inspect.getsource(guard))) == more
 
 
 def kind_of(message: type[Struct]) -> str:

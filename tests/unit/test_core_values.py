@@ -56,7 +56,7 @@ SAID = {
     "View": {"ledger": schema.Ledger()},
     "Elapsed": {"vacant": math.inf},
     "State": {"life": lifecycle.Life.JOINING, "lasted": lifecycle.Lasted()},
-    "Order": {"save": True},
+    "Departure": {"save": True},
 }
 
 

@@ -31,7 +31,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import DUMP_STACKS, Doing, Progress
+from elastic_etcd.progress import DUMP_STACKS, Activity, Doing
 
 # What a thread of NCCL's does, for gloo: torch records that, too, but nobody of its own writes it.
 RECORDS = """
@@ -56,7 +56,7 @@ NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 1, 1, Master("n1", 80))
 ASKED = Hang(1, 1, 70.0)
 NOBODY = Hang(1, 2, 70.0, evidence=True, line="nobody has moved", alarm=True)
 WAITS = Hang(1, 1, 70.0, line="rank 0 on n1 waits in step 7 for rank 1 on n2 (no answer)")
-HUNG = Progress(Doing.STEP, 70.0, 6, 0.1)
+HUNG = Activity(Doing.STEP, 70.0, 6, 0.1)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class Node:
         self.keys = Keys("/elastic_etcd/j")
         self.watch = HangWatch(timeout, *3 * [self])  # type: ignore[arg-type]
 
-    def progress(self) -> list[tuple[Any, Progress]]:
+    def progress(self) -> list[tuple[Any, Activity]]:
         return [(self.worker, self.at)]
 
     def give_up(self, rank: int | None, *_: str) -> None:
@@ -118,7 +118,7 @@ class Node:
         puts = [put for txn in self.published for put in txn.then if isinstance(put, Put)]
         return [decode(Steps, put.value, lease=0xB).number for put in puts]
 
-    async def seen(self, at: Progress, generation: int = 1) -> None:
+    async def seen(self, at: Activity, generation: int = 1) -> None:
         """The agent has looked at a worker there, more than once."""
         self.at, self.generation = at, generation
         await self.until(lambda: self.watch._generation == generation)
@@ -197,16 +197,16 @@ async def test_a_world_that_goes_on_is_not_begun_anew(
     node.watch.see(state(ASKED))
     await asyncio.sleep(0.2)
     if goes_on:  # the storage was back before the coordinator's line was here
-        node.at = Progress(Doing.STEP, 0.1, 900, 0.1)
+        node.at = Activity(Doing.STEP, 0.1, 900, 0.1)
     node.watch.see(state(NOBODY))
     await node.until(lambda: "nobody has moved" in caplog.text)
     assert node.given_up == ([] if goes_on else [None])
     task.cancel()
 
 
-def stands(seconds: float, steps: int = 6) -> Progress:
+def stands(seconds: float, steps: int = 6) -> Activity:
     """In a step; the recent ones were fast."""
-    return Progress(Doing.STEP, seconds, steps, 0.1)
+    return Activity(Doing.STEP, seconds, steps, 0.1)
 
 
 async def test_a_validation_that_was_given_up_has_twice_as_long_in_the_next_world(

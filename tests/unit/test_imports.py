@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "torchrun": {"protocol"},  # loaded into torchrun's process
+    "torchrun": {"protocol", "times"},  # loaded into torchrun's process
     "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
     "launcher": {"pickled", "child_failed", "ran", "errors"},  # loaded into its user's program
     "launcher_agent": {"launch", "agent", *BELOW_AGENT},
@@ -54,6 +54,10 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
 }
+# The programs that are run as `python -m`, and who runs them.
+RUN_BY_NAME = {"launcher_agent.py": "launcher.py", "torchrun_agent.py": "torchrun.py"}
+# Who starts a child without the trampoline says why; all others call process.spawn.
+STARTERS = {"process.py", "agent/guardian.py", "launcher.py", "torchrun.py"}
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
@@ -79,6 +83,21 @@ CHILDREN = {
     },
     "children/store_server.py": {"torch"},
     "trampoline.py": set[str](),
+}
+# Classes of one name in two files or more, and why; every other name has one meaning.
+SAME_CLASS = {
+    "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
+    "Doing": "the page of memory has numbers, a key their names",
+    "Finished": "the worker's message, and the event that all of them have finished",
+    "Job": "one that is steered is one that is looked at",
+    "Lease": "the id in a key, and what etcd has granted with it",
+    "Offer": "what a rank or a node has for the others, whose newest is taken",
+    "Over": "the end of the job as the agent's action, and as its last message",
+    "State": "all that an agent remembers; and what of ElasticState two files need",
+    "Steps": "the steps of a worker: its loop over them, and their number in a key",
+    "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",
+    "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
+    "World": "one generation, as the agent tells it and as its worker knows it",
 }
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
@@ -209,8 +228,27 @@ def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
 
 def _names(file: Path, program: Path) -> bool:
     """Whether `file` imports the program, or has its file name as a text."""
-    texts = {node.value for node in _nodes(file) if isinstance(node, ast.Constant)}
-    return module_of(program) in imports(file) or program.name in texts
+    return module_of(program) in imports(file) or program.name in texts_of(file)
+
+
+def texts_of(file: Path) -> Iterator[object]:
+    """All that stands in the file as a constant."""
+    return (node.value for node in _nodes(file) if isinstance(node, ast.Constant))
+
+
+def test_every_program_that_is_run_by_its_name_has_one_who_runs_it() -> None:
+    modules = {module_of(ROOT / program) for program in RUN_BY_NAME}
+    found = [(t, named(f)) for f in FILES for t in texts_of(f) if t in modules]
+    assert sorted(found) == [(module_of(ROOT / p), by) for p, by in sorted(RUN_BY_NAME.items())]
+
+
+def test_children_are_started_by_one_function_but_for_some() -> None:
+    assert {named(file) for file in FILES if _starts_children(file)} == STARTERS
+
+
+def _starts_children(file: Path) -> bool:
+    calls = (ast.unparse(node.func) for node in _nodes(file) if isinstance(node, ast.Call))
+    return bool({"subprocess.Popen", "Popen"} & set(calls))
 
 
 @pytest.mark.parametrize("program", CHILDREN)
@@ -222,6 +260,32 @@ def test_a_program_that_is_run_by_its_path_begins_with_the_standard_library(prog
     assert foreign(at_its_start=True) == set()
     late = {name if name in MODULES else name.split(".")[0] for name in foreign(at_its_start=False)}
     assert late == CHILDREN[program]
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    found: dict[str, set[Path]] = {}
+    for file in FILES:
+        if file.parent.name != "pb":
+            classes = (node for node in _nodes(file) if isinstance(node, ast.ClassDef))
+            for node in classes:
+                found.setdefault(node.name, set()).add(file)
+    assert {name for name, files in found.items() if len(files) > 1} == SAME_CLASS.keys()
+
+
+def test_a_private_name_says_whose_it_is() -> None:
+    """In a stack trace and in a search: of functions and methods, in no more than four files."""
+    found: dict[str, set[Path]] = {}
+    for file in FILES:
+        for node in _nodes(file):
+            if isinstance(node, ast.Module | ast.ClassDef):
+                for name in _private_functions(node):
+                    found.setdefault(name, set()).add(file)
+    assert {name: len(files) for name, files in found.items() if len(files) > 4} == {}
+
+
+def _private_functions(of: ast.Module | ast.ClassDef) -> Iterator[str]:
+    names = (n.name for n in of.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (name for name in names if name.startswith("_") and not name.startswith("__"))
 
 
 def loaded(code: str, *flags: str) -> set[str]:

@@ -290,7 +290,7 @@ def test_a_rank_that_is_killed_in_its_copy_leaves_nothing_that_is_taken_for_whol
 def test_a_rank_that_is_stopped_in_its_copy_does_not_keep_others_from_theirs(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_memfds, "PATIENCE", 0.05)
+    monkeypatch.setattr(node_memfds, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(node_memfds, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     one, other, *_ = node.ranks()
@@ -321,7 +321,7 @@ def look(fds: list[Any], rank: int, said: Any, asked: Any) -> None:
 def test_a_rank_that_compares_waits_for_nobody_who_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_memfds, "PATIENCE", 0.05)
+    monkeypatch.setattr(node_memfds, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(node_memfds, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     asked, ask = Pipe(duplex=False)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_etcd.train.permutation import Exact, Stream, order_of
+from elastic_etcd.train.permutation import Exact, Keyed, order_of
 
 
 def chi_squared(observed: torch.Tensor, expected: float) -> float:
@@ -30,13 +30,13 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("length", [1, 100, 4097, 65_536, 65_537, 1_000_003])
 def test_each_index_comes_once(length: int) -> None:
-    indices = Stream(length, 3, 1)(torch.arange(length))
+    indices = Keyed(length, 3, 1)(torch.arange(length))
     assert torch.equal(indices.sort().values, torch.arange(length))
 
 
 def test_each_index_comes_once_in_small_orders() -> None:
     for length in range(1, 130):
-        indices = Stream(length, 3, 1)(torch.arange(length))
+        indices = Keyed(length, 3, 1)(torch.arange(length))
         assert sorted(indices.tolist()) == list(range(length))
 
 
@@ -46,13 +46,13 @@ def test_far_positions_go_to_different_indices(
     length: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=50))
-    indices = Stream(length, seed, epoch)(torch.tensor(sorted(positions))).tolist()
+    indices = Keyed(length, seed, epoch)(torch.tensor(sorted(positions))).tolist()
     assert len(set(indices)) == len(positions)
     assert all(0 <= index < length for index in indices)
 
 
 def test_blocks_do_not_matter() -> None:
-    stream = Stream(10**10, 1, 2)
+    stream = Keyed(10**10, 1, 2)
     positions = torch.arange(0, 10**10, 10**7 - 1)
     one_by_one = torch.cat([stream(positions[i : i + 1]) for i in range(len(positions))])
     assert torch.equal(stream(positions), one_by_one)
@@ -72,19 +72,19 @@ def test_blocks_do_not_matter() -> None:
 def test_an_order_stays_what_it_was(length: int, indices: list[int]) -> None:
     """A training that another version of this program goes on with is in the middle of one."""
     positions = torch.tensor([0, 1, length // 2, length - 1])
-    assert Stream(length, 3, 1)(positions).tolist() == indices
+    assert Keyed(length, 3, 1)(positions).tolist() == indices
 
 
 def test_more_than_two_to_the_62_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2\*\*62"):
-        Stream((1 << 62) + 1, 0, 0)
+        Keyed((1 << 62) + 1, 0, 0)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_every_permutation_is_as_likely(length: int) -> None:
     draws = 12 * math.factorial(length)
     seen = Counter(
-        tuple(Stream(length, 5, epoch)(torch.arange(length)).tolist()) for epoch in range(draws)
+        tuple(Keyed(length, 5, epoch)(torch.arange(length)).tolist()) for epoch in range(draws)
     )
     every = [seen[p] for p in itertools.permutations(range(length))]
     assert abs(chi_squared(torch.tensor(every), 12)) < 4
@@ -95,7 +95,7 @@ def test_every_index_is_as_likely_at_every_position(length: int) -> None:
     table = torch.zeros(length, length)
     draws = 12 * length
     for seed in range(draws):
-        table[torch.arange(length), Stream(length, seed, 0)(torch.arange(length))] += 1
+        table[torch.arange(length), Keyed(length, seed, 0)(torch.arange(length))] += 1
     assert abs(chi_squared(table.flatten(), 12)) < 4
 
 
@@ -103,7 +103,7 @@ def test_every_index_is_as_likely_at_every_position(length: int) -> None:
 @pytest.mark.parametrize("stride", [1, 8, 1000])
 def test_what_a_rank_gets_is_spread_evenly(length: int, stride: int) -> None:
     count = min(1 << 18, length // stride)
-    indices = Stream(length, 2, 7)(torch.arange(count) * stride)
+    indices = Keyed(length, 2, 7)(torch.arange(count) * stride)
     cells = min(
         256, max(4, count // 64)
     )  # few draws without replacement vary less than their share
@@ -116,12 +116,12 @@ def test_what_a_rank_gets_is_spread_evenly(length: int, stride: int) -> None:
 @pytest.mark.parametrize("length", [10**6, 10**10])
 def test_neighbours_ranks_and_epochs_are_unrelated(length: int) -> None:
     positions = torch.arange(1 << 18)
-    now = Stream(length, 2, 0)(positions)
+    now = Keyed(length, 2, 0)(positions)
     assert abs(correlation(now, positions)) < 4
     for lag in (1, 2, 8, 64):
         assert abs(correlation(now[lag:], now[:-lag])) < 4
-    assert abs(correlation(now, Stream(length, 2, 1)(positions))) < 4
-    assert abs(correlation(now, Stream(length, 3, 0)(positions))) < 4
+    assert abs(correlation(now, Keyed(length, 2, 1)(positions))) < 4
+    assert abs(correlation(now, Keyed(length, 3, 0)(positions))) < 4
     steps = (now[1:] - now[:-1]).remainder(length)  # neighbours at all distances alike
     assert abs(chi_squared(torch.bincount(steps * 256 // length, minlength=256), 1024)) < 4
 
@@ -129,14 +129,14 @@ def test_neighbours_ranks_and_epochs_are_unrelated(length: int) -> None:
 def test_fixed_points_are_as_many_as_by_chance() -> None:
     length = 5000
     positions = torch.arange(length)
-    fixed = [int((Stream(length, 1, e)(positions) == positions).sum()) for e in range(400)]
+    fixed = [int((Keyed(length, 1, e)(positions) == positions).sum()) for e in range(400)]
     assert abs(sum(fixed) - 400) < 4 * math.sqrt(400)
 
 
 def test_seeds_and_epochs_give_different_orders() -> None:
     positions = torch.arange(50)
     orders = {
-        tuple(Stream(50, seed, epoch)(positions).tolist())
+        tuple(Keyed(50, seed, epoch)(positions).tolist())
         for seed in (-1, 0, 1, 2, 1 << 40)
         for epoch in range(40)
     }

@@ -69,7 +69,7 @@ async def forking(
             (folder / name / "__init__.py").touch()
         stand_in = "class default_generator:\n    seed = staticmethod(lambda: 0)\n"
         (folder / "torch" / "__init__.py").write_text(stand_in)
-    started = Prefork(python(folder / "script.py"), whole, preload, size)
+    started = Prefork(python(folder / "script.py"), whole, preload, size, asyncio.create_task)
     started.start()
     try:
         yield started
@@ -369,7 +369,7 @@ def own_children() -> set[str]:
 
 async def test_an_error_of_the_start_is_not_waited_out(tmp_path: Path) -> None:
     """An environment that no process can have, as an example of what nobody has thought of."""
-    spoilt = Prefork(python(tmp_path / "script.py"), {"NAME": "a\0b"}, (), 1)
+    spoilt = Prefork(python(tmp_path / "script.py"), {"NAME": "a\0b"}, (), 1, asyncio.create_task)
     spoilt.start()
     with pytest.raises(ValueError, match="null byte"):
         async with asyncio.timeout(DEADLINE):
@@ -383,7 +383,7 @@ async def test_a_crash_of_a_later_start_ends_the_scope_that_it_began_in(tmp_path
     async def learn() -> None:
         async with asyncio.timeout(DEADLINE), Tasks() as tasks:
             argv, env = python(tmp_path / "script.py"), {"NAME": "a\0b"}
-            with closing(Prefork(argv, env, (), 1, create=tasks.create)) as spoilt:
+            with closing(Prefork(argv, env, (), 1, tasks.create)) as spoilt:
                 spoilt.learn(None)
                 await asyncio.Event().wait()
 

@@ -459,7 +459,7 @@ async def test_a_worker_tells_what_it_has_imported_by_its_first_step(tmp_path: P
     env = {**given.env, "ELASTIC_ETCD_SOCKET": channels.open(), "RANK": "3"}
     env |= {"ELASTIC_ETCD_LOCAL_RANK": "0", "ELASTIC_ETCD_GENERATION": "1"}
     argv = given.script(STEP)
-    prefork = Prefork(argv, given.env, (), 1)
+    prefork = Prefork(argv, given.env, (), 1, asyncio.create_task)
     prefork.start()
     try:
         async with asyncio.timeout(DEADLINE):
@@ -491,7 +491,7 @@ async def test_what_a_worker_has_told_is_had_by_the_next(
     write(given.packages, HARMLESS)
     argv = given.script("import os, plain\nprint(plain.pid == os.getpid())")
     learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-    prefork = Prefork(argv, given.env, (), 1, learned.put_nowait)
+    prefork = Prefork(argv, given.env, (), 1, asyncio.create_task, learned.put_nowait)
     prefork.start()
 
     async def run() -> str:
@@ -525,7 +525,7 @@ async def test_each_fork_server_is_ended_at_its_own_time(
     """Workers that were ordered from the newer one may be on their way yet."""
     given = BothWays(tmp_path)
     learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-    prefork = Prefork(given.script(""), given.env, (), 1, learned.put_nowait)
+    prefork = Prefork(given.script(""), given.env, (), 1, asyncio.create_task, learned.put_nowait)
     timers: list[Callable[[], None]] = []
     later = asyncio.get_running_loop().call_later
 
@@ -562,7 +562,7 @@ async def test_what_can_not_be_learned_leaves_the_fork_server_as_it_was(tmp_path
     given = BothWays(tmp_path)
     # Harmless in a trial, which is nicer to others, and not in the fork server.
     write(given.packages, {"plain": "if os.nice(0) < 19:\n    os._exit(3)\n"})
-    prefork = Prefork(given.script(""), given.env, (), 1)
+    prefork = Prefork(given.script(""), given.env, (), 1, asyncio.create_task)
     prefork.start()
     try:
         async with asyncio.timeout(DEADLINE):

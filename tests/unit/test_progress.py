@@ -13,7 +13,7 @@ import pytest
 from elastic_etcd import progress
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.progress import Doing, Progress, ProgressPage, ProgressPages
+from elastic_etcd.progress import Activity, Doing, ProgressPage, ProgressPages
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 
@@ -62,7 +62,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         yield watched
 
 
-async def told(watched: Watched, condition: Callable[[Progress], object]) -> Progress:
+async def told(watched: Watched, condition: Callable[[Activity], object]) -> Activity:
     """Wait until the only worker says so."""
     async with asyncio.timeout(120):
         while True:  # a page has no events
@@ -157,7 +157,7 @@ def test_pauses_are_not_the_steps_time() -> None:
     assert page.read().steps == 3
 
 
-def measure(page: ProgressPage, *, times: int, waited: int) -> Progress:
+def measure(page: ProgressPage, *, times: int, waited: int) -> Activity:
     for _ in range(times):
         for _ in range(progress.EVERY):
             page.step(told=False)

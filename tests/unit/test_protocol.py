@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd import protocol
+from elastic_etcd.children import imported
+from elastic_etcd.core import schema
 from elastic_etcd.protocol import (
     LONGEST,
     LONGEST_TEXT,
@@ -235,3 +237,9 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
         encode(World(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(World(8, "", {"NAME": ""})))
     assert len(encode(World(8, "", {"NAME": "x" * longest}))) == LONGEST
+
+
+def test_limits_that_stand_in_several_files_are_equal() -> None:
+    """Who sends, who reads and who writes it into a key may not import each other."""
+    assert imported._MOST == protocol.MOST_MODULES == schema.MOST_MODULES
+    assert imported._MOST_CHARACTERS == schema.MOST_IN_NAMES

@@ -39,6 +39,10 @@ EVENTS: list[Event] = [
 ]
 
 
+def test_it_keeps_as_many_steps_as_the_documents_say() -> None:
+    assert recorder.STEPS == 10_000
+
+
 def recorded(events: list[Event]) -> FlightRecorder:
     flight = FlightRecorder()
     state = State(Local(""), 1)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from elastic_etcd.cli.jobs import MOST_POINTS, Series
+from elastic_etcd.cli.jobs import MOST_POINTS, Jobs, Series
 from elastic_etcd.cli.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
     Doing,
@@ -308,6 +308,20 @@ async def test_a_prefix_with_too_many_keys(etcd: EtcdServer, prefix: str) -> Non
             await write(etcd, {f"{prefix}/one_more": "x"})
             await asyncio.wait({mirror.failed}, timeout=DEADLINE)
             assert "more than 4 keys" in str(mirror.failed.exception())
+
+
+async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: str) -> None:
+    class Mistaken(Client):
+        async def txn(self, *_: object) -> NoReturn:
+            raise KeyError("a mistake")
+
+    await write(etcd, running(Keys(f"{prefix}/j"), 1))
+    async with Mistaken(etcd.config) as client, Jobs(client, prefix, 60) as jobs:
+        async with jobs.looking("j"):
+            await asyncio.wait({jobs.keeper}, timeout=DEADLINE)
+            assert jobs.keeper.done()
+        with pytest.raises(KeyError, match="a mistake"):
+            jobs.keeper.result()
 
 
 def test_a_chart_has_a_bound() -> None:

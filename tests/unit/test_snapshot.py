@@ -29,7 +29,7 @@ from elastic_etcd.train.snapshot import (
     Version,
     pack,
     pieces_of,
-    places_of,
+    ranges_of,
     read_objects,
     unpack,
     write_body,
@@ -202,7 +202,7 @@ def test_g9_what_is_skipped_is_summed_as_it_is(data: st.DataObject) -> None:
     objects, size = pack({}, named(tensors))
     body = torch.zeros(size, dtype=torch.uint8)
     _, known = write_body(body, [list(pieces_of(objects, tensors))])
-    starts = dict(zip(named(tensors), places_of(read_objects(objects)[0]), strict=True))
+    starts = dict(zip(named(tensors), ranges_of(read_objects(objects)[0]), strict=True))
     kept = data.draw(st.sets(st.sampled_from(range(len(tensors)))))
     for number, tensor in enumerate(tensors):
         if number not in kept:

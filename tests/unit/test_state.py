@@ -22,7 +22,9 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import elastic_etcd.train.channel
+from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
+from elastic_etcd.train import state as state_module
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.snapshot import Version
@@ -1074,3 +1076,7 @@ def test_of_many_values_that_differ_three_are_named(
 ) -> None:
     ElasticState(step=0)._tell_of_differences([*names], 1, 0)
     assert f"rank 1 had committed another {named}, whose counts" in caplog.text
+
+
+def test_a_process_keeps_as_many_names_as_its_agent_allows() -> None:
+    assert state_module._MOST_KEPT == agent_end._NAMES

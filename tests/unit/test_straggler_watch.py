@@ -24,10 +24,10 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import Doing, Progress
+from elastic_etcd.progress import Activity, Doing
 
 NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 2, 2, Master("n1", 80))
-MEASURED = Progress(Doing.STEP, 0.1, 60, 0.6, usual=0.6, outside=0.5, measured=10)
+MEASURED = Activity(Doing.STEP, 0.1, 60, 0.6, usual=0.6, outside=0.5, measured=10)
 
 
 class Node:
@@ -40,7 +40,7 @@ class Node:
         self.looks = 0
         self.watch = StragglerWatch(self, self)  # type: ignore[arg-type]
 
-    def progress(self) -> list[tuple[Any, Progress]]:
+    def progress(self) -> list[tuple[Any, Activity]]:
         self.looks += 1
         return [(None, self.at)]
 
@@ -49,7 +49,7 @@ class Node:
         self.told.append(decode(StepTime, put.value, lease=0xB))
         return True
 
-    async def look(self, at: Progress) -> list[float]:
+    async def look(self, at: Activity) -> list[float]:
         """What it has told once it has seen its worker there."""
         self.at, before = at, self.looks
         async with asyncio.timeout(60):

@@ -22,7 +22,7 @@ from elastic_etcd.core.schema import (
     decode,
     encode,
 )
-from elastic_etcd.core.stragglers import Node, compared
+from elastic_etcd.core.stragglers import NodeTimes, compared
 from elastic_etcd.core.txn import KeyValue, Put, Snapshot
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
 
@@ -31,8 +31,8 @@ NOBODY = Stragglers()
 FACTOR = 1.5
 
 
-def nodes(*outside: float, whole: float = 1.0) -> list[Node]:
-    return [Node(f"n{number}", time, whole) for number, time in enumerate(outside, 1)]
+def nodes(*outside: float, whole: float = 1.0) -> list[NodeTimes]:
+    return [NodeTimes(f"n{number}", time, whole) for number, time in enumerate(outside, 1)]
 
 
 def test_the_node_that_is_slow_is_named_with_the_figures() -> None:

@@ -172,6 +172,23 @@ def test_how_long_leases_still_are(etcd: EtcdServer, keys: Keys) -> None:
     etcd.ctl("lease", "revoke", lease)
 
 
+def test_a_mistake_of_its_own_is_shown(etcd: EtcdServer, keys: Keys) -> None:
+    """Also one of a task beside the screen."""
+    breaks = """
+import sys
+from elastic_etcd import __main__
+from elastic_etcd.etcd.client import Client
+async def left_of(*_):
+    raise KeyError("a mistake")
+Client.left_of = left_of
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+    argv = command(etcd, keys)
+    with terminal([argv[0], "-c", breaks, *argv[3:]]) as top:
+        top.shows("KeyError: 'a mistake'")
+        assert top.process.wait(90) == 1
+
+
 def test_all_jobs_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     where = (f"--etcd={etcd.endpoint}", f"--prefix={keys.root.removesuffix('/j')}", "--timeout=60")
     argv = [sys.executable, "-m", "elastic_etcd", "top", "--all", *where]
