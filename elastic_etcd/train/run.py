@@ -193,6 +193,7 @@ class _Worker:
 
     def _train(self, group: ProcessGroup) -> Any:
         self._begun = False
+        _enable_loggers()
         with progress.during(Doing.INIT):
             group.init(self._backend, self._options)
             ended = self._meet(group)
@@ -258,6 +259,7 @@ class _Worker:
         What goes wrong before the state is synchronised, in a world that is known to be broken, is
         no mistake of the user's: it was made of what an abort had left.
         """
+        _enable_loggers()  # training may have set up logging
         if isinstance(error, WorldBroken):
             return str(error)
         unready = isinstance(error, Exception) and group.broken and not self._begun
@@ -326,6 +328,16 @@ def _told_error(group: ProcessGroup, error: BaseException) -> str:
     log.debug("rank %d was there:", group.rank, exc_info=error)
     stack = "".join(traceback.format_exception(error))
     return f"{text}\n{stack[-_LONGEST_TRACEBACK:]}"
+
+
+def _enable_loggers() -> None:
+    """Undo what logging.config does to all loggers that are there before: it disables them.
+
+    A worker that is forked has ours before its script begins. Levels and handlers stay the user's.
+    """
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == log.name and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def _world(group: ProcessGroup) -> World:

@@ -138,7 +138,7 @@ def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     each_sample_once(job.directory)
 
 
-@pytest.mark.parametrize("arguments", [("--outside",), ("--loaders", "2")])
+@pytest.mark.parametrize("arguments", [("--outside", "--log"), ("--loaders", "2")])
 def test_all_workers_of_a_node_at_once(job: Job, arguments: tuple[str, ...]) -> None:
     n1, n2 = (start(job, name, *arguments, nproc=2) for name in ("n1", "n2"))
     g = job.trains(4)
