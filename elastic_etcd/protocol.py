@@ -129,9 +129,10 @@ class Disconnected(Struct, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The answer to Hello."""
+    """The answer to Hello; `reason` is why the node's present generation was begun."""
 
     v: int
+    reason: str
 
 
 class Kept(_Message, frozen=True):

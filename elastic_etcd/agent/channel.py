@@ -74,6 +74,7 @@ class ChannelServer:
         self._sharers: dict[str, set[int]] = {}
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node has been told to leave
+        self.reason = ""  # why the present generation was begun
         self._socket: socket.socket | None = None
         self._directory = ""
         self._again: asyncio.TimerHandle | None = None
@@ -291,7 +292,7 @@ class WorkerChannel:
             raise ValueError(f"it speaks version {hello.v}, this agent {VERSION}")
         self.local_rank, self.generation = hello.local_rank, hello.generation
         self._greeted = True
-        self.send(Welcome(VERSION))
+        self.send(Welcome(VERSION, self._server.reason))
 
     def _write_packets(self) -> None:
         while self._unsent and not self._closed:

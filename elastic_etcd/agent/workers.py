@@ -222,7 +222,7 @@ class Workers:
     def launch(self, generation: int, specs: Sequence[WorkerSpec], reason: str = "") -> None:
         """Start every worker; one that can't be started is told as an exit, like any other."""
         assert self._gone, "I3: older workers are alive"
-        self.generation = generation
+        self.generation, self._channels.reason = generation, reason
         self._gone = self._stopping = False
         self._elastic = self._finished = self._patient = self._swept = False
         waiting, self._parked = self._parked, {}

@@ -42,6 +42,7 @@ from elastic_etcd.protocol import (
     Recall,
     Recalled,
     Share,
+    Welcome,
     encode,
     from_agent,
 )
@@ -61,6 +62,7 @@ class Channel:
         self.generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
         local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
         self.local_rank = int(local_rank)
+        self.reason = ""  # why this generation was begun
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = threading.Lock()  # one at a time
@@ -194,7 +196,9 @@ class Channel:
 
     def _greet(self) -> None:
         self.send(Hello(VERSION, os.getpid(), self.local_rank, self.generation))
-        self._receive(time.monotonic() + ANSWER_TIMEOUT)  # its welcome
+        message, _ = self._receive(time.monotonic() + ANSWER_TIMEOUT)
+        if isinstance(message, Welcome):
+            self.reason = message.reason
 
     def _request(
         self,

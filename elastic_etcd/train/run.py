@@ -15,7 +15,7 @@ import time
 import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import (
     Any,
@@ -42,6 +42,7 @@ from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
+_NONE = -1  # not even the step that was under way
 _LONGEST_TRACEBACK = 3000  # characters that the agent is told; what was raised stands at its end
 _RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
@@ -122,12 +123,17 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
 
 class _Ended(NamedTuple):
-    """A world that this process has left: when, and what is trained again."""
+    """The end of the world before: when, and how many whole steps are trained again, or _NONE."""
 
-    world: World
+    world: World | None  # this process's part in it
     at: float
-    again: str
-    reason: str = ""
+    again: int
+
+    def told(self) -> str:
+        """What it has cost until now."""
+        again = {_NONE: "nothing", 0: "the step under way"}
+        steps = again.get(self.again, f"{self.again} steps and the one under way")
+        return f" after {time.monotonic() - self.at:.2f} s; trained again: {steps}"
 
 
 class _Worker:
@@ -159,7 +165,7 @@ class _Worker:
         with self._channel.listening(self._hear):
             self._channel.elastic()
             while True:
-                group, lost, again = self._group, "", "nothing"
+                group, lost, again = self._group, "", _NONE
                 try:
                     result = self._train(group)
                 except WorldChanged:
@@ -187,12 +193,13 @@ class _Worker:
 
     def _train(self, group: ProcessGroup) -> Any:
         self._begun = False
+        _enable_loggers()
         with progress.during(Doing.INIT):
             group.init(self._backend, self._options)
-            self._compare_calls(group)
+            ended = self._meet(group)
             changed = self._state.sync()
         self._synced = self._begun = True
-        ended, self._ended = self._ended, None
+        self._ended = None
         if group.rank == 0 and (changed or ended):
             log.warning("%s", self._told(group, ended))
         ddp.make()
@@ -205,9 +212,22 @@ class _Worker:
             self._state._leave()  # noqa: SLF001
             raise
 
-    def _compare_calls(self, group: ProcessGroup) -> None:
-        """Raises UsageError, on all ranks, where they are in other calls of ee.run."""
-        calls = gather([self._call, zlib.crc32(self._name.encode())])
+    def _meet(self, group: ProcessGroup) -> _Ended | None:
+        """The end of the world before as its survivors know it; None if there are none.
+
+        Raises UsageError, on all ranks, where they are in other calls of ee.run.
+        """
+        now, ended = time.monotonic(), self._ended
+        known = (round((now - ended.at) * 1000), ended.again) if ended else (-1, _NONE)
+        told = gather([self._call, zlib.crc32(self._name.encode()), *known])
+        self._compare_calls(group, [rank[:2] for rank in told])
+        milliseconds, again = max(rank[2] for rank in told), max(rank[3] for rank in told)
+        if milliseconds < 0:
+            return None
+        return _Ended(ended.world if ended else None, now - milliseconds / 1000, again)
+
+    def _compare_calls(self, group: ProcessGroup, calls: Sequence[list[int]]) -> None:
+        """Raises UsageError where ranks are in other calls, which all of them see."""
         if any(call != calls[0] for call in calls):
             first, last = min(calls)[0], max(calls)[0]
             raise UsageError(
@@ -218,20 +238,15 @@ class _Worker:
 
     def _told(self, group: ProcessGroup, ended: _Ended | None) -> str:
         """The line that a user reads of a change."""
-        why = f" ({ended.reason})" if ended and ended.reason else ""
+        why = f" ({self._channel.reason})" if self._channel.reason else ""
         place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
         line = f"{place} goes on from {self._state._position()}"  # noqa: SLF001
-        if ended is None:
-            return f"{line} in a new process"
-        after = time.monotonic() - ended.at
-        return f"{line} after {after:.2f} s; trained again: {ended.again}"
+        anew = "" if ended and ended.world else " in a new process"
+        return f"{line}{anew}{ended.told() if ended else ''}"
 
-    def _lost_steps(self) -> str:
-        """What a broken world costs: the steps since the last commit."""
-        if not self._begun:
-            return "nothing"
-        whole = self._state._uncommitted()  # noqa: SLF001
-        return f"{whole} steps and the one under way" if whole else "the step under way"
+    def _lost_steps(self) -> int:
+        """What a broken world costs: the whole steps since the last commit, or _NONE."""
+        return self._state._uncommitted() if self._begun else _NONE  # noqa: SLF001
 
     def _tell_finished(self) -> None:
         """Before anything else is done: what the agent says from now on is not heard."""
@@ -244,6 +259,7 @@ class _Worker:
         What goes wrong before the state is synchronised, in a world that is known to be broken, is
         no mistake of the user's: it was made of what an abort had left.
         """
+        _enable_loggers()  # training may have set up logging
         if isinstance(error, WorldBroken):
             return str(error)
         unready = isinstance(error, Exception) and group.broken and not self._begun
@@ -262,9 +278,7 @@ class _Worker:
         match self._orders.get():
             case protocol.World(generation, reason, env):
                 os.environ.update(env)
-                self._channel.generation = generation
-                if self._ended:
-                    self._ended = self._ended._replace(reason=reason)
+                self._channel.generation, self._channel.reason = generation, reason
             case protocol.Bye():
                 raise SystemExit(0)
             case protocol.Gone(reason):
@@ -314,6 +328,16 @@ def _told_error(group: ProcessGroup, error: BaseException) -> str:
     log.debug("rank %d was there:", group.rank, exc_info=error)
     stack = "".join(traceback.format_exception(error))
     return f"{text}\n{stack[-_LONGEST_TRACEBACK:]}"
+
+
+def _enable_loggers() -> None:
+    """Undo what logging.config does to all loggers that are there before: it disables them.
+
+    A worker that is forked has ours before its script begins. Levels and handlers stay the user's.
+    """
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == log.name and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def _world(group: ProcessGroup) -> World:

@@ -77,6 +77,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._cursor: Cursor | None = None
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
+        self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
         self._whole = False  # the length is the whole epoch's
         self._progress: Progress
         self._measure()
@@ -103,7 +104,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def __iter__(self) -> Iterator[int]:
         """Go on after what is recorded. A second iterator makes the first one void."""
         self._follow()
-        if self._cursor is not None and self._cursor.ended and not self._end_epoch():
+        if self._is_used_up():
             used_up = f"epoch {self._epoch} has been used up"
             raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
@@ -154,7 +155,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
                 "the sampler has begun anew since this batch was handed out: loop anew"
             )
         self._warned = True  # nobody forgets to record here
-        self._in_hand = count
+        self._in_hand, self._looping = count, True
 
     def settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
@@ -179,6 +180,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         A rank that takes one step less than others does not see their last one.
         """
         self.settle()
+        self._looping = False
         if self.tail == "uneven" and self._cursor is not None and self._cursor.ended:
             self._progress.finish()
 
@@ -344,7 +346,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if self._cursor is not None:
             self._cursor.void = True
             self._handed_before = self.handed_out
-        self._cursor = None
+        self._cursor, self._looping = None, None
 
     def _handed(self) -> int:
         return 0 if self._cursor is None else self._cursor.handed
@@ -366,6 +368,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             **order,
             "step": self._progress.step,
         }
+
+    def _is_used_up(self) -> bool:
+        """Whether nothing comes of the epoch any more; what is handed out may be yet to come."""
+        if self._cursor is None or not self._cursor.ended:
+            return False
+        return not self._end_epoch() if self._looping is None else not self._looping
 
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""

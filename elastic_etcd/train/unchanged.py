@@ -1,12 +1,12 @@
 """Which tensors lie in a memory file already, so that a commit need not copy them again.
 
-Only parameters that ask for no gradient come into question, and only where torch's version counter
-says that nothing was written to them since. That is not the whole truth: the counter does not
-see what is written through `.data`, through numpy's view of the memory, by kernels outside of torch
-or by a replayed CUDA graph, and averages of weights (EMA) are often kept in such parameters and
-written so. So a parameter is trusted only after it was compared, bit by bit, and found as it was
-PROBATION times, is compared again each AGAIN-th time, and in some places at every commit; one that
-was found changed without a word is always copied from then on.
+Only parameters that ask for no gradient come into question, and their moments, and only where
+torch's version counter says that nothing was written to them since. That is not the whole truth:
+the counter does not see what is written through `.data`, through numpy's view of the memory, by
+kernels outside of torch or by a replayed CUDA graph, and averages of weights (EMA) are often kept
+in such parameters and written so. So a parameter is trusted only after it was compared, bit by bit,
+and found as it was PROBATION times, is compared again each AGAIN-th time, and in some places at
+every commit; one that was found changed without a word is always copied from then on.
 """
 
 import ctypes

@@ -1,5 +1,6 @@
 """Workers that recover in process: which of them live on, and that no sample is lost for it."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,22 @@ def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     each_sample_once(job.directory)
 
 
-@pytest.mark.parametrize("arguments", [("--outside",), ("--loaders", "2")])
+@pytest.mark.parametrize("arguments", [("--outside", "--log"), ("--loaders", "2")])
 def test_all_workers_of_a_node_at_once(job: Job, arguments: tuple[str, ...]) -> None:
     n1, n2 = (start(job, name, *arguments, nproc=2) for name in ("n1", "n2"))
     g = job.trains(4)
     workers = [e for e in job.events("start") if e.generation == g]
-    send(signal.SIGKILL, [e.pid for e in workers if e.node == "n1"])
+    (first,) = (e.node for e in workers if e.rank == 0)
+    send(signal.SIGKILL, [e.pid for e in workers if e.node == first])
     g = job.trains(4, after=g)
     again = {e.pid for e in job.events("start") if e.generation == g}
-    assert {e.pid for e in workers if e.node == "n2"} < again
+    assert {e.pid for e in workers if e.node != first} < again
     job.finish(n1, n2)
+    told = n1.output + n2.output
+    why = rf"generation {g} \(worker \d on {first} was killed by signal 9\)"
+    place = r"rank 0 of 4 goes on from commit \d+ \(.*\) in a new process"
+    cost = r"after \d+\.\d\d s; trained again: (\d+ steps and the one|the step) under way"
+    assert re.search(f"{why}: {place} {cost}", told), told
     each_sample_once(job.directory)
 
 

@@ -96,7 +96,7 @@ async def throw(parts: list[bytes], greets: bool, descriptors: list[int]) -> Non
         sock.connect(path)
         sock.sendall(hello)
         sock.setblocking(False)
-        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 60) == encode(Welcome(1))
+        assert await asyncio.wait_for(loop.sock_recv(sock, 100), 60) == encode(Welcome(1, ""))
     server.close()
     assert not raised, raised
 

@@ -17,6 +17,17 @@ LAUNCHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     "launch": ("-m", "elastic_etcd.launch", "--nproc-per-node", "2"),
 }
+AROUND = """\
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_etcd as ee
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(320, 64), torch.randint(10, (320,)))
+"""
 # In the page, in this order.
 PROGRAMS = ("horovod before", "horovod after", "torchrun before", "torchrun after", "own group")
 
@@ -83,6 +94,13 @@ def test_program_after_migration(name: str, launcher: str, tmp_path: Path) -> No
     script.write_text(program(name))
     told = run(launcher, script, cwd=tmp_path)
     assert "epoch 3 done" in told
+
+
+def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(f"{AROUND}{shown}print('consumed', state.epoch, state.sampler.consumed)\n")
+    assert run("launch", script, cwd=tmp_path).count("consumed 2 320") == 2
 
 
 def test_programs_before_migration(tmp_path: Path) -> None:

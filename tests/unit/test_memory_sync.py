@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,11 @@ def test_who_does_not_call_is_named(
     with pytest.raises(UsageError, match=r"0\.1 s for group rank 1: it has to be called on every"):
         first._wait("offer/1", "group rank 1", 0.1)
     assert "ee.latest_checkpoint still waits for group rank 1" in caplog.text
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time(nodes: Nodes) -> None:
+    (node,) = nodes.made([0])
+    assert node._store.timeout == timedelta(seconds=memory_sync.PATIENCE)
 
 
 def test_no_room_for_the_newest_is_an_error_with_the_figures(nodes: Nodes) -> None:

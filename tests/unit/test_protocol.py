@@ -70,7 +70,7 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_worker, AskLeaving(1), {"type": "leaving", "id": 1}),
     (from_worker, Imported(), {"type": "imported"}),
     (from_worker, Anew(), {"type": "anew"}),
-    (from_agent, Welcome(1), {"type": "welcome", "v": 1}),
+    (from_agent, Welcome(1, "r"), {"type": "welcome", "v": 1, "reason": "r"}),
     (from_agent, Kept(1, "n"), {"type": "kept", "id": 1, "name": "n"}),
     (from_agent, Recalled(1, "n", found=False),
      {"type": "recalled", "id": 1, "name": "n", "found": False}),

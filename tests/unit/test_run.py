@@ -205,7 +205,9 @@ async def test_an_error_has_its_rank_once_in_any_world(
 async def test_a_change_is_one_line_of_rank_0(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = begin(State(), steps(agent))
+    state, agent.channels.reason = State(), "n1 is lost"
+    state.comes_from = "0"
+    worker = begin(state, steps(agent))
     await agent.hears(Elastic)
     await agent.trains.wait()
     agent.says(Change(1, "n2 joins", leaving=False))
@@ -219,8 +221,10 @@ async def test_a_change_is_one_line_of_rank_0(
     agent.says(Change(3, "a test", leaving=True))
     await worker
     told = [r.getMessage() for r in caplog.records if "goes on from" in r.getMessage()]
-    joined, lost = (re.sub(r"\d+\.\d\d s", "T", line) for line in told)
-    where = "rank 0 of 1 goes on from commit 120 after T; trained again:"
+    anew, joined, lost = (re.sub(r"\d+\.\d\d s", "T", line) for line in told)
+    here = "rank 0 of 1 goes on from commit 120"
+    where = f"{here} after T; trained again:"
+    assert anew == f"generation 1 (n1 is lost): {here} in a new process"
     assert joined == f"generation 2 (n2 joins): {where} nothing"
     assert lost == f"generation 3 (n2 is lost): {where} 7 steps and the one under way"
 
@@ -509,8 +513,9 @@ async def test_an_interrupt_before_the_process_group_stands(agent: Agent) -> Non
     assert await worker == (SystemExit, "0")
 
 
-async def test_a_peer_that_is_gone(agent: Agent) -> None:
+async def test_a_peer_that_is_gone(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     """The worker parks by itself, and says why; then the job is over."""
+    caplog.set_level("DEBUG", "elastic_etcd")
 
     def train(_: State) -> None:
         raise RuntimeError(GLOO)
@@ -521,6 +526,9 @@ async def test_a_peer_that_is_gone(agent: Agent) -> None:
     error = (await agent.hears(Parked)).error
     assert error.startswith(f"RuntimeError: {GLOO}\nTraceback")
     assert "in train" in error
+    (debug,) = (record for record in caplog.records if record.exc_info)
+    assert debug.levelname == "DEBUG"
+    assert debug.exc_text and "in train" in debug.exc_text
     agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
     assert state.asked == ["sync", "rewind"]

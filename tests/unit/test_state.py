@@ -402,6 +402,29 @@ def test_g9_frozen_weights_that_are_not_in_whole_words_are_always_copied(
         assert kept_whole(state)
 
 
+def test_g9_moments_of_frozen_weights_are_not_copied_again() -> None:
+    """Until something is written to them."""
+    _, body, head = with_frozen()
+    body.requires_grad_(True)
+    optimizer = torch.optim.SGD([body, head], 0.1, momentum=0.9)
+    body.grad, head.grad = torch.ones_like(body), torch.ones_like(head)
+    optimizer.step()
+    body.requires_grad_(False)
+    body.grad = None
+    state = ElasticState(optimizer=optimizer)
+    copied = Copied(state)
+    found = []
+    for _ in range(6):
+        optimizer.step()
+        found.append(copied.commit())
+    assert min(found[:2]) > 5_000_000
+    assert max(found[2:]) < 1_100_000
+    optimizer.state[body]["momentum_buffer"][777] = 0
+    assert copied.commit() > 5_000_000
+    state.restore()
+    assert optimizer.state[body]["momentum_buffer"][777] == 0
+
+
 def written_through(how: str, weight: nn.Parameter) -> None:
     """In one place, as nothing counts it."""
     if how == "data":

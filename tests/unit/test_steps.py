@@ -224,6 +224,25 @@ def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> Non
     assert labels(next(iter(state.steps(loader))))[0] == 10
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loop_may_be_left_after_each_batch_and_begun_again(workers: int, drop_last: bool) -> None:
+    """Also where loader and workers are ahead, so that the sampler has nothing more to give."""
+    state = made()
+    arguments = {"num_workers": workers, "persistent_workers": bool(workers)}
+    loader = loader_of(state, drop_last=drop_last, **arguments)
+    steps = state.steps(loader, commit_every=2)
+    batches = LENGTH // BATCH if drop_last else -(-LENGTH // BATCH)
+    for left_after in range(batches + 1):
+        state.sampler.set_epoch(left_after)
+        trained = [label for batch in islice(steps, left_after) for label in labels(batch)]
+        for batch in steps:
+            trained += labels(batch)
+        assert trained == list(range(LENGTH))[: batches * BATCH]
+        with pytest.raises(RuntimeError, match=f"epoch {left_after} has been used up"):
+            next(iter(steps))
+
+
 def test_continue_and_errors_that_are_caught_skip_a_batch() -> None:
     state = made()
     trained: list[int] = []

@@ -1,11 +1,11 @@
-"""Each sample once per epoch through state.steps: random loaders, worlds, commits, roll-backs.
+"""Each sample once per epoch through state.steps: random loaders, worlds, breaks, roll-backs.
 
 And all ranks come to as many checks, whatever the tail.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Generator, Iterator
+from itertools import islice, zip_longest
 from typing import Any
 
 import pytest
@@ -25,6 +25,20 @@ def indices(batch: Any) -> list[int]:
     return list(batch[0] if isinstance(batch[0], list) else batch)
 
 
+class Ahead:
+    """Has fetched so many batches more than it has given, as loaders with workers have."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        coming = iter(self.loader)
+        fetched = list(islice(coming, self.batches + 1))
+        while fetched:
+            yield fetched.pop(0)
+            fetched += islice(coming, 1)
+
+
 class Plan:
     """One world's loaders and loops, drawn by chance, the same on all its ranks."""
 
@@ -35,13 +49,16 @@ class Plan:
         self.collate = data.draw(st.sampled_from(COLLATES))
         self.accumulate = data.draw(st.integers(1, 3))
         self.commit_every = data.draw(st.sampled_from([None, 1, 2, 3]))
+        self.ahead = data.draw(st.integers(0, 4))
+        self.breaks = data.draw(st.sets(st.integers(1, 20), max_size=4))  # after these steps
         self.stop = data.draw(st.none() | st.integers(0, length // self.world + 1))
 
     def loader(self, length: int, sampler: ElasticSampler) -> Any:
         given: dict[str, Any] = {"batch_size": self.size, "sampler": sampler}
         if self.own_batches:
             given = {"batch_sampler": BatchSampler(sampler, self.size, drop_last=False)}
-        return DataLoader(list(range(length)), collate_fn=self.collate, **given)
+        loader = DataLoader(list(range(length)), collate_fn=self.collate, **given)
+        return Ahead(loader, self.ahead) if self.ahead else loader
 
 
 class Watched(ElasticState):
@@ -70,7 +87,7 @@ class Rank:
             accumulate=plan.accumulate,
         )
 
-    def train(self, by_hand: set[int]) -> Iterator[tuple[int, list[int]]]:
+    def train(self, by_hand: set[int]) -> Generator[tuple[int, list[int]], None, None]:
         """Each step with the samples that it used; those of a step that is not whole wait."""
         samples: list[int] = []
         remain = len(self.steps)
@@ -108,6 +125,10 @@ class Job:
             steps += 1
             if steps == plan.stop and None in done:  # a rank is at its end, another is not
                 plan.stop += 1
+            elif steps in plan.breaks and None not in done:  # all leave their loops, and go on
+                for loop in loops:
+                    loop.close()
+                loops = [rank.train(by_hand) for rank in ranks]
         ended = steps != plan.stop
         assert len({rank.state._checks for rank in ranks}) == 1  # all can stop at the same one
         if roll_back and not ended:

@@ -7,6 +7,7 @@ same name that ends in .samples.
 
 import argparse
 import json
+import logging.config
 import os
 import threading
 import time
@@ -82,6 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-time", type=float, default=0.03)
     parser.add_argument("--outside", action="store_true", help="the module is wrapped once")
     parser.add_argument("--by-hand", action="store_true", help="gradients are averaged, not by DDP")
+    parser.add_argument("--log", action="store_true", help="configures logging")
     parser.add_argument(
         "--fault", default="", help="raise, long or stuck, in a process whose first"
     )
@@ -115,6 +117,8 @@ def average(model: torch.nn.Module) -> None:
 
 def main() -> None:
     args = arguments()
+    if args.log:
+        logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})
     log = Log(args.dir)
     here = (os.environ["ELASTIC_ETCD_GENERATION"], os.environ["RANK"]) == ("1", str(args.on))
     torch.manual_seed(0)
