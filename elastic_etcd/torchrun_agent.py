@@ -24,7 +24,7 @@ from elastic_etcd.agent.store import bind
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
-from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.protocol import LONGEST, Done, Ended, Formed, Over, Wanted, encode, from_torchrun
 
@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(config: AgentConfig, channel: socket.socket, torchrun: int) -> int:
-    assert config.etcd is not None  # the handler gives --etcd
+    if config.etcd is None:
+        raise UsageError("no etcd: add --rdzv-endpoint HOST:2379,..., the same on every node")
     channel.setblocking(False)
     async with AsyncExitStack() as scope:
         await scope.enter_async_context(Watchdog(config.lease_ttl))

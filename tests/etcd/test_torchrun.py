@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -39,8 +40,8 @@ def nodes(etcd: EtcdServer, prefix: str, pool: ThreadPoolExecutor) -> Iterator[N
 
     def make(name: str, least: int = 1, most: int = 3, **more: Any) -> EtcdV3Handler:
         conf = {"prefix": prefix, "node_name": name, "settle": "1", "join_settle": "0.2"} | more
-        endpoint = conf.pop("endpoint", etcd.endpoint)
-        made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, "j", least, most, **conf)))
+        endpoint, job = conf.pop("endpoint", etcd.endpoint), conf.pop("job", "j")
+        made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, job, least, most, **conf)))
         return made[-1]
 
     yield make
@@ -174,9 +175,14 @@ def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
     world(pool, nodes("n3", rerun="true"))
 
 
-def test_what_cannot_work_is_told(nodes: Nodes) -> None:
+def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
     with pytest.raises(ValueError, match=r"--rdzv-conf setle: etcd-v3 has no such key.*settle"):
         nodes("n1", setle="1")
+    with pytest.raises(ValueError, match="no job id: .*\n.*--rdzv-id"):
+        nodes("n1", job="none")  # which is torch's own without --rdzv-id
+    with pytest.raises(RendezvousError, match="no etcd: add --rdzv-endpoint"):
+        nodes("n1", endpoint="").next_rendezvous()
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1\b"):
         nodes("n1", endpoint="127.0.0.1:1").next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
