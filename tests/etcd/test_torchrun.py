@@ -163,7 +163,7 @@ def test_an_agent_that_is_killed_is_a_lost_node_and_comes_back(
 
 
 def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
-    nodes: Nodes, pool: ThreadPoolExecutor
+    nodes: Nodes, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     n1, n2 = nodes("n1"), nodes("n2")
     world(pool, n1, n2)
@@ -172,14 +172,20 @@ def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
     with pytest.raises(SystemExit) as end:
         nodes("n3").next_rendezvous()
     assert end.value.code == 0
-    world(pool, nodes("n3", rerun="true"))
+    again = nodes("n3", rerun="true")
+    world(pool, again)
+    fail(again)
+    said = capfd.readouterr().err
+    assert "torchrun: --rdzv-conf rerun=true) runs it again" in said
+    assert "torchrun has ended: leaving" in said
+    assert "SIGTERM" not in said
 
 
 def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
     with pytest.raises(ValueError, match=r"--rdzv-conf setle: etcd-v3 has no such key.*settle"):
         nodes("n1", setle="1")
-    with pytest.raises(ValueError, match="no job id: .*\n.*--rdzv-id"):
+    with pytest.raises(ValueError, match=r"no job id: .*\n.*--rdzv-id"):
         nodes("n1", job="none")  # which is torch's own without --rdzv-id
     with pytest.raises(RendezvousError, match="no etcd: add --rdzv-endpoint"):
         nodes("n1", endpoint="").next_rendezvous()
