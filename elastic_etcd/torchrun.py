@@ -33,8 +33,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
-    LONGEST,
     UNCOUNTED,
     Done,
     Ended,
@@ -269,7 +269,7 @@ class _Agent:
     def receive(self) -> ToTorchrun | None:
         """The next message, waiting for it; None: the agent has gone."""
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._socket, LONGEST, 1)
+            packet, descriptors, _ = receive(self._socket, 1)
         except ConnectionError:
             return None
         if descriptors:

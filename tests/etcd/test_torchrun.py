@@ -1,10 +1,13 @@
 """The rendezvous handler for torch's own agent, called as that agent calls it."""
 
+import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +67,19 @@ def world(pool: ThreadPoolExecutor, *handlers: RendezvousHandler) -> list[Rendez
     found[0].store.set("key", b"value")
     assert all(info.store.get("key") == b"value" for info in found)
     assert not any(handler.num_nodes_waiting() for handler in handlers)
+    stores = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if accepts(fd)]
+    assert stores
+    assert not any(os.get_inheritable(fd) for fd in stores), "a worker would keep its port"
     return found
+
+
+def accepts(fd: Path) -> bool:
+    """Whether others connect to this descriptor."""
+    with suppress(OSError):
+        if str(fd.readlink()).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(fd.name))) as found:
+                return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
 
 
 def told(*handlers: RendezvousHandler) -> None:

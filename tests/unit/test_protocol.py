@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd import protocol
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
     LONGEST,
     LONGEST_TEXT,
@@ -235,3 +237,15 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
         encode(World(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(World(8, "", {"NAME": ""})))
     assert len(encode(World(8, "", {"NAME": "x" * longest}))) == LONGEST
+
+
+def test_no_child_inherits_a_descriptor_that_is_received() -> None:
+    """socket.recv_fds ignores the flag that asks for that."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(ours, [b"a", b"b"], [0, 1])
+        packet, fds, flags = receive(theirs, 2)
+    assert (packet, len(fds), flags & socket.MSG_CTRUNC) == (b"ab", 2, 0)
+    assert not any(map(os.get_inheritable, fds))
+    for fd in fds:
+        os.close(fd)
