@@ -24,6 +24,7 @@ from elastic_etcd.protocol import Wanted
 from elastic_etcd.torchrun import NAME, EtcdV3Handler, etcd_v3
 from tests.support.etcd import EtcdServer
 from tests.support.processes import MARK, command, marked, send
+from tests.support.tls import Authority, asking, shows
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -194,6 +195,23 @@ def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
     assert "torchrun: --rdzv-conf rerun=true) runs it again" in said
     assert "torchrun has ended: leaving" in said
     assert "SIGTERM" not in said
+
+
+def test_an_etcd_with_certificates_and_users(
+    own_etcd: EtcdServer, tmp_path: Path, prefix: str, nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    own_etcd.start()
+    own_etcd.guard(prefix)
+    own_etcd.kill()
+    authority, password = Authority(tmp_path, "authority"), tmp_path / "password"
+    own_etcd.arguments += (*shows(authority.issue("server")), *asking(authority))
+    own_etcd.scheme = "https"
+    own_etcd.start()
+    password.write_text("mine\n")
+    client = authority.issue("client")
+    conf = {"cacert": authority.cacert, "cert": client.cert, "key": client.key}
+    conf |= {"user": "me", "password_file": str(password), "endpoint": own_etcd.endpoint}
+    world(pool, nodes("n1", **conf), nodes("n2", **conf))
 
 
 def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
