@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,27 @@ from tests.support.processes import MARK, command, marked, send
 from tests.support.tls import Authority, asking, shows
 
 pytestmark = pytest.mark.timeout(600)
+
+# The function's workers are forked from, or spawned by, the process that the handler is in.
+PROGRAM = """
+import os, sys, time
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def times(factor):
+    return factor * int(os.environ["RANK"])
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    _, method, endpoint, prefix = sys.argv
+    config = dict(rdzv_backend="etcd-v3", rdzv_endpoint=endpoint, start_method=method)
+    config |= dict(rdzv_configs={"prefix": prefix, "settle": 0}, min_nodes=1, max_nodes=1)
+    two = LaunchConfig(nproc_per_node=2, run_id="two", **config)
+    print(sorted(elastic_launch(two, times)(3).items()), flush=True)
+    elastic_launch(LaunchConfig(nproc_per_node=1, run_id="one", **config), wait)()
+"""
 
 Nodes = Callable[..., EtcdV3Handler]
 
@@ -212,6 +235,36 @@ def test_an_etcd_with_certificates_and_users(
     conf = {"cacert": authority.cacert, "cert": client.cert, "key": client.key}
     conf |= {"user": "me", "password_file": str(password), "endpoint": own_etcd.endpoint}
     world(pool, nodes("n1", **conf), nodes("n2", **conf))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_program_of_torchs_own_that_forks_or_spawns(
+    etcd: EtcdServer, prefix: str, tmp_path: Path, method: str
+) -> None:
+    """It gets its values; when it is killed its agent leaves, whatever workers have of it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, "program.py", method, etcd.endpoint, prefix],
+        cwd=tmp_path,
+        env={**os.environ, MARK: prefix},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stdout
+        assert program.stdout.readline() == "[(0, 0), (1, 3)]\n"
+        assert program.stdout.readline() == "waits\n"
+        assert members(etcd, prefix)
+        program.kill()
+        until(lambda: not members(etcd, prefix) and not marked(prefix))
+    finally:
+        send(signal.SIGKILL, marked(prefix))
+        program.communicate()
+
+
+def members(etcd: EtcdServer, prefix: str) -> str:
+    """The keys of the job's members."""
+    return etcd.ctl("get", "--prefix", f"{prefix}/one/members/", "--keys-only").strip()
 
 
 def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
