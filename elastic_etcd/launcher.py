@@ -154,14 +154,16 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
     It raises ChildFailedError (torch's) where a worker failed for good, UsageError for what can't
     work, RendezvousTimeout, EtcdError, and ElasticEtcdError where the job was stopped, or this node
-    made to leave it. On Ctrl-C, on SIGTERM in the main thread (SystemExit(143), if the program does
-    not handle it), and on any other exception of a signal handler's, the node leaves the job; what
-    was raised is raised again when its workers are gone.
+    made to leave it, as by `stop`. On Ctrl-C, on SIGTERM in the main thread (SystemExit(143), if
+    the program does not handle it), and on any other exception of a signal handler's, the node
+    leaves the job; what was raised is raised again when its workers are gone.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
         self._config = config
         self._entrypoint = entrypoint
+        self._agents: list[subprocess.Popen[bytes]] = []  # one for each call that waits
+        self._stopped = False
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         result = self.run(*args)
@@ -177,6 +179,9 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
     def run(self, *args: Any) -> RunResult:
         """As a call, but a job that failed, or was stopped, is a result, too."""
+        if self._stopped:
+            name = pickled.name_of(self._entrypoint)
+            raise ElasticEtcdError(f"{name}: stop() was called before")
         if self._config.metrics_cfg:
             log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
         with tempfile.TemporaryDirectory(prefix="elastic_etcd-") as folder:
@@ -197,6 +202,17 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             return_values=values,
         )
 
+    def stop(self) -> None:
+        """Make this node leave the job of the call that waits; once more: at once.
+
+        For any thread, since Ctrl-C reaches the main one only. It does not wait: the call raises
+        ElasticEtcdError, or `run` returns, when the workers are gone. It is for good: what is
+        called later raises that at once, and runs nothing.
+        """
+        self._stopped = True
+        for agent in tuple(self._agents):
+            agent.terminate()
+
     def _run(self, folder: Path, args: Sequence[Any]) -> Ran:
         if isinstance(self._entrypoint, str):
             command = ["--no-python", self._entrypoint, *map(str, args)]
@@ -214,7 +230,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
             )
-            code = _wait(agent)
+            code = self._code_of(agent)
         try:
             return msgspec.json.decode((folder / "ran.json").read_bytes(), type=Ran)
         except (OSError, msgspec.MsgspecError):
@@ -222,6 +238,16 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 f"the agent (pid {agent.pid}) ended with {code}, and did not say how the job went"
             )
             return Ran(exit_code=1, error=text)
+
+    def _code_of(self, agent: subprocess.Popen[bytes]) -> int:
+        """Wait for its end, which `stop` may bring about."""
+        self._agents.append(agent)
+        if self._stopped:  # before `stop` could see it
+            agent.terminate()
+        try:
+            return _wait(agent)
+        finally:
+            self._agents.remove(agent)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
-    LONGEST,
     UNCOUNTED,
     Done,
     Ended,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from elastic_etcd.protocol import ToTorchrun
 
 NAME = "etcd-v3"
+_NO_ID = "none"  # what torchrun calls every job without --rdzv-id
 # Keys of --rdzv-conf, which are our launcher's flags.
 FLAGS = (
     *("prefix", "lease_ttl", "etcd_timeout", "node_name", "advertise", "proof_of_death", "rerun"),
@@ -81,7 +82,15 @@ def etcd_v3() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of these parameters. Raises ValueError for what --rdzv-conf may not say."""
+    """The handler of these parameters.
+
+    Raises ValueError for what --rdzv-conf may not say, and for a job without an id.
+    """
+    if params.run_id == _NO_ID:
+        raise ValueError(
+            "no job id: nodes that meet in one etcd need it to tell their job from others.\n"
+            "Add --rdzv-id ID (accelerate: PET_RDZV_ID=ID), the same on every node"
+        )
     unknown = params.config.keys() - {*FLAGS, *_OTHERS}
     if unknown:
         known = ", ".join(FLAGS)
@@ -262,7 +271,7 @@ class _Agent:
     def receive(self) -> ToTorchrun | None:
         """The next message, waiting for it; None: the agent has gone."""
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._socket, LONGEST, 1)
+            packet, descriptors, _ = receive(self._socket, 1)
         except ConnectionError:
             return None
         if descriptors:

@@ -24,7 +24,7 @@ from elastic_etcd.agent.store import bind
 from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
-from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.protocol import LONGEST, Done, Ended, Formed, Over, Wanted, encode, from_torchrun
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # They are torchrun's to handle: this process ends when it does.
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_ENDED = "torchrun has ended"
+_DONE = "the workers of this node have succeeded, and others go on"
 _WHY = "torchrun has begun the workers of this node anew, or given them up; its log says why"
 
 
@@ -65,7 +67,8 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(config: AgentConfig, channel: socket.socket, torchrun: int) -> int:
-    assert config.etcd is not None  # the handler gives --etcd
+    if config.etcd is None:
+        raise UsageError("no etcd: add --rdzv-endpoint HOST:2379,..., the same on every node")
     channel.setblocking(False)
     async with AsyncExitStack() as scope:
         await scope.enter_async_context(Watchdog(config.lease_ttl))
@@ -94,25 +97,25 @@ class TorchrunWorkers:
         self._listener: socket.socket | None = None
         self._since = 0.0
         self._rank = 0
-        self._leave: Callable[[], None]
+        self._leave: Callable[[str], None]
         self._runs = self._succeeded = self._over = False
         self._ends = False  # the world that torchrun was told of last
 
-    def follow(self, leave: Callable[[], None]) -> None:
+    def follow(self, leave: Callable[[str], None]) -> None:
         """Hear what torchrun says; `leave` the job when it has ended, or says that it does."""
         loop = asyncio.get_running_loop()
         torchrun = os.pidfd_open(self._pid)
 
-        def end() -> None:
+        def end(why: str) -> None:
             if self._over:
                 return
             loop.remove_reader(torchrun)
             loop.remove_reader(self._channel)
-            leave()
+            leave(why)
             self._end_at_once()
 
         self._leave = end
-        loop.add_reader(torchrun, end)
+        loop.add_reader(torchrun, end, _ENDED)
         loop.add_reader(self._channel, self._read)
 
     def _read(self) -> None:
@@ -125,7 +128,7 @@ class TorchrunWorkers:
             case Done(success=True) if not self._ends:
                 self._succeed()
             case Done():
-                self._leave()
+                self._leave(_ENDED)
 
     async def alone(self) -> None:
         """There are no groups of processes to look for: they are torchrun's."""
@@ -148,7 +151,7 @@ class TorchrunWorkers:
         self._runs, self._ends = True, False
         if self._succeeded:  # torchrun waits in its barrier at the end, and can't take part
             self.close()
-            asyncio.get_running_loop().call_soon(self._leave)
+            asyncio.get_running_loop().call_soon(self._leave, _DONE)
             return
         self._rank = part.group_rank
         self._since = asyncio.get_running_loop().time()

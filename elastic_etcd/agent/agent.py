@@ -353,9 +353,10 @@ class Agent:
             for number in handled:
                 self._loop.remove_signal_handler(number)
 
-    def leave(self) -> None:
-        """Leave the job, as on SIGTERM; once more: at once."""
-        self._signalled(signal.SIGTERM)
+    def leave(self, why: str) -> None:
+        """Leave the job, as on SIGTERM."""
+        log.info("%s: leaving", why)
+        self._begin_to_leave()
 
     def _asked_for_record(self) -> None:
         self._tasks.create(self.write_record("SIGUSR1"))

@@ -18,6 +18,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
     LONGEST,
     VERSION,
@@ -235,9 +236,7 @@ class WorkerChannel:
 
     def _readable(self) -> None:
         try:
-            packet, fds, flags, _ = socket.recv_fds(
-                self._socket, LONGEST, 4, socket.MSG_CMSG_CLOEXEC
-            )
+            packet, fds, flags = receive(self._socket, 4)
         except BlockingIOError:
             return
         except OSError as error:

@@ -83,7 +83,8 @@ def succeeded(keys: Keys, seen: Snapshot) -> Over | None:
     if outcome is None or outcome.state != Verdict.SUCCEEDED.state:
         return None
     when = f" at {outcome.at}" if outcome.at else ""
-    return Over(f"this job has already succeeded{when}; --rerun runs it again")
+    again = "--rerun (torchrun: --rdzv-conf rerun=true) runs it again"
+    return Over(f"this job has already succeeded{when}; {again}")
 
 
 def join(

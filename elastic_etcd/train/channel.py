@@ -20,8 +20,8 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
-    LONGEST,
     VERSION,
     Answer,
     AskCurrent,
@@ -255,9 +255,7 @@ class Channel:
         """The next message, with the descriptor that came with it or -1. Raises AgentGone."""
         while True:
             try:
-                packet, fds, _, _ = socket.recv_fds(
-                    self._socket, LONGEST, 1, socket.MSG_CMSG_CLOEXEC
-                )
+                packet, fds, _ = receive(self._socket, 1)
                 if not packet:
                     raise self._lost("has hung up")
                 return from_agent(packet), fds[0] if fds else -1

@@ -27,6 +27,7 @@ IMPORTS = {
     "transformers": "from transformers import GPT2Config, GPT2LMHeadModel, Trainer",
     "lightning": "import lightning",
 }
+MODULES = {"torch": "torch", "transformers": "transformers.trainer", "lightning": "lightning"}
 SCRIPT = """\
 import os, sys, time
 {imports}
@@ -46,6 +47,7 @@ LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone"),
     "exec": (*OURS, "--start-method=exec"),
     "--preload none": (*OURS, "--preload=none"),
+    "--preload MODULE": (*OURS, "--preload={module}"),
     "--preload auto": (*OURS, "--preload=auto"),
 }
 LEARNED = "loaded ahead: torch, "
@@ -61,11 +63,10 @@ def restarts(framework: str, launcher: str, repeats: int) -> Iterator[tuple[floa
             os.mkfifo(folder / fifo)
         script = folder / "script.py"
         script.write_text(SCRIPT.format(imports=IMPORTS[framework]))
+        flags = [flag.format(module=MODULES[framework]) for flag in LAUNCHERS[launcher]]
         more = ("--nproc-per-node=1", f"--max-restarts={repeats + 1}", str(script), name)
         with (folder / "log").open("wb") as log:
-            agent = subprocess.Popen(
-                [sys.executable, "-m", *LAUNCHERS[launcher], *more], stdout=log, stderr=log
-            )
+            agent = subprocess.Popen([sys.executable, "-m", *flags, *more], stdout=log, stderr=log)
         try:
             (folder / "begun").read_text()
             if launcher == "--preload auto":

@@ -317,7 +317,7 @@ class Jobs:
                 case "fail":
                     agent.fail()
                 case "leave":
-                    agent.leave()
+                    agent.leave("asked")
                 case "finish":
                     agent.finish()
 

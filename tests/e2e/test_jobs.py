@@ -65,7 +65,7 @@ def test_r20_an_agent_that_is_started_again_after_success_runs_nothing(
     agent = again.start("n1", nnodes="2")
     again.exits(agent, 0, seconds=60)
     assert "this job has already succeeded at 20" in agent.output
-    assert "--rerun runs it again" in agent.output
+    assert "--rerun (torchrun: --rdzv-conf rerun=true) runs it again" in agent.output
     assert keys(etcd, job.name) == before
     again.stop()
     more = [again.start(node, nnodes="2", env=RERUN) for node in ("n1", "n2")]

@@ -43,6 +43,38 @@ if __name__ == "__main__":
     elastic_launch(LaunchConfig(), wait)(sys.argv[1])
 """
 
+STOPPED = """
+import asyncio, sys, time
+from pathlib import Path
+from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.launcher import LaunchConfig, elastic_launch
+
+def wait(folder):
+    Path(folder, "waits").touch()
+    time.sleep(600)
+
+def call(launch):
+    try:
+        launch(sys.argv[1])
+    except ElasticEtcdError as error:
+        print("raised:", error, flush=True)
+
+async def main(launch):
+    try:
+        await asyncio.to_thread(call, launch)
+    finally:
+        launch.stop()
+
+if __name__ == "__main__":
+    launch = elastic_launch(LaunchConfig(start_method="exec"), wait)
+    try:
+        asyncio.run(main(launch))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    launch.stop()
+    call(launch)
+"""
+
 
 def killed_once(much: bytes) -> tuple[str, int]:
     """Rank 1 dies in the first generation; in the next it hears from rank 0."""
@@ -173,6 +205,17 @@ def test_ctrl_c_and_sigterm_are_raised_when_the_workers_are_gone(begin: Begin) -
     program.process.terminate()
     program.says()
     assert program.process.returncode == 128 + signal.SIGTERM
+    assert program.residue() == []
+
+
+def test_a_call_in_a_thread_is_ended_by_stop(begin: Begin) -> None:
+    program = begin(STOPPED)
+    program.begins()
+    program.process.send_signal(signal.SIGINT)
+    left, interrupted, again = program.says().splitlines()
+    assert left == "raised: wait: the job has not succeeded (left): this node has left"
+    assert interrupted == "interrupted"
+    assert again == "raised: wait: stop() was called before"
     assert program.residue() == []
 
 

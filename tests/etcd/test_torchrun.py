@@ -1,15 +1,21 @@
 """The rendezvous handler for torch's own agent, called as that agent calls it."""
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -20,8 +26,30 @@ from elastic_etcd.protocol import Wanted
 from elastic_etcd.torchrun import NAME, EtcdV3Handler, etcd_v3
 from tests.support.etcd import EtcdServer
 from tests.support.processes import MARK, command, marked, send
+from tests.support.tls import Authority, asking, shows
 
 pytestmark = pytest.mark.timeout(600)
+
+# The function's workers are forked from, or spawned by, the process that the handler is in.
+PROGRAM = """
+import os, sys, time
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def times(factor):
+    return factor * int(os.environ["RANK"])
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    _, method, endpoint, prefix = sys.argv
+    config = dict(rdzv_backend="etcd-v3", rdzv_endpoint=endpoint, start_method=method)
+    config |= dict(rdzv_configs={"prefix": prefix, "settle": 0}, min_nodes=1, max_nodes=1)
+    two = LaunchConfig(nproc_per_node=2, run_id="two", **config)
+    print(sorted(elastic_launch(two, times)(3).items()), flush=True)
+    elastic_launch(LaunchConfig(nproc_per_node=1, run_id="one", **config), wait)()
+"""
 
 Nodes = Callable[..., EtcdV3Handler]
 
@@ -39,8 +67,8 @@ def nodes(etcd: EtcdServer, prefix: str, pool: ThreadPoolExecutor) -> Iterator[N
 
     def make(name: str, least: int = 1, most: int = 3, **more: Any) -> EtcdV3Handler:
         conf = {"prefix": prefix, "node_name": name, "settle": "1", "join_settle": "0.2"} | more
-        endpoint = conf.pop("endpoint", etcd.endpoint)
-        made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, "j", least, most, **conf)))
+        endpoint, job = conf.pop("endpoint", etcd.endpoint), conf.pop("job", "j")
+        made.append(etcd_v3()(RendezvousParameters(NAME, endpoint, job, least, most, **conf)))
         return made[-1]
 
     yield make
@@ -63,7 +91,19 @@ def world(pool: ThreadPoolExecutor, *handlers: RendezvousHandler) -> list[Rendez
     found[0].store.set("key", b"value")
     assert all(info.store.get("key") == b"value" for info in found)
     assert not any(handler.num_nodes_waiting() for handler in handlers)
+    stores = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if accepts(fd)]
+    assert stores
+    assert not any(os.get_inheritable(fd) for fd in stores), "a worker would keep its port"
     return found
+
+
+def accepts(fd: Path) -> bool:
+    """Whether others connect to this descriptor."""
+    with suppress(OSError):
+        if str(fd.readlink()).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(fd.name))) as found:
+                return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False
 
 
 def told(*handlers: RendezvousHandler) -> None:
@@ -162,7 +202,7 @@ def test_an_agent_that_is_killed_is_a_lost_node_and_comes_back(
 
 
 def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
-    nodes: Nodes, pool: ThreadPoolExecutor
+    nodes: Nodes, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     n1, n2 = nodes("n1"), nodes("n2")
     world(pool, n1, n2)
@@ -171,12 +211,70 @@ def test_a_job_that_has_succeeded_is_run_again_only_if_asked(
     with pytest.raises(SystemExit) as end:
         nodes("n3").next_rendezvous()
     assert end.value.code == 0
-    world(pool, nodes("n3", rerun="true"))
+    again = nodes("n3", rerun="true")
+    world(pool, again)
+    fail(again)
+    said = capfd.readouterr().err
+    assert "torchrun: --rdzv-conf rerun=true) runs it again" in said
+    assert "torchrun has ended: leaving" in said
+    assert "SIGTERM" not in said
 
 
-def test_what_cannot_work_is_told(nodes: Nodes) -> None:
+def test_an_etcd_with_certificates_and_users(
+    own_etcd: EtcdServer, tmp_path: Path, prefix: str, nodes: Nodes, pool: ThreadPoolExecutor
+) -> None:
+    own_etcd.start()
+    own_etcd.guard(prefix)
+    own_etcd.kill()
+    authority, password = Authority(tmp_path, "authority"), tmp_path / "password"
+    own_etcd.arguments += (*shows(authority.issue("server")), *asking(authority))
+    own_etcd.scheme = "https"
+    own_etcd.start()
+    password.write_text("mine\n")
+    client = authority.issue("client")
+    conf = {"cacert": authority.cacert, "cert": client.cert, "key": client.key}
+    conf |= {"user": "me", "password_file": str(password), "endpoint": own_etcd.endpoint}
+    world(pool, nodes("n1", **conf), nodes("n2", **conf))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_program_of_torchs_own_that_forks_or_spawns(
+    etcd: EtcdServer, prefix: str, tmp_path: Path, method: str
+) -> None:
+    """It gets its values; when it is killed its agent leaves, whatever workers have of it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, "program.py", method, etcd.endpoint, prefix],
+        cwd=tmp_path,
+        env={**os.environ, MARK: prefix},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stdout
+        assert program.stdout.readline() == "[(0, 0), (1, 3)]\n"
+        assert program.stdout.readline() == "waits\n"
+        assert members(etcd, prefix)
+        program.kill()
+        until(lambda: not members(etcd, prefix) and not marked(prefix))
+    finally:
+        send(signal.SIGKILL, marked(prefix))
+        program.communicate()
+
+
+def members(etcd: EtcdServer, prefix: str) -> str:
+    """The keys of the job's members."""
+    return etcd.ctl("get", "--prefix", f"{prefix}/one/members/", "--keys-only").strip()
+
+
+def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
     with pytest.raises(ValueError, match=r"--rdzv-conf setle: etcd-v3 has no such key.*settle"):
         nodes("n1", setle="1")
+    with pytest.raises(ValueError, match=r"no job id: .*\n.*--rdzv-id"):
+        nodes("n1", job="none")  # which is torch's own without --rdzv-id
+    with pytest.raises(RendezvousError, match="no etcd: add --rdzv-endpoint"):
+        nodes("n1", endpoint="").next_rendezvous()
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1\b"):
         nodes("n1", endpoint="127.0.0.1:1").next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):

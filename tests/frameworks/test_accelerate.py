@@ -1,8 +1,12 @@
-"""`elastic-etcd accelerate` gives workers what `accelerate launch` gives them, or says why not."""
+"""`elastic-etcd accelerate` gives workers what `accelerate launch` gives them, or says why not.
+
+And `accelerate launch` itself meets through etcd.
+"""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import uuid
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 
 from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
+from tests.support.processes import MARK, marked, send
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
 pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
@@ -37,6 +42,24 @@ fsdp_config:
 gpu_ids: '0'
 num_machines: 1
 num_processes: 1
+"""
+KILLED_ONCE = """
+import os, signal
+from pathlib import Path
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+print("world of", accelerator.num_processes, flush=True)
+accelerator.wait_for_everyone()
+if accelerator.is_main_process and not Path("killed").exists():
+    Path("killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+ENTRY_POINT = """
+[torchrun.handlers]
+etcd-v3 = elastic_etcd.torchrun:etcd_v3
 """
 REFUSED = {
     "nowhere.yaml": (None, "--config-file nowhere.yaml: no such file (looked from "),
@@ -104,3 +127,38 @@ def test_what_can_not_work_is_said(tmp_path: Path) -> None:
         assert why in answer["error"]
     assert "--mixed_precision" in flag["error"]
     assert "invalid choice: '8'" in flag["error"]
+
+
+def test_accelerate_launch_meets_through_etcd(
+    etcd: EtcdServer, tmp_path: Path, prefix: str
+) -> None:
+    """The command line of docs/plugin.md; a worker is killed, and all begin another world."""
+    python = str(venv_or_skip("frameworks", *FRAMEWORKS))
+    metadata = tmp_path / "elastic_etcd-0.dist-info"
+    metadata.mkdir()
+    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
+    (tmp_path / "train.py").write_text(KILLED_ONCE)
+    address, port = etcd.endpoint.split(":")
+    flags = ["--multi_gpu", "--num_machines=2", "--num_processes=2", "--machine_rank=1"]
+    flags += ["--rdzv_backend=etcd-v3", f"--main_process_ip={address}"]
+    flags += [f"--main_process_port={port}", f"--rdzv_conf=prefix={prefix}", "--max_restarts=20"]
+    own = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PET_RDZV_ID": "job", MARK: prefix}
+    own |= {"HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    try:
+        nodes = [
+            subprocess.Popen(
+                [python, "-m", "accelerate.commands.launch", *flags, "train.py"],
+                cwd=tmp_path,
+                env=os.environ | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for node in nodes:
+            said, _ = node.communicate(timeout=600)
+            assert node.returncode == 0, said
+            assert said.count("world of 2\n") == 2, said
+    finally:
+        send(signal.SIGKILL, marked(prefix))

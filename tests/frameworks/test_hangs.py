@@ -54,9 +54,38 @@ trainer = Trainer(accelerator="cpu", strategy="ddp", devices=devices, max_epochs
 trainer.fit(Model(), DataLoader(Samples(), batch_size=2, num_workers=1))
 """
 )
+TRANSFORMERS = (
+    hangs.SCRIPT
+    + """
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
 
-EACH = pytest.mark.parametrize("text", [ACCELERATE, LIGHTNING], ids=["accelerate", "lightning"])
+    def forward(self, x):
+        return {"loss": self.layer(x).sum()}
+
+class Hangs(TrainerCallback):
+    def on_step_end(self, arguments, state, control, **_):
+        control.should_training_stop = hang(state.global_step)
+
+def collate(rows):
+    return {"x": torch.stack(rows)}
+
+off = dict(save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True)
+arguments = TrainingArguments("out", use_cpu=True, dataloader_num_workers=1, **off)
+given = dict(train_dataset=Samples(), data_collator=collate, callbacks=[Hangs()])
+Trainer(Model(), arguments, **given).train()
+"""
+)
+
+EACH = pytest.mark.parametrize(
+    "text",
+    [ACCELERATE, LIGHTNING, TRANSFORMERS],
+    ids=["accelerate", "lightning", "transformers"],
+)
 
 
 def start(job: Job, text: str, worlds: int, **flags: Any) -> Agent:

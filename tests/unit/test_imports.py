@@ -16,7 +16,7 @@ ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
 GROUND = {
-    *("errors", "init", "process", "progress", "protocol", "ran"),
+    *("errors", "init", "packets", "process", "progress", "protocol", "ran"),
     *("threads", "times", "trampoline", "version"),
 }
 BELOW_AGENT = {"etcd", "core", *GROUND}
@@ -28,11 +28,11 @@ MAY_IMPORT = {
     "etcd": BELOW_AGENT,
     "agent": {"agent", "children", *BELOW_AGENT},
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
-    "train": {"train", "core", "progress", "protocol", "times", "errors", "version"},
+    "train": {"train", "core", "packets", "progress", "protocol", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "torchrun": {"protocol", "times"},  # loaded into torchrun's process
+    "torchrun": {"packets", "protocol", "times"},  # loaded into torchrun's process
     "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
     "launcher": {"pickled", "child_failed", "ran", "errors"},  # loaded into its user's program
     "launcher_agent": {"launch", "agent", *BELOW_AGENT},

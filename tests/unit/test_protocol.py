@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from elastic_etcd import protocol
 from elastic_etcd.children import imported
 from elastic_etcd.core import schema
+from elastic_etcd.packets import receive
 from elastic_etcd.protocol import (
     LONGEST,
     LONGEST_TEXT,
@@ -243,3 +245,15 @@ def test_limits_that_stand_in_several_files_are_equal() -> None:
     """Who sends, who reads and who writes it into a key may not import each other."""
     assert imported._MOST == protocol.MOST_MODULES == schema.MOST_MODULES
     assert imported._MOST_CHARACTERS == schema.MOST_IN_NAMES
+
+
+def test_no_child_inherits_a_descriptor_that_is_received() -> None:
+    """socket.recv_fds ignores the flag that asks for that."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(ours, [b"a", b"b"], [0, 1])
+        packet, fds, flags = receive(theirs, 2)
+    assert (packet, len(fds), flags & socket.MSG_CTRUNC) == (b"ab", 2, 0)
+    assert not any(map(os.get_inheritable, fds))
+    for fd in fds:
+        os.close(fd)
