@@ -230,6 +230,9 @@ def _frozen_in(value: Any) -> Iterator[torch.Tensor]:
         yield from (each for each in value.parameters() if not each.requires_grad)
     elif isinstance(value, torch.optim.Optimizer):
         for parameter, state in value.state.items():
+            # Optimizers of one's own keep other things there, too.
+            if not isinstance(parameter, torch.Tensor) or not isinstance(state, dict):
+                continue
             if not parameter.requires_grad:
                 yield from (each for each in state.values() if isinstance(each, torch.Tensor))
 
