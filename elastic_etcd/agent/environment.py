@@ -46,7 +46,7 @@ def worker_env(
     error_file: str,
     interface: str = "",
     socket: str = "",
-    progress: str = "",
+    activity: str = "",
     mark: str = "",
     memory: str = "",
     timer_file: str = "",
@@ -57,7 +57,7 @@ def worker_env(
 
     `interface` has this node's address for the others; "" if that is not known. gloo would take
     the one of the host's name, which may be the loopback; NCCL looks for itself, and never does.
-    `socket` is where it finds the agent (docs/channel.md), `progress` where it says what it
+    `socket` is where it finds the agent (docs/channel.md), `activity` where it says what it
     does, by `mark` what it leaves behind is found (agent/strays.py), `memory` is its node's
     directory for checkpoints, and `timer_file` where it sets torch's timers, if they are served.
     There is one role, so role ranks are the world's. Workers see which signals their agent handles
@@ -94,7 +94,7 @@ def worker_env(
         ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
-        ELASTIC_ETCD_PROGRESS=progress,
+        ELASTIC_ETCD_ACTIVITY=activity,
         ELASTIC_ETCD_MEMORY=memory,
         ELASTIC_ETCD_LEAVE_DEADLINE=f"{limits.leave_deadline:g}",
     )

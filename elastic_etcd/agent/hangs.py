@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from elastic_etcd.activity import DUMP_STACKS, Activity, Doing
 from elastic_etcd.agent import nccl_trace
 from elastic_etcd.agent.logs import Logs
 from elastic_etcd.agent.membership import Membership
@@ -27,7 +28,6 @@ from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import Hang, RankStep, Steps
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.process import members_of
-from elastic_etcd.progress import DUMP_STACKS, Activity, Doing
 from elastic_etcd.threads import in_thread
 from elastic_etcd.times import (
     HANG_ALONE,
@@ -107,7 +107,7 @@ class HangWatch:
             if self._generation != self._workers.generation:
                 self._begin(self._workers.generation)
             found = [
-                (w, now) for w, now in self._workers.progress() if self._stands_too_long(w, now)
+                (w, now) for w, now in self._workers.activities() if self._stands_too_long(w, now)
             ]
             await self._suspect([worker for worker, _ in found])
             self._longest = max((now.seconds for _, now in found), default=0.0)
@@ -152,7 +152,7 @@ class HangWatch:
         self._judged, self._suspicion, self._again = self._published, None, math.inf
 
     def _standing(self, seconds: float) -> dict[int, Reached]:
-        now = self._workers.progress()
+        now = self._workers.activities()
         return {w.spec.rank: _reached(at) for w, at in now if _stands(w, at, seconds)}
 
     async def _gather(self, hanging: list[Worker]) -> None:
@@ -163,7 +163,7 @@ class HangWatch:
         asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
         traces = await _ask_for_traces(hanging)
         await _await_stacks([w for w in hanging if w.pid in asked], known)
-        now = {worker.pid: progress for worker, progress in self._workers.progress()}
+        now = {worker.pid: activity for worker, activity in self._workers.activities()}
         hanging = [worker for worker in hanging if worker.pid in now]
         for worker in hanging:
             output, at = worker.output.err.tail(), now[worker.pid]
@@ -260,10 +260,10 @@ class HangWatch:
 
     async def _publish(self, state: State, view: View, asked: Hang) -> bool:
         if asked.evidence:
-            stand = [w for w, now in self._workers.progress() if _stands(w, now, asked.seconds)]
+            stand = [w for w, now in self._workers.activities() if _stands(w, now, asked.seconds)]
             await self._gather([w for w in stand if w.spec.rank not in self._evidence])
         self._published = self._standing(asked.seconds)
-        ranks = tuple(self._rank_step(w, now) for w, now in self._workers.progress())
+        ranks = tuple(self._rank_step(w, now) for w, now in self._workers.activities())
         steps = Steps(state.local.lease, asked.number, ranks)
         txn = writes.put_steps(self._membership.keys, view, state.local, steps)
         return await self._membership.publish(txn)
@@ -296,7 +296,7 @@ class HangWatch:
     def _restart(self, state: State, view: View, found: Hang) -> None:
         """It is the agent of the rank that is behind, else of group rank 0, that ends the world."""
         part = view.part(state.local.lease)
-        at = {worker.spec.rank: _reached(now) for worker, now in self._workers.progress()}
+        at = {worker.spec.rank: _reached(now) for worker, now in self._workers.activities()}
         stand = {rank for rank, place in at.items() if place == self._judged.get(rank)}
         if found.rank is None and part and part.group_rank == 0 and stand:
             self._workers.give_up(None, found.line, "")

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from elastic_etcd.activity import Activity, ActivityPage, Doing
 from elastic_etcd.core.lifecycle import Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
-from elastic_etcd.progress import Activity, Doing, ProgressPage
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
@@ -24,7 +24,7 @@ class HasPages(Protocol):
     """Who runs the workers."""
 
     @property
-    def pages(self) -> Sequence[ProgressPage]: ...
+    def pages(self) -> Sequence[ActivityPage]: ...
 
 
 class Phases(Protocol):

@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from elastic_etcd.activity import Activity, ActivityPage
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.measure import Measure, is_spare
 from elastic_etcd.agent.membership import Membership
@@ -32,7 +33,6 @@ from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import Activity, ProgressPage
 from elastic_etcd.version import __version__
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
@@ -121,10 +121,10 @@ class StepCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pages: tuple[ProgressPage, ...] = ()
+        self._pages: tuple[ActivityPage, ...] = ()
         self._before = (0, 0, 0.0)
 
-    def begin(self, pages: tuple[ProgressPage, ...]) -> None:
+    def begin(self, pages: tuple[ActivityPage, ...]) -> None:
         """Another world; these were cleared for it."""
         self._pages = pages
 
@@ -211,7 +211,7 @@ class Metrics(Collector):
         yield self._info()
         yield from self._world()
         yield from self._changes()
-        yield from self._progress()
+        yield from self._activity()
         yield self._histogram(
             "etcd_request_seconds", "From a request to the answer of etcd.", {"": self.requests}
         )
@@ -277,7 +277,7 @@ class Metrics(Collector):
             "phase",
         )
 
-    def _progress(self) -> Iterator[Metric]:
+    def _activity(self) -> Iterator[Metric]:
         (steps, commits, seconds), pages = self._steps.total(), self._steps.read()
         yield self._family(
             CounterMetricFamily,

@@ -74,7 +74,7 @@ class PaceTeller:
     def _pace(self) -> Pace | None:
         """None where no worker runs, or its world has just begun."""
         assert self._state
-        local, found = self._state.local, [now for _, now in self._workers.progress()]
+        local, found = self._state.local, [now for _, now in self._workers.activities()]
         if not local.running or not found:
             return None
         slowest = min(found, key=lambda now: now.steps)

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import random
 
+from elastic_etcd.activity import MEASURED
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import stragglers, writes
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import StepTime
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.progress import MEASURED
 
 _PERIOD = 5.0  # seconds between two looks; of many nodes it is longer
 _A_SECOND = 5  # step times of all nodes
@@ -60,7 +60,7 @@ class StragglerWatch:
         return max(_PERIOD, now.nodes / _A_SECOND if now else 0)
 
     async def _tell_step_times(self, state: State) -> None:
-        found = [now for _, now in self._workers.progress()]
+        found = [now for _, now in self._workers.activities()]
         local, told = state.local, self._told
         if not (local.lease and local.running and found):
             return

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from elastic_etcd.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
@@ -43,7 +44,6 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.process import Process, ProcessGroups
-from elastic_etcd.progress import Activity, ProgressPage, ProgressPages
 from elastic_etcd.protocol import (
     Anew,
     AskCurrent,
@@ -121,7 +121,7 @@ class Workers:
         self._channels = ChannelServer(self._heard, self._imported)
         self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
-        self._pages = ProgressPages()
+        self._pages = ActivityPages()
         self._mark = Mark.own(config.node, config.job)
         self._strays = Strays(self._mark)
         self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
@@ -145,13 +145,13 @@ class Workers:
         """{rank: pid} of the workers that run."""
         return {worker.spec.rank: worker.pid for worker in self._running.values()}
 
-    def progress(self) -> list[tuple[Worker, Activity]]:
+    def activities(self) -> list[tuple[Worker, Activity]]:
         """The workers that run, with what they say that they do."""
         running = self._running.values()
         return [(worker, self._pages.read(worker.spec.local_rank)) for worker in running]
 
     @property
-    def pages(self) -> tuple[ProgressPage, ...]:
+    def pages(self) -> tuple[ActivityPage, ...]:
         """What the workers of this generation write what they do on, also those that have ended."""
         return self._pages.all()
 
@@ -413,7 +413,7 @@ class Workers:
             error_file=error_file,
             interface=self._interface,
             socket=self._socket,
-            progress=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
+            activity=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
             mark=str(self._mark),
             memory=self._memory,
             timer_file=self._timers.path if self._timers else "",

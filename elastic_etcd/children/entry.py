@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elastic_etcd import progress
+    from elastic_etcd import activity
 
 
 def load(path: Path) -> Any:
@@ -39,7 +39,7 @@ def load(path: Path) -> Any:
 
 
 if not TYPE_CHECKING:
-    progress = load(Path(__file__).parents[1] / "progress.py")
+    activity = load(Path(__file__).parents[1] / "activity.py")
 
 _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
@@ -198,7 +198,7 @@ def _count(text: str | None) -> int:
 def show_stacks() -> None:
     """Let the agent see where this process stands: it asks by a signal, which needs no GIL."""
     with contextlib.suppress(OSError, RuntimeError):  # stderr is closed
-        faulthandler.register(progress.DUMP_STACKS, file=2, all_threads=True)
+        faulthandler.register(activity.DUMP_STACKS, file=2, all_threads=True)
 
 
 _at_first_step: list[Callable[[], None]] = []
@@ -243,7 +243,7 @@ class _Waits:
         # By id, since a script's class may have no hash; and up to which iteration it is known.
         self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._steps = 0
-        self._every = progress.EVERY
+        self._every = activity.EVERY
 
     def look(self) -> None:
         """See each module that is wrapped from here on."""
@@ -255,7 +255,7 @@ class _Waits:
         with contextlib.suppress(Exception):  # a script may make of its modules what it likes
             self._modules[id(module)] = weakref.ref(module), 0
             if any(parameter.device.type != "cpu" for parameter in wrapped.parameters()):
-                self._every = progress.EVERY_ON_GPUS
+                self._every = activity.EVERY_ON_GPUS
 
     def step(self) -> None:
         """A step has ended; what it costs is spread over some."""
@@ -263,7 +263,7 @@ class _Waits:
         if self._steps % self._every or not self._modules:
             return
         with contextlib.suppress(Exception):  # as above
-            if (page := progress.measured()) and not _in_backward():
+            if (page := activity.measured()) and not _in_backward():
                 found = [self._since(known) for known in list(self._modules)]
                 if any(found):
                     page.waited(sum(found))
@@ -303,7 +303,7 @@ def _count_steps(waits: _Waits) -> None:
 
     def step(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
-            progress.step(told=False)
+            activity.step(told=False)
             while _at_first_step:
                 with contextlib.suppress(Exception):  # what a script has imported may be anything
                     _at_first_step.pop()()

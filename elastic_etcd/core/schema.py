@@ -551,7 +551,7 @@ class Report(Value, frozen=True):
 
 
 class Doing(StrEnum):
-    """What a worker does; the names of those of progress.py, and two more."""
+    """What a worker does; the names of those of activity.py, and two more."""
 
     STARTING = "starting"
     INIT = "init"

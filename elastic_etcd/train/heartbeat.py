@@ -1,9 +1,9 @@
-"""What a script may say of its progress, so that its agent knows a hang from a long pause."""
+"""What a script may say of its activity, so that its agent knows a hang from a long pause."""
 
 from contextlib import AbstractContextManager
 
-from elastic_etcd import progress
-from elastic_etcd.progress import Doing
+from elastic_etcd import activity
+from elastic_etcd.activity import Doing
 
 
 def heartbeat() -> None:
@@ -13,7 +13,7 @@ def heartbeat() -> None:
     `ElasticState.check`. After the first call in a world only these calls count as steps. It makes
     no system call and takes about a microsecond. Without our launcher it does nothing.
     """
-    progress.step()
+    activity.step()
 
 
 def quiet(what: str) -> AbstractContextManager[None]:
@@ -21,4 +21,4 @@ def quiet(what: str) -> AbstractContextManager[None]:
 
     what: a word for the messages, of which 128 bytes are kept.
     """
-    return progress.during(Doing.QUIET, what)
+    return activity.during(Doing.QUIET, what)

@@ -32,10 +32,10 @@ from typing import (
 import torch
 import torch.distributed as dist
 
-from elastic_etcd import progress, protocol
+from elastic_etcd import activity, protocol
+from elastic_etcd.activity import Doing
 from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
 from elastic_etcd.errors import AgentGone, UsageError
-from elastic_etcd.progress import Doing
 from elastic_etcd.train import ddp
 from elastic_etcd.train.channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
@@ -179,7 +179,7 @@ class _Worker:
                         raise
                     again = self._lost_steps()
                 else:
-                    progress.now(Doing.DONE)
+                    activity.now(Doing.DONE)
                     self._tell_finished()
                     group.teardown(broken=False)
                     group.release()
@@ -194,7 +194,7 @@ class _Worker:
     def _train(self, group: ProcessGroup) -> Any:
         self._begun = False
         _enable_loggers()
-        with progress.during(Doing.INIT):
+        with activity.during(Doing.INIT):
             group.init(self._backend, self._options)
             ended = self._meet(group)
             changed = self._state.sync()

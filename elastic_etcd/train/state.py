@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_etcd import progress
+from elastic_etcd import activity
+from elastic_etcd.activity import Doing
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError
-from elastic_etcd.progress import Doing
 from elastic_etcd.train import codecs, files, sync_point
 from elastic_etcd.train.channel import Channel, agent
 from elastic_etcd.train.collectives import World, rank_and_size
@@ -106,7 +106,7 @@ class ElasticState:
                 if isinstance(value, ElasticIterable):
                     value.agree()
             last = self._open_memfds().version() or Version(0, 0, secrets.randbits(62))
-            with progress.during(Doing.COMMIT):
+            with activity.during(Doing.COMMIT):
                 self._write_snapshot(Version(_generation(), last.counter + 1, last.lineage))
 
     def restore(self) -> None:
@@ -167,7 +167,7 @@ class ElasticState:
         after the training's `finally` blocks. Otherwise it costs a microsecond.
         """
         self._at_commit = False
-        progress.step()
+        activity.step()
         if sync_point.check():
             raise sync_point.WorldChanged
 
@@ -187,7 +187,7 @@ class ElasticState:
             return
         if keep < 1:
             raise UsageError(f"save(keep={keep}): at least 1")
-        with progress.during(Doing.SAVE):
+        with activity.during(Doing.SAVE):
             if (saving := self._saving) is not None:
                 self._saving = None
                 # One that another world has made out of date is logged; this takes its place.

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from elastic_etcd import progress
-from elastic_etcd.progress import Doing
+from elastic_etcd import activity
+from elastic_etcd.activity import Doing
 from elastic_etcd.times import SYNC_PATIENCE
 
 _KEY = "elastic_etcd/sync_point"
@@ -102,7 +102,7 @@ class SyncPoint:
             raise WorldBroken(self._broken)
 
     def _is_target(self) -> bool:
-        with progress.during(Doing.CHECK):
+        with activity.during(Doing.CHECK):
             self._decided.wait()
         self.raise_if_broken()
         return self.steps >= self._target

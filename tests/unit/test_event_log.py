@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from elastic_etcd.activity import ActivityPage, _sealed_memory
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.event_log import EventLog, open_log
 from elastic_etcd.agent.measure import Measure
@@ -25,7 +26,6 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Page, Phase, Round
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import ProgressPage, _sealed_memory
 from tests.support.aio import elapse
 from tests.support.jobs import FAILURE, FINAL
 
@@ -46,7 +46,7 @@ class Node:
     """An agent's states, and what is written of them."""
 
     def __init__(self, log: EventLog) -> None:
-        self.page = ProgressPage(_sealed_memory())
+        self.page = ActivityPage(_sealed_memory())
         workers: Any = SimpleNamespace(pages=(self.page,))
         self._measure, self._log = Measure(workers), log
         self._measure.followers.append(log)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.activity import DUMP_STACKS, Activity, Doing
 from elastic_etcd.agent import hangs
 from elastic_etcd.agent.hangs import HangWatch
 from elastic_etcd.core.lifecycle import State
@@ -31,7 +32,6 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import DUMP_STACKS, Activity, Doing
 
 # What a thread of NCCL's does, for gloo: torch records that, too, but nobody of its own writes it.
 RECORDS = """
@@ -96,7 +96,7 @@ class Node:
         self.keys = Keys("/elastic_etcd/j")
         self.watch = HangWatch(timeout, *3 * [self])  # type: ignore[arg-type]
 
-    def progress(self) -> list[tuple[Any, Activity]]:
+    def activities(self) -> list[tuple[Any, Activity]]:
         return [(self.worker, self.at)]
 
     def give_up(self, rank: int | None, *_: str) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
 GROUND = {
-    *("errors", "init", "packets", "process", "progress", "protocol", "ran"),
+    *("errors", "init", "packets", "process", "activity", "protocol", "ran"),
     *("threads", "times", "trampoline", "version"),
 }
 BELOW_AGENT = {"etcd", "core", *GROUND}
@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "etcd": BELOW_AGENT,
     "agent": {"agent", "children", *BELOW_AGENT},
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
-    "train": {"train", "core", "packets", "progress", "protocol", "times", "errors", "version"},
+    "train": {"train", "core", "packets", "activity", "protocol", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
@@ -62,7 +62,7 @@ STARTERS = {"process.py", "agent/guardian.py", "launcher.py", "torchrun.py"}
 # have it, or they would grow by it.
 CHILDREN = {
     "children/accelerate_environment.py": {"accelerate", "torch"},
-    "children/entry.py": {"elastic_etcd.progress"},  # for the type checker, as the next two
+    "children/entry.py": {"elastic_etcd.activity"},  # for the type checker, as the next two
     "children/forkserver.py": {
         "elastic_etcd.children.alone",
         "elastic_etcd.children.entry",

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from elastic_etcd.activity import ActivityPage, Doing, _sealed_memory
 from elastic_etcd.agent.measure import Measure, cause_of
 from elastic_etcd.agent.metrics import CAUSES
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import Doing, ProgressPage, _sealed_memory
 from tests.support.aio import elapse
 
 OWN, OTHER = 0xA, 0xB
@@ -36,7 +36,7 @@ class Node:
     """An agent's states one after the other, and its worker's page."""
 
     def __init__(self) -> None:
-        self.page = ProgressPage(_sealed_memory())
+        self.page = ActivityPage(_sealed_memory())
         self.ended = 0.0
         workers: Any = SimpleNamespace(pages=(self.page,))
         self.measure = Measure(workers)
@@ -163,7 +163,7 @@ async def test_what_is_no_step_is_training_too(doing: Doing) -> None:
 async def test_a_start_between_two_looks_is_known() -> None:
     """The worker is in ee.run, makes its group and ends its first step before anybody looks."""
 
-    def start(page: ProgressPage) -> None:
+    def start(page: ActivityPage) -> None:
         time.sleep(0.1)
         with page.during(Doing.INIT):
             time.sleep(0.2)

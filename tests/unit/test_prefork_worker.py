@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.progress import DUMP_STACKS
+from elastic_etcd.activity import DUMP_STACKS
 from tests.unit.prefork import BothWays, python
 
 pytestmark = pytest.mark.timeout(600)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from elastic_etcd.activity import Activity, Doing
 from elastic_etcd.agent import stragglers
 from elastic_etcd.agent.stragglers import StragglerWatch
 from elastic_etcd.core.lifecycle import State
@@ -24,7 +25,6 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.progress import Activity, Doing
 
 NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 2, 2, Master("n1", 80))
 MEASURED = Activity(Doing.STEP, 0.1, 60, 0.6, usual=0.6, outside=0.5, measured=10)
@@ -40,7 +40,7 @@ class Node:
         self.looks = 0
         self.watch = StragglerWatch(self, self)  # type: ignore[arg-type]
 
-    def progress(self) -> list[tuple[Any, Activity]]:
+    def activities(self) -> list[tuple[Any, Activity]]:
         self.looks += 1
         return [(None, self.at)]
 

@@ -90,7 +90,7 @@ class Watched:
             file = self.logs.error_file(generation, rank)
             env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
             env["ELASTIC_ETCD_SOCKET"] = self.workers._socket
-            env["ELASTIC_ETCD_PROGRESS"] = self.workers._pages.begin(local_rank)
+            env["ELASTIC_ETCD_ACTIVITY"] = self.workers._pages.begin(local_rank)
             env["ELASTIC_ETCD_GENERATION"] = str(generation)
             env["LOCAL_RANK"] = str(local_rank)
             env[MARK] = str(self.workers._mark)

@@ -1,4 +1,4 @@
-"""`scripts/bench progress`: what a worker's progress page costs it, for each step.
+"""`scripts/bench activity`: what a worker's activity page costs it, for each step.
 
 Each figure is the least of several runs of so many calls, in microseconds.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from elastic_etcd import progress
+from elastic_etcd import activity
+from elastic_etcd.activity import ActivityPages
 from elastic_etcd.children import entry
-from elastic_etcd.progress import ProgressPages
 from elastic_etcd.train.heartbeat import heartbeat, quiet
 from elastic_etcd.train.state import ElasticState
 
@@ -44,7 +44,7 @@ def hook() -> Callable[[], object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/bench progress", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/bench activity", description=__doc__)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
@@ -55,9 +55,9 @@ def main() -> int:
     state = ElasticState(epoch=0)
     calls = {"state.check()": state.check, "ee.heartbeat()": heartbeat, "ee.quiet()": evaluate}
     without = {name: measure(call) for name, call in calls.items()}
-    pages = ProgressPages()
-    os.environ[progress.VARIABLE] = pages.begin(0)
-    progress.look()
+    pages = ActivityPages()
+    os.environ[activity.VARIABLE] = pages.begin(0)
+    activity.look()
     rows = [("an optimizer's hook", "", f"{measure(hook()):.2f}")]  # first: it yields to the others
     rows += [(name, f"{without[name]:.2f}", f"{measure(call):.2f}") for name, call in calls.items()]
     Console().print(grid("µs of one call", ["", "without a page", "with one"], rows))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # On which a worker writes its threads' Python stacks to its stderr. A real-time signal that neither
 # torch nor CUDA uses.
 DUMP_STACKS = signal.SIGRTMAX - 3
-VARIABLE = "ELASTIC_ETCD_PROGRESS"  # the page's path, in a worker's environment
-_NAME = "elastic_etcd-progress"
+VARIABLE = "ELASTIC_ETCD_ACTIVITY"  # the page's path, in a worker's environment
+_NAME = "elastic_etcd-activity"
 _SIZE = 4096
 _HEAD = struct.Struct("=5Q")  # doing, since, steps, when the step began, whether steps are told
 _WHAT = struct.Struct("=128s")
@@ -63,7 +63,7 @@ class Doing(IntEnum):
 
 
 class Activity(NamedTuple):
-    """A worker's progress at one moment.
+    """A worker's activity at one moment.
 
     `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
     this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
@@ -88,7 +88,7 @@ class Activity(NamedTuple):
     measured: int = 0
 
 
-class ProgressPage:
+class ActivityPage:
     """The memory. Times are of CLOCK_MONOTONIC, which both ends share."""
 
     def __init__(self, fd: int) -> None:
@@ -187,11 +187,11 @@ class ProgressPage:
         )
 
 
-class ProgressPages:
+class ActivityPages:
     """The agent's: a page for each local rank."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, tuple[int, ProgressPage]] = {}
+        self._pages: dict[int, tuple[int, ActivityPage]] = {}
 
     def begin(self, local_rank: int, *, measured: bool = False) -> str:
         """Clear its page for a new world; gives the path for its environment.
@@ -202,14 +202,14 @@ class ProgressPages:
         if local_rank not in self._pages:
             try:
                 fd = _sealed_memory()
-                self._pages[local_rank] = fd, ProgressPage(fd)
+                self._pages[local_rank] = fd, ActivityPage(fd)
             except OSError:
                 return ""
         fd, page = self._pages[local_rank]
         page.clear(measured=measured)
         return f"/proc/{os.getpid()}/fd/{fd}"
 
-    def all(self) -> tuple[ProgressPage, ...]:
+    def all(self) -> tuple[ActivityPage, ...]:
         """Those that there are; one that is held outlives `close`."""
         return tuple(page for _, page in self._pages.values())
 
@@ -241,7 +241,7 @@ def _sealed_memory() -> int:
 
 # --- in a worker --------------------------------------------------------------------------
 
-_page: ProgressPage | None = None
+_page: ActivityPage | None = None
 _looked = False
 
 
@@ -251,7 +251,7 @@ def step(*, told: bool = True) -> None:
         page.step(told=told)
 
 
-def measured() -> ProgressPage | None:
+def measured() -> ActivityPage | None:
     """This worker's page, if what its steps take outside of collectives is asked for."""
     page = _page if _looked else look()
     return page if page and page.is_measured else None
@@ -269,7 +269,7 @@ def now(doing: Doing) -> None:
         page.now(doing)
 
 
-def look() -> ProgressPage | None:
+def look() -> ActivityPage | None:
     """This worker's page, if its agent has given it one."""
     global _page, _looked  # noqa: PLW0603 - one process, one worker, one page
     _looked = True
@@ -279,7 +279,7 @@ def look() -> ProgressPage | None:
                 return None  # in another pid namespace: nobody watches
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                _page = ProgressPage(fd)
+                _page = ActivityPage(fd)
             finally:
                 os.close(fd)
     return _page

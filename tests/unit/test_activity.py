@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd import progress
+from elastic_etcd import activity
+from elastic_etcd.activity import Activity, ActivityPage, ActivityPages, Doing
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.logs import Logs
-from elastic_etcd.progress import Activity, Doing, ProgressPage, ProgressPages
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 
@@ -66,9 +66,9 @@ async def told(watched: Watched, condition: Callable[[Activity], object]) -> Act
     """Wait until the only worker says so."""
     async with asyncio.timeout(120):
         while True:  # a page has no events
-            for _, progress in watched.workers.progress():
-                if condition(progress):
-                    return progress
+            for _, activity in watched.workers.activities():
+                if condition(activity):
+                    return activity
             await asyncio.sleep(0.02)
 
 
@@ -105,13 +105,13 @@ async def test_a_new_world_begins_with_a_clear_page(watched: Watched, tmp_path: 
 
 
 def test_a_forked_worker_is_seen_like_one_that_is_executed(tmp_path: Path) -> None:
-    pages = ProgressPages()
+    pages = ActivityPages()
     with BothWays(tmp_path) as ways:
         command = ways.script(PLAIN)
         (tmp_path / "gate").write_text("")
         for run in (ways.fork, ways.scripted):
             path = pages.begin(0)
-            done = run([*command, str(tmp_path / "gate")], ways.env | {progress.VARIABLE: path})
+            done = run([*command, str(tmp_path / "gate")], ways.env | {activity.VARIABLE: path})
             assert done == Outcome(0, "", "")
             assert pages.read(0).steps == 5
     pages.close()
@@ -127,10 +127,10 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path
         model(torch.ones(2)).sum().backward()
         step() if n % 2 else optimizer.step()
     """
-    pages = ProgressPages()
+    pages = ActivityPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
-            env = ways.env | {progress.VARIABLE: pages.begin(0)}
+            env = ways.env | {activity.VARIABLE: pages.begin(0)}
             done = run(ways.script(textwrap.dedent(text)), env)
             assert (done.code, "Traceback" in done.err) == (0, False)
             assert pages.read(0).steps == 3
@@ -138,7 +138,7 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path
 
 
 def test_pauses_are_not_the_steps_time() -> None:
-    page = ProgressPage(progress._sealed_memory())
+    page = ActivityPage(activity._sealed_memory())
     page.clear()
     page.step(told=False)
     page.step(told=False)
@@ -157,16 +157,16 @@ def test_pauses_are_not_the_steps_time() -> None:
     assert page.read().steps == 3
 
 
-def measure(page: ProgressPage, *, times: int, waited: int) -> Activity:
+def measure(page: ActivityPage, *, times: int, waited: int) -> Activity:
     for _ in range(times):
-        for _ in range(progress.EVERY):
+        for _ in range(activity.EVERY):
             page.step(told=False)
         page.waited(waited)
     return page.read()
 
 
 def test_what_steps_take_outside_of_collectives() -> None:
-    page = ProgressPage(progress._sealed_memory())
+    page = ActivityPage(activity._sealed_memory())
     page.clear()
     before = page.is_measured
     page.clear(measured=True)
@@ -175,7 +175,7 @@ def test_what_steps_take_outside_of_collectives() -> None:
     page.step(told=False)
     page.waited(0)
     assert page.read().measured == 0, "nothing is known of the first step"
-    few = measure(page, times=progress.MEASURED - 1, waited=0)
+    few = measure(page, times=activity.MEASURED - 1, waited=0)
     assert (few.measured, few.outside) == (9, 0.0)
     whole = measure(page, times=1, waited=0)
     assert whole.usual > 0
@@ -185,7 +185,7 @@ def test_what_steps_take_outside_of_collectives() -> None:
 
 
 def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
-    page = ProgressPage(progress._sealed_memory())
+    page = ActivityPage(activity._sealed_memory())
     page.clear(measured=True)
     before = measure(page, times=3, waited=0).measured
     page.step(told=True)  # counts from 1 again
@@ -211,20 +211,20 @@ def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
         optimizer.step()
     dist.destroy_process_group()
     """
-    pages = ProgressPages()
+    pages = ActivityPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
-            env = ways.env | {progress.VARIABLE: pages.begin(0, measured=measured)}
+            env = ways.env | {activity.VARIABLE: pages.begin(0, measured=measured)}
             done = run(ways.script(textwrap.dedent(text)), env)
             assert (done.code, done.err) == (0, "")
             found = pages.read(0)
-            assert (found.measured >= progress.MEASURED) == measured
+            assert (found.measured >= activity.MEASURED) == measured
             assert (found.outside > 0) == measured
     pages.close()
 
 
 def test_a_worker_can_neither_shorten_the_page_nor_mislead_its_reader(tmp_path: Path) -> None:
-    pages = ProgressPages()
+    pages = ActivityPages()
     path = pages.begin(0)
     with open(path, "r+b") as file:  # noqa: PTH123 - as a worker opens it
         with pytest.raises(PermissionError):
@@ -242,12 +242,12 @@ def test_without_an_agent_nothing_happens() -> None:
     ee.heartbeat()
     with ee.quiet("evaluation"):
         pass
-    assert progress.VARIABLE not in os.environ
+    assert activity.VARIABLE not in os.environ
 
 
 def test_it_is_the_standard_library_only() -> None:
     """What a worker begins with loads it in the worker's interpreter."""
-    source = Path(progress.__file__).read_text()
+    source = Path(activity.__file__).read_text()
     roots = {line.split()[1].split(".")[0] for line in source.splitlines()
              if line.startswith(("import ", "from "))}  # fmt: skip
     assert roots <= set(sys.stdlib_module_names)
@@ -307,10 +307,10 @@ def test_no_script_is_disturbed_by_what_is_measured(tmp_path: Path) -> None:
     train(after)
     print("all done")
     """
-    pages = ProgressPages()
+    pages = ActivityPages()
     with BothWays(tmp_path) as ways:
         for run in (ways.fork, ways.scripted):
-            env = ways.env | {progress.VARIABLE: pages.begin(0, measured=True)}
+            env = ways.env | {activity.VARIABLE: pages.begin(0, measured=True)}
             done = run(ways.script(textwrap.dedent(text)), env)
             assert (done.code, done.out.strip()) == (0, "all done"), done.err
             assert pages.read(0).steps == 60
