@@ -42,7 +42,8 @@ class Node:
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "elastic_etcd.launch"),
             *("--etcd", endpoint, "--job", JOB, "--node-name", self.name),
-            *("--nnodes", "1:2", "--nproc-per-node", "2"),
+            # Both are waited for, also where one of them starts slowly.
+            *("--nnodes", "1:2", "--nproc-per-node", "2", "--settle", str(PATIENCE / 2)),
             *(SCRIPT, "--epochs", str(EPOCHS), "--checkpoint-dir", directory),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
