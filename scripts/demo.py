@@ -23,7 +23,7 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 JOB = "demo"
 SCRIPT = Path(__file__).parents[1] / "examples" / "digits_ddp.py"
-EPOCHS, KILL_AFTER, ADD_AFTER = 160, 30, 30
+EPOCHS, KILL_AFTER, ADD_AFTER = 280, 30, 30
 SHOWN_EPOCHS = 10  # every tenth of them
 PATIENCE = 120.0
 COLOURS = {"blue": "blue", "green": "green"}
