@@ -43,7 +43,7 @@ if not TYPE_CHECKING:
 
 _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
-_ALONE = 3  # references to an object's variables: its own, a name's and an argument's
+_ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
@@ -86,7 +86,9 @@ class Entry:
         sys.orig_argv = self.command.copy()
         # A fresh module, because what was frozen (gc.freeze) is not finalised at exit.
         main = ModuleType("__main__")
-        vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        if sys.version_info < (3, 14):  # from there on it has annotations when they are asked for
+            vars(main)["__annotations__"] = {}
+        vars(main)["__builtins__"] = sys.modules["builtins"]
         if not self.is_module and not self.is_package:
             vars(main).update(__file__=self.file, __cached__=None)
             compiled = self.file.endswith(".pyc")
@@ -314,10 +316,9 @@ def _count_steps(waits: _Waits) -> None:
 
 def _end_reducers_first() -> None:
     def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
-        own = vars(self)
-        if sys.getrefcount(own) <= _ALONE:  # else it lives on in another object
+        if sys.getrefcount(vars(self)) <= _ALONE:  # else they live on in another object
             for name in ("logger", "reducer"):  # the logger holds the reducer
-                own.pop(name, None)
+                vars(self).pop(name, None)
 
     sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
 

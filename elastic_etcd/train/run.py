@@ -9,6 +9,7 @@ takes the same path from its beginning.
 import functools
 import itertools
 import logging
+import multiprocessing
 import os
 import queue
 import time
@@ -112,6 +113,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
     @functools.wraps(train)
     def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+        _refuse_where_main_is_imported()
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
         if channel is None:
@@ -120,6 +122,16 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         return _Worker(channel, state, body, name, backend, options).live()
 
     return elastic
+
+
+def _refuse_where_main_is_imported() -> None:
+    """A fork server of multiprocessing's would come into the world beside its worker."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "ee.run was called while multiprocessing imported this script once more, for a process "
+            "of its own such as a data loader's.\n"
+            'Put what begins the training under `if __name__ == "__main__":`.'
+        )
 
 
 class _Ended(NamedTuple):
