@@ -43,7 +43,7 @@ if not TYPE_CHECKING:
 
 _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
-_ALONE = 3  # references to an object's variables: its own, a name's and an argument's
+_ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
@@ -314,10 +314,9 @@ def _count_steps(waits: _Waits) -> None:
 
 def _end_reducers_first() -> None:
     def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
-        own = vars(self)
-        if sys.getrefcount(own) <= _ALONE:  # else it lives on in another object
+        if sys.getrefcount(vars(self)) <= _ALONE:  # else they live on in another object
             for name in ("logger", "reducer"):  # the logger holds the reducer
-                own.pop(name, None)
+                vars(self).pop(name, None)
 
     sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
 

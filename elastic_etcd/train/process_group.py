@@ -34,7 +34,7 @@ from elastic_etcd.train.abort import (
 )
 from elastic_etcd.train.sync_point import SyncPoint
 
-_OURS = 3  # references to a group that nobody else holds: a list's, the loop's, and who counts
+_OURS = 2  # references to a group that nobody else holds: a list's, and who counts
 _AGAIN = 0.05  # seconds: what is connected after an abort has to be shut down, too
 
 log = logging.getLogger(__name__)
@@ -255,7 +255,8 @@ def _free(groups: list[Any]) -> None:
 
 
 def _held_elsewhere(groups: list[Any]) -> list[Any]:
-    return [group for group in groups if sys.getrefcount(group) > _OURS]
+    counts = list(map(sys.getrefcount, groups))  # of a name Python 3.14 counts one less
+    return [group for group, count in zip(groups, counts, strict=True) if count > _OURS]
 
 
 @atexit.register
