@@ -86,7 +86,9 @@ class Entry:
         sys.orig_argv = self.command.copy()
         # A fresh module, because what was frozen (gc.freeze) is not finalised at exit.
         main = ModuleType("__main__")
-        vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        if sys.version_info < (3, 14):  # from there on it has annotations when they are asked for
+            vars(main)["__annotations__"] = {}
+        vars(main)["__builtins__"] = sys.modules["builtins"]
         if not self.is_module and not self.is_package:
             vars(main).update(__file__=self.file, __cached__=None)
             compiled = self.file.endswith(".pyc")
