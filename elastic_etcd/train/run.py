@@ -9,6 +9,7 @@ takes the same path from its beginning.
 import functools
 import itertools
 import logging
+import multiprocessing
 import os
 import queue
 import time
@@ -100,9 +101,10 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
     the state goes back to its last commit; and a planned change, for which `state.check()` stops
     all ranks. Any other exception is the user's, and is raised. Raises UsageError, on all ranks,
     where they are in different calls of it: one was started anew while the others were in their
-    second, and now all begin at the first. Raises SystemExit(0) when this worker is not needed any
-    more, because its node leaves or the job has ended, and AgentGone when the agent has ended and a
-    world with it.
+    second, and now all begin at the first; and where multiprocessing has imported the script for
+    a process of its own, such as a data loader's. Raises SystemExit(0) when this worker is not
+    needed any more, because its node leaves or the job has ended, and AgentGone when the agent has
+    ended and a world with it.
 
     Without our launcher there is nobody to recover with: `train` is called once.
     """
@@ -111,6 +113,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
     @functools.wraps(train)
     def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+        _refuse_where_main_is_imported()
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
         if channel is None:
@@ -119,6 +122,16 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         return _Worker(channel, state, body, name, backend, options).live()
 
     return elastic
+
+
+def _refuse_where_main_is_imported() -> None:
+    """Multiprocessing's fork server, the default from Python 3.14 on, would join the world, too."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as it asks itself
+        raise UsageError(
+            "ee.run was called while multiprocessing imported this script once more, for a process "
+            "of its own such as a data loader's.\n"
+            'Put what begins the training under `if __name__ == "__main__":`.'
+        )
 
 
 class _Ended(NamedTuple):

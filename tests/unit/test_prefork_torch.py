@@ -86,6 +86,28 @@ if __name__ == "__main__":
     assert printed(ways, text) == "[0, 1, 4, 9, 16, 25, 36, 49]\n2\n" * 2
 
 
+def test_a_training_that_would_begin_once_more_in_a_process_of_its_own_is_refused(
+    ways: BothWays,
+) -> None:
+    """A fork server of multiprocessing's would join the world: it has no parent_process()."""
+    text = """
+import multiprocessing
+import elastic_etcd as ee
+
+@ee.run
+def train(state):
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    print(child.exitcode)
+
+train(ee.ElasticState(epoch=0))
+"""
+    done = ways.fork(ways.script(text))
+    assert (done.code, done.out) == (0, "1\n"), done.err
+    assert 'Put what begins the training under `if __name__ == "__main__":`' in done.err
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile(ways: BothWays, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
