@@ -1,5 +1,6 @@
 """Reads what docs/stream.md reads, by the functions that stand there. Argument: an empty folder."""
 
+import multiprocessing
 import os
 import re
 import sys
@@ -66,6 +67,7 @@ def read(
 
 def main() -> None:
     """Print how many samples each of them gave, if each came once."""
+    multiprocessing.set_start_method("fork")  # what was made by exec can't be pickled
     tables, tars = write(Path(sys.argv[1]))
     page = recipes(tables)
     everything = [shard * 100 + n for shard, size in enumerate(SIZES) for n in range(size)]
