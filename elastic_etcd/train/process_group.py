@@ -255,7 +255,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _held_elsewhere(groups: list[Any]) -> list[Any]:
-    counts = list(map(sys.getrefcount, groups))  # a loop's name counts twice before Python 3.14
+    counts = list(map(sys.getrefcount, groups))  # of a name Python 3.14 counts one less
     return [group for group, count in zip(groups, counts, strict=True) if count > _OURS]
 
 

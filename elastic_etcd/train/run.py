@@ -102,9 +102,10 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
     the state goes back to its last commit; and a planned change, for which `state.check()` stops
     all ranks. Any other exception is the user's, and is raised. Raises UsageError, on all ranks,
     where they are in different calls of it: one was started anew while the others were in their
-    second, and now all begin at the first. Raises SystemExit(0) when this worker is not needed any
-    more, because its node leaves or the job has ended, and AgentGone when the agent has ended and a
-    world with it.
+    second, and now all begin at the first; and where multiprocessing has imported the script for
+    a process of its own, such as a data loader's. Raises SystemExit(0) when this worker is not
+    needed any more, because its node leaves or the job has ended, and AgentGone when the agent has
+    ended and a world with it.
 
     Without our launcher there is nobody to recover with: `train` is called once.
     """
@@ -125,8 +126,8 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
 
 def _refuse_where_main_is_imported() -> None:
-    """A fork server of multiprocessing's would come into the world beside its worker."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    """Multiprocessing's fork server, the default from Python 3.14 on, would join the world, too."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as it asks itself
         raise UsageError(
             "ee.run was called while multiprocessing imported this script once more, for a process "
             "of its own such as a data loader's.\n"

@@ -210,7 +210,8 @@ def main():
         model(batch).sum().backward()
         optimizer.step()
 
-main()
+if __name__ == "__main__":
+    main()
 """
 SAVES = """
 import pathlib, sys, time

@@ -93,7 +93,8 @@ def main():
     dist.barrier()
     os._exit(0)  # the end of torch's threads takes long on a busy machine
 
-main()
+if __name__ == "__main__":
+    main()
 """
 )
 ELASTIC = (
@@ -118,7 +119,8 @@ def train(state):
         if hang(number):
             break
 
-train(state)
+if __name__ == "__main__":
+    train(state)
 """
 )
 
