@@ -14,6 +14,7 @@ import pkgutil
 import runpy
 import sys
 import threading
+import warnings
 import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
@@ -120,10 +121,23 @@ class Entry:
             show_from(error, here.tb_next if here else None)
             raise
 
+    def compile_ahead(self) -> None:
+        """Compile the script for those that are forked: they use it if its text is still that."""
+        if not Path(self.file).is_file():  # what is a pipe is read once, where it runs
+            return
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")  # what Python says of it is said where it runs
+            text = Path(self.file).read_bytes()
+            _ahead[self.file, text] = compile(text, self.file, "exec", dont_inherit=True)
+
     def _read_script(self) -> CodeType | bytes:
         try:
             with io.open_code(self.file) as file:
-                return pkgutil.read_code(file) or Path(self.file).read_bytes()
+                code: CodeType | None = pkgutil.read_code(file)
+            if code is not None:
+                return code
+            text = Path(self.file).read_bytes()
+            return _ahead.get((self.file, text), text)
         except OSError as error:
             self._cannot_open(error)
 
@@ -131,6 +145,9 @@ class Entry:
         what = f"[Errno {error.errno}] {error.strerror}"
         sys.stderr.write(f"{sys.executable}: can't open file {self.file!r}: {what}\n")
         raise SystemExit(2)
+
+
+_ahead: dict[tuple[str, bytes], CodeType] = {}  # of a file with that text
 
 
 def show_from(error: BaseException, start: TracebackType | None) -> None:

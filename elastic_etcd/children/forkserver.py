@@ -45,6 +45,7 @@ else:  # beside this file; torch.compile looks in sys.modules for what it meets
 OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 # What a script that recovers in process imports, and its peers wait for; it may not be installed.
 ELASTIC = ("elastic_etcd.train.run", "elastic_etcd.train.sampler", "elastic_etcd.train.state")
+IDNA = "encodings.idna"  # which the first look for an address imports
 RUN_SCRIPT = str(Path(__file__).with_name("run_script.py"))
 WITH_TORCH = ("torch", "elastic_etcd.train")
 # A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
@@ -82,11 +83,11 @@ class ForkServer:
         self._numbers: list[uuid.UUID] = []  # unique ones, which imports have made
         self._imports = variables.Imports()
         # The modules are imported as the script would import them.
-        start = entry.Entry(command)
-        self._folder = start.folder
+        self._start = entry.Entry(command)
+        self._folder = self._start.folder
         if self._folder is not None:
             sys.path.insert(0, self._folder)
-        start.install_as_main()
+        self._start.install_as_main()
 
     def warm_up(self, modules: list[str], learned: str = "") -> bool:
         """Import everything and tell the agent how it went; False if nothing can be forked."""
@@ -106,6 +107,7 @@ class ForkServer:
             return False
         self._environment.imported()
         self._renewed = alone.Renewed(self._numbers, self._imports.modules)
+        self._start.compile_ahead()
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
         gc.enable()
@@ -134,13 +136,15 @@ class ForkServer:
             standard = sys.stdlib_module_names
             new = sys.modules.keys() - ours
             preloaded = {name for name in new if name.partition(".")[0] not in standard}
-            for name in ELASTIC:
+            for name in (*ELASTIC, IDNA):
                 with suppress(Exception):  # a head start, and no more than that
                     import_module(name)
+            self._torch = sys.modules["torch"]
+            with suppress(Exception), self._torch.autograd.profiler.record_function(""):
+                pass  # as each step of an optimizer; the first one looks for the operators
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
         group.modules = {name: sys.modules[name] for name in names}
         group.loaded(variables.numeric())
-        self._torch = sys.modules["torch"]
         entry.show_steps()
         entry.end_modules_before_groups()
         self._imports.withhold(group)

@@ -30,7 +30,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     signal.pause()
 """
 STEPS = """
-import torch
+import tenacity, torch
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 import signal
 signal.pause()

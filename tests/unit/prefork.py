@@ -50,7 +50,9 @@ class BothWays:
         paths = [str(folder), str(self.packages), *filter(None, sys.path)]
         self.env["PYTHONPATH"] = os.pathsep.join(paths)
         self._runner = asyncio.Runner()
-        self.prefork = Prefork(python("script.py"), self.env, preload, 2, asyncio.create_task)
+        self.prefork = Prefork(
+            python(folder / "script.py"), self.env, preload, 2, asyncio.create_task
+        )
 
     def __enter__(self) -> Self:
         self._runner.run(self._start())

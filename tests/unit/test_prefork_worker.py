@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.activity import DUMP_STACKS
-from tests.unit.prefork import BothWays, python
+from tests.unit.prefork import BothWays, Outcome, python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -239,6 +239,36 @@ def test_sources_in_other_encodings(ways: BothWays) -> None:
     assert ways.same(python(script)).out == "'\\xe9'\n"
     script.write_bytes(b"\xef\xbb\xbfprint(1)\r\n")
     assert ways.same(python(script)).out == "1\n"
+
+
+@pytest.mark.parametrize("first", ["print('first')", "print('' is '')", "print('"])
+def test_a_script_that_was_compiled_ahead_may_be_edited(tmp_path: Path, first: str) -> None:
+    (tmp_path / "script.py").write_text(f"{first}\n")
+    with BothWays(tmp_path) as ways:
+        for text in (first, "print('second'), 1/0", 'print("', "'' is ''", first):
+            ways.same(ways.script(f"{text}\n"))
+        (tmp_path / "script.py").unlink()
+        ways.same(python(tmp_path / "script.py"))
+
+
+# A module that says what is compiled from its import on.
+SAYS_COMPILED = """\
+import sys
+def say(event, what):
+    if event == "compile":
+        print("compiled", what[1], file=sys.stderr)
+sys.addaudithook(say)
+"""
+
+
+def test_a_script_is_compiled_before_its_workers_are_forked(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print(1)\n")
+    (tmp_path / "says.py").write_text(SAYS_COMPILED)
+    with BothWays(tmp_path, preload=["says"]) as ways:
+        assert ways.fork(python(script)) == Outcome(0, "1\n", "")
+        script.write_text("print(2)\n")
+        assert ways.fork(python(script)) == Outcome(0, "2\n", f"compiled {script}\n")
 
 
 def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
