@@ -97,3 +97,4 @@ async def test_nobody_waits_for_what_can_not_be_written(tmp_path: Path) -> None:
         for _ in range(1000):
             node.see(Signalled(), state(None, leaving=True))
             node.see(Tick(), state(None))
+    assert path.read_bytes().endswith(b"\n"), "its thread ends: it would say so in another test"
