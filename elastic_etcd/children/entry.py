@@ -133,13 +133,11 @@ class Entry:
     def _read_script(self) -> CodeType | bytes:
         try:
             with io.open_code(self.file) as file:
-                code: CodeType | None = pkgutil.read_code(file)
-            if code is not None:
-                return code
-            text = Path(self.file).read_bytes()
-            return _ahead.get((self.file, text), text)
+                text = file.read()  # once: it may be a pipe
         except OSError as error:
             self._cannot_open(error)
+        code: CodeType | None = pkgutil.read_code(io.BytesIO(text))
+        return _ahead.get((self.file, text), text) if code is None else code
 
     def _cannot_open(self, error: OSError) -> NoReturn:
         what = f"[Errno {error.errno}] {error.strerror}"

@@ -5,8 +5,10 @@ import os
 import py_compile
 import signal
 import textwrap
+import threading
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,16 @@ def test_a_script_that_was_compiled_ahead_may_be_edited(tmp_path: Path, first: s
             ways.same(ways.script(f"{text}\n"))
         (tmp_path / "script.py").unlink()
         ways.same(python(tmp_path / "script.py"))
+
+
+def test_a_script_may_be_a_pipe(ways: BothWays, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    write = partial((tmp_path / "pipe").write_text, "print(1)\n")
+    for run in (ways.exec, ways.fork):
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        assert run(python(tmp_path / "pipe")) == Outcome(0, "1\n", "")
+        writer.join()
 
 
 # A module that says what is compiled from its import on.
