@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# On which a worker writes its threads' Python stacks to its stderr. A real-time signal that neither
-# torch nor CUDA uses.
+# On which a worker writes its main thread's Python stack to its stderr. A real-time signal that
+# neither torch nor CUDA uses.
 DUMP_STACKS = signal.SIGRTMAX - 3
 VARIABLE = "ELASTIC_ETCD_ACTIVITY"  # the page's path, in a worker's environment
 _NAME = "elastic_etcd-activity"

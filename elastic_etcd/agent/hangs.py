@@ -46,7 +46,7 @@ _TAIL = 1 << 15
 _LONGEST = 1 << 13  # characters of a stack that is told
 _KERNEL = 1 << 12  # bytes of each file of a thread's
 # What faulthandler writes of the thread that takes the signal, which is the main one.
-_STACK = re.compile(r"^Current thread [^\n]*\n((?:  File [^\n]*(?:\n|\Z))+)", re.MULTILINE)
+_STACK = re.compile(r"^Stack [^\n]*\n((?:  File [^\n]*(?:\n|\Z))+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 log = logging.getLogger(__name__)
@@ -347,15 +347,16 @@ def _in_collective(stack: str) -> bool:
 
 
 def _ask_for_stacks(pid: int) -> bool:
-    """Have it write the Python stacks of its threads to its stderr, GIL or not.
+    """Have it write its Python stack to its stderr, GIL or not; what is stopped could not.
 
     False if it has no handler for that signal, which would kill it.
     """
     caught = int(_status(pid, "SigCgt") or "0", 16)
     if not caught >> (DUMP_STACKS - 1) & 1:
         return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, DUMP_STACKS)
+    if _status(pid, "State") != "T":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, DUMP_STACKS)
     return True
 
 

@@ -213,9 +213,12 @@ def _count(text: str | None) -> int:
 
 
 def show_stacks() -> None:
-    """Let the agent see where this process stands: it asks by a signal, which needs no GIL."""
+    """Let the agent see where this process stands: it asks by a signal, which needs no GIL.
+
+    Of the main thread only: to read the frames of another one that runs may crash the process.
+    """
     with contextlib.suppress(OSError, RuntimeError):  # stderr is closed
-        faulthandler.register(activity.DUMP_STACKS, file=2, all_threads=True)
+        faulthandler.register(activity.DUMP_STACKS, file=2, all_threads=False)
 
 
 _at_first_step: list[Callable[[], None]] = []

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import chain, repeat
 from pathlib import Path
@@ -52,6 +54,23 @@ if os.read(pipe, 128):
     with open(sys.argv[2] + "0", "wb") as file:
         file.write(record)
 """
+DUMPS = """
+import sys, threading
+from elastic_etcd.children import entry
+
+def come_and_go():
+    while True:
+        threads = [threading.Thread(target=str) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+entry.show_stacks()
+threading.Thread(target=come_and_go, daemon=True).start()
+print()
+sys.stdin.read()
+"""
 NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 1, 1, Master("n1", 80))
 ASKED = Hang(1, 1, 70.0)
 NOBODY = Hang(1, 2, 70.0, evidence=True, line="nobody has moved", alarm=True)
@@ -68,15 +87,18 @@ def pid() -> Iterator[int]:
 
 
 @pytest.fixture
-def dumping_pid() -> Iterator[int]:
-    """It has the handler of a worker for its stacks."""
-    text = "import faulthandler as f, sys; f.register(int(sys.argv[1])); print(); sys.stdin.read()"
-    command = [sys.executable, "-u", "-c", text, str(int(DUMP_STACKS))]
+def dumping_pid(tmp_path: Path) -> Iterator[int]:
+    """It has the handler of a worker for its stacks, and threads that come and go."""
+    command = [sys.executable, "-u", "-c", DUMPS]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes) as process:
+    with (
+        (tmp_path / "stderr").open("wb") as stderr,
+        subprocess.Popen(command, stderr=stderr, **pipes) as process,
+    ):
         assert process.stdout is not None
         process.stdout.readline()
         yield process.pid
+        process.kill()
 
 
 class Node:
@@ -300,10 +322,30 @@ async def test_stacks_that_come_late_are_waited_for(
     """Without them a rank that waits looks like one that is behind."""
     monkeypatch.setattr(hangs, "HANG_STACKS", 60.0)
     node = Node(dumping_pid)
-    head = b"Current thread 0x1 (most recent call first):\n"
+    head = b"Stack (most recent call first):\n"
     stack = b'  File "torch/autograd/graph.py", line 829 in _engine_run_backward\n'
     node.tails = chain([b""] * 4, [head], repeat(head + stack))
     task = asyncio.create_task(node.watch.watch())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
     assert "_engine_run_backward" in node.watch._evidence[0].stack
+    task.cancel()
+
+
+def test_a_worker_outlives_being_asked(dumping_pid: int) -> None:
+    """Its other threads run on: what a handler reads of theirs may be gone meanwhile."""
+    for _ in range(2000):
+        assert hangs._ask_for_stacks(dumping_pid)
+        assert hangs._status(dumping_pid, "State") != "Z", "it has died"
+        time.sleep(0.001)
+
+
+async def test_a_worker_that_is_stopped_is_not_asked(
+    dumping_pid: int, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would write when it goes on, whichever thread comes first, of what is no hang any more."""
+    os.kill(dumping_pid, signal.SIGSTOP)
+    node = Node(dumping_pid)
+    task = asyncio.create_task(node.watch.watch())
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
+    assert int(hangs._status(dumping_pid, "ShdPnd"), 16) == 0
     task.cancel()
