@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.activity import DUMP_STACKS, Activity, Doing
+from elastic_etcd.activity import Activity, Doing
 from elastic_etcd.agent import hangs
 from elastic_etcd.agent.hangs import HangWatch
 from elastic_etcd.core.lifecycle import State
