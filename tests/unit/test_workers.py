@@ -382,7 +382,9 @@ async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs, watched: Watc
         python("import os, sys; print(sys.stdin.read() == '', os.getpgrp() == os.getpid())")
     )
     await watched.emptied()
-    assert (logs.directory / "generation_1/0/stdout.log").read_text() == "True True\n"
+    file = logs.directory / "generation_1/0/stdout.log"
+    await watched.turns(lambda: file.exists() and file.read_text())  # a thread writes it
+    assert file.read_text() == "True True\n"
 
 
 @pytest.mark.usefixtures("no_garbage")
