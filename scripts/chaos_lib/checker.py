@@ -383,6 +383,6 @@ def _in_the_end(find: Callable[[], list[str]], seconds: float) -> list[str]:
 
 
 def _shared(job: Job) -> list[str]:
-    """Segments that torch made: their names have the process in them."""
+    """Segments that torch made: their names begin with torch_PID_."""
     pids = {str(event.pid) for event in job.events("start")}
-    return [p.name for p in SHARED.iterdir() if pids & set(re.findall(r"\d+", p.name))]
+    return [p.name for p in SHARED.glob("torch_*") if p.name.split("_")[1] in pids]

@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.chaos_lib import checker
 from scripts.chaos_lib.checker import Workload, World, replay, tracebacks
 from scripts.chaos_lib.history import Recorded
 from scripts.chaos_lib.workload import Small
@@ -317,3 +319,14 @@ def test_a_tampered_history_is_found_out(
     events = recorded()
     tamper(events)
     assert found in "\n".join(replay(events, 2, 4).wrong)
+
+
+def test_shared_memory_is_known_by_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is more in that folder, with numbers in its names."""
+    monkeypatch.setattr(checker, "SHARED", tmp_path)
+    for name in ("torch_404_77_0", "torch_77_404_404", "sem.mp-404dk67s"):
+        (tmp_path / name).touch()
+    job: Any = SimpleNamespace(events=lambda _: [SimpleNamespace(pid=404)])
+    assert checker._shared(job) == ["torch_404_77_0"]
