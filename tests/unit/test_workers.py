@@ -492,6 +492,7 @@ async def test_r12_what_is_there_longer_than_the_kill_timeout_is_told(
     async with Watched.open(logs, kill_timeout=0.1) as watched:
         watched.launch(["true"], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}; exit 1"])
         pid = int(await line(fifo))
+        await watched.started()  # what only starts when it is stopped is really killed
         watched.workers.stop(1000)
         await watched.turns(lambda: watched.unkillable)
         assert not watched.empties, "I3: it is not gone"
