@@ -7,6 +7,7 @@ wait for (core/hangs.py); one that gets no answer tells of its own workers.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -347,7 +348,7 @@ def _in_collective(stack: str) -> bool:
 
 
 def _ask_for_stacks(pid: int) -> bool:
-    """Have it write its Python stack to its stderr, GIL or not; what is stopped could not.
+    """Have its main thread write its Python stack to stderr, GIL or not; a stopped one could not.
 
     False if it has no handler for that signal, which would kill it.
     """
@@ -355,9 +356,18 @@ def _ask_for_stacks(pid: int) -> bool:
     if not caught >> (DUMP_STACKS - 1) & 1:
         return False
     if _status(pid, "State") != "T":
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, DUMP_STACKS)
+        _signal_main_thread(pid)
     return True
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Not the process: a thread that has just begun may take that, and has no stack to write."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):  # since glibc 2.30
+        libc.tgkill(pid, pid, int(DUMP_STACKS))
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, DUMP_STACKS)
 
 
 async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:

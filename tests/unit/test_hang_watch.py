@@ -339,6 +339,15 @@ def test_a_worker_outlives_being_asked(dumping_pid: int) -> None:
         time.sleep(0.001)
 
 
+async def test_it_is_the_main_thread_that_answers(dumping_pid: int, tmp_path: Path) -> None:
+    """Whatever others begin and end."""
+    for number in range(1, 51):
+        hangs._ask_for_stacks(dumping_pid)
+        async with asyncio.timeout(10):
+            while (tmp_path / "stderr").read_text().count("in <module>\n") < number:  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.001)
+
+
 async def test_a_worker_that_is_stopped_is_not_asked(
     dumping_pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
