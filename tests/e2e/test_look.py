@@ -100,7 +100,7 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     assert 0 < report["seconds"] <= took
     assert report["by_world"][0]["spent"]["steps"] == 15
     assert report["lost"]["again"] > 5 * 0.03
-    for cause in ("stop", "rendezvous", "start", "first_step"):
+    for cause in ("rendezvous", "start", "first_step"):  # a survivor stops in under a millisecond
         assert report["lost"][cause] > 0, cause
     assert report["pause"] > 0
     assert names(events(job))[-1] == "SUCCEEDED"
