@@ -1,6 +1,7 @@
 """Real processes, waited for by their events; every await has the suite's deadline."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -415,7 +416,8 @@ class Lingering:
         found: dict[int, list[int]] = {group: [] for group in groups}
         for pid, group in process._process_table():
             if group in found:
-                found[group].append(os.pidfd_open(pid))
+                with contextlib.suppress(ProcessLookupError):  # it went meanwhile
+                    found[group].append(os.pidfd_open(pid))
         return found
 
 
