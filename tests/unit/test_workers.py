@@ -1,13 +1,12 @@
 """Real processes, waited for by their events; every await has the suite's deadline."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -407,18 +406,10 @@ class Lingering:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._signal_group = process.signal_group
         patch.setattr(process, "signal_group", self._but_not_kill)
-        patch.setattr(process, "kill_members", self._members)
+        patch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what kill_members does
 
     def _but_not_kill(self, group: int, number: int) -> bool:
         return self._signal_group(group, 0 if number == signal.SIGKILL else number)
-
-    def _members(self, groups: Collection[int]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {group: [] for group in groups}
-        for pid, group in process._process_table():
-            if group in found:
-                with contextlib.suppress(ProcessLookupError):  # it went meanwhile
-                    found[group].append(os.pidfd_open(pid))
-        return found
 
 
 @pytest.fixture
