@@ -32,10 +32,17 @@ Each has --help, and those with a JOB take --all instead, but for scale. `elasti
 """
 
 
-_OF_CLI = (
-    *("accelerate", "status", "top", "events"),
-    *("report", "timeline", "serve", "completion"),
-)
+# Each command whose module has a `main` of its own.
+_MODULES = {
+    "accelerate": "frameworks.accelerate",
+    "completion": "cli.completion",
+    "events": "cli.events",
+    "report": "cli.report",
+    "serve": "cli.live.serve",
+    "status": "cli.status",
+    "timeline": "cli.timeline",
+    "top": "cli.live.top",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
-    if command in _OF_CLI:
-        return int(import_module(f"elastic_etcd.cli.{command}").main(rest))
+    if command in _MODULES:
+        return int(import_module(f"elastic_etcd.{_MODULES[command]}").main(rest))
     if command in ("drain", "undrain", "scale", "stop"):
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 

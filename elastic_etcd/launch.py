@@ -21,15 +21,15 @@ from elastic_etcd.cli import options
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
-from elastic_etcd.init import be_init
+from elastic_etcd.system.init import be_init
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_etcd.agent.account import Account
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.agent.followers.run_writer import Account
+    from elastic_etcd.etcd.access import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
 

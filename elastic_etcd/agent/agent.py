@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING, Never, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.console import ConsoleHandler
+from elastic_etcd.agent.directories import memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices
+from elastic_etcd.agent.followers.hang_watch import HangWatch
+from elastic_etcd.agent.followers.recorder import FlightRecorder
+from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
+from elastic_etcd.agent.followers.throughput import PaceTeller
+from elastic_etcd.agent.followers.time_accounting import Measure
+from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.hangs import HangWatch
 from elastic_etcd.agent.inbox import (
     FatalError,
     Inbox,
@@ -35,18 +40,12 @@ from elastic_etcd.agent.inbox import (
     Tasks,
     Unkillable,
 )
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.memory import memory_directory, own_directory
-from elastic_etcd.agent.pace import PaceTeller
+from elastic_etcd.agent.output.console import ConsoleHandler
+from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.preload import PreloadTeller
-from elastic_etcd.agent.recorder import FlightRecorder
-from elastic_etcd.agent.stragglers import StragglerWatch
-from elastic_etcd.agent.strays import Mark
-from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import lifecycle, wanted
+from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
     Action,
     Ending,
@@ -89,11 +88,12 @@ from elastic_etcd.errors import (
     TrainingFailed,
     UsageError,
 )
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
-from elastic_etcd.protocol import Change, Interrupt
-from elastic_etcd.threads import in_thread
+from elastic_etcd.protocol.messages import Change, Interrupt
+from elastic_etcd.system.leftovers import Mark
+from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import (
     APPROVE_TIMEOUT,
     GRACE_CHANGE,
@@ -103,10 +103,10 @@ from elastic_etcd.times import (
 )
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.account import Account
     from elastic_etcd.agent.event_log import EventLog
-    from elastic_etcd.agent.metrics import Metrics
-    from elastic_etcd.agent.notices import Notice, Watch
+    from elastic_etcd.agent.followers.metrics import Metrics
+    from elastic_etcd.agent.followers.notices import Notice, Watch
+    from elastic_etcd.agent.followers.run_writer import Account
 
 _CUT_OFF = "this node is cut off from etcd"
 
@@ -132,7 +132,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     if config.metrics_addr is None:
         return nullcontext()
     try:
-        from elastic_etcd.agent.endpoint import serving  # noqa: PLC0415 - only if it is asked for
+        from elastic_etcd.agent.followers.metrics_server import serving  # noqa: PLC0415 - only if it is asked for
     except ModuleNotFoundError as error:
         needs = "pip install 'elastic_etcd[metrics]'"
         raise UsageError(f"--metrics-addr: {error}; {needs}") from error
@@ -334,7 +334,7 @@ class Agent:
             self._loop.add_signal_handler(number, others[number])
             handled.append(number)
         if self._config.preemption_watch:
-            from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
+            from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - only if it is asked for
 
             self._watch = Watch(self._config.preemption_watch, self._hear_notice)
         try:
@@ -555,7 +555,7 @@ class Agent:
     def _tell_order(self) -> None:
         """Why this node goes, if people want it; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
-        departure = wanted.departure(view, local.run, local.lease) if view else None
+        departure = requests.departure(view, local.run, local.lease) if view else None
         if departure is None:
             return
         log.info("%s: leaving; a signal does not hurry it, a second one does", departure.reason)
@@ -637,7 +637,7 @@ class Agent:
 
     def _unfinished(self, run: str) -> int:
         config, view = self._config, self._state.view
-        stopped = view is not None and wanted.halted(view, run) is not None
+        stopped = view is not None and requests.halted(view, run) is not None
         code = config.stop_exit_code if stopped else None
         code = config.leave_exit_code if code is None else code
         return 128 + self._signal if code is None else code
@@ -661,7 +661,7 @@ class Agent:
 
     async def _report(self) -> None:
         """Say where the time of the run went, if etcd answers soon."""
-        from elastic_etcd.agent.report import at_end  # noqa: PLC0415 - once, at the end
+        from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
 
         entry = await self._membership.history(self._state.local.ran)
         for line in at_end(entry) if entry else ():

@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.console import Console
-from elastic_etcd.agent.events import OUTCOMES, Event, event
-from elastic_etcd.agent.offload import DiskFile, Writer
+from elastic_etcd.agent.history import OUTCOMES, Event, event
+from elastic_etcd.agent.output.console import Console
+from elastic_etcd.agent.output.writer import DiskFile, Writer
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import (
     Error,

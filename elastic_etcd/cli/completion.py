@@ -9,18 +9,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import (
-    accelerate,
-    events,
-    options,
-    report,
-    serve,
-    status,
-    steer,
-    timeline,
-    top,
-)
+from elastic_etcd.cli import events, options, report, status, steer, timeline
+from elastic_etcd.cli.live import serve, top
 from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.frameworks import accelerate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

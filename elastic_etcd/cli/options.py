@@ -32,7 +32,7 @@ from elastic_etcd.core.schema import (
     valid_prefix,
 )
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

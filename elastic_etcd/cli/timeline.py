@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from elastic_etcd.cli import look
+from elastic_etcd.cli import query
 from elastic_etcd.cli.report import worlds
 from elastic_etcd.core.schema import Phase, Spent
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -35,7 +35,7 @@ examples:
   elastic-etcd timeline resnet-7 --out resnet-7.json   # for ui.perfetto.dev or chrome://tracing
   elastic-etcd timeline --all --out all.svg            # their nodes as JOB/NODE
 
-{look.CODES}"""
+{query.CODES}"""
 
 # What a node does, with its colour; told apart by their lightness, too.
 _COLOURS = {
@@ -75,7 +75,7 @@ def parser() -> options.Parser:
     text = "Draws what each node did in the newest run."
     arguments = "JOB | --all  --out FILE | --json"
     every = "each job under --prefix, in one drawing"
-    made = look.parser("timeline", text, _EPILOG, arguments, every=every)
+    made = query.parser("timeline", text, _EPILOG, arguments, every=every)
     made.add_argument("--out", type=_file, metavar="FILE", help="to write: .svg, or .json")
     made.add_argument(
         "--json", action="store_true", help="print what --out FILE.json would have written"
@@ -96,7 +96,7 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return look.run(parser, argv, _timeline, _timelines)
+    return query.run(parser, argv, _timeline, _timelines)
 
 
 def _file(text: str) -> Path:
@@ -111,7 +111,7 @@ def _file(text: str) -> Path:
     return path
 
 
-async def _timeline(job: look.Job, args: Namespace) -> None:
+async def _timeline(job: query.Job, args: Namespace) -> None:
     spans = _of_job(job.name, await job.view(), args)
     if not spans:
         raise ElasticEtcdError(f"job {job.name} has had no world yet")
@@ -119,7 +119,7 @@ async def _timeline(job: look.Job, args: Namespace) -> None:
 
 
 async def _timelines(client: Client, args: Namespace) -> None:
-    views = await look.all_views(client, args)
+    views = await query.all_views(client, args)
     spans = [
         span._replace(node=f"{job}/{span.node}")
         for job, view in views.items()
@@ -148,7 +148,7 @@ def _write_timeline(title: str, spans: Sequence[Span | Saved], args: Namespace) 
         args.out.write_text(text)
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from error
-    print(look.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
+    print(query.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
 
 
 def _read_lines(path: str) -> list[str]:
@@ -357,4 +357,4 @@ def _text(x: float, y: float, text: str) -> str:
 
 def _escaped(text: str) -> str:
     """For XML, which has no form at all for most of what is not printable."""
-    return escape(look.in_one_line(text))
+    return escape(query.in_one_line(text))

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import checkpoint
 
-from elastic_etcd.train.node_memfds import NodeMemfds
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.node_memfds import NodeMemfds
 from elastic_etcd.train.unchanged import PROBATION
 from tests.support.channels import Job
 

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 import elastic_etcd
 from elastic_etcd import launcher
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.metrics import Metrics
+from elastic_etcd.agent.followers.metrics import Metrics
 from elastic_etcd.cli import completion, options
 from elastic_etcd.core.schema import Limits
 

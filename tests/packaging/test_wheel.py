@@ -30,7 +30,10 @@ dist.init_process_group("gloo")
 print("a world of", dist.get_world_size(), "in generation", os.environ["ELASTIC_ETCD_GENERATION"])
 dist.destroy_process_group()
 """
-LOADED = "elastic_etcd.agent.metrics, elastic_etcd.cli.web, elastic_etcd.launcher, shtab, uvicorn"
+LOADED = (
+    "elastic_etcd.agent.followers.metrics, elastic_etcd.cli.live.web, elastic_etcd.launcher, "
+    "shtab, uvicorn"
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
 def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> None:
     """It was built from the sdist, so that has them, too."""
     tracked = run("git", "ls-files", "elastic_etcd", cwd=ROOT).split()
-    assert {"elastic_etcd/py.typed", "elastic_etcd/cli/page/page.html"} < set(tracked)
+    assert {"elastic_etcd/py.typed", "elastic_etcd/cli/live/page/page.html"} < set(tracked)
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert sorted(names) == sorted(tracked)

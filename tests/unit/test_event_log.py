@@ -8,10 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.activity import ActivityPage, _sealed_memory
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.event_log import EventLog, open_log
-from elastic_etcd.agent.measure import Measure
+from elastic_etcd.agent.followers.time_accounting import Measure
 from elastic_etcd.core.lifecycle import (
     Event,
     Finished,
@@ -26,6 +25,7 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Page, Phase, Round
 from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.protocol.activity import ActivityPage, _sealed_memory
 from tests.support.aio import elapse
 from tests.support.jobs import FAILURE, FINAL
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import elastic_etcd.train.channel
-from elastic_etcd.train import node_memfds, room
-from elastic_etcd.train.node_memfds import NodeMemfds
-from elastic_etcd.train.room import Free
-from elastic_etcd.train.snapshot import HEADER, Draft, Piece, StateSnapshot, Version
-from elastic_etcd.train.state import ElasticState
+import elastic_etcd.train.agent_channel
+from elastic_etcd.train.state import free_memory, node_memfds
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.free_memory import Free
+from elastic_etcd.train.state.node_memfds import NodeMemfds
+from elastic_etcd.train.state.snapshot import HEADER, Draft, Piece, StateSnapshot, Version
 from elastic_etcd.train.unchanged import SMALLEST, Unchanged
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
@@ -192,13 +192,13 @@ def test_what_is_received_is_the_node_s(node: Node) -> None:
 
 def test_only_what_grows_is_asked_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = node.ranks()
-    monkeypatch.setattr(room, "free_memory", lambda: Free(2 * size_of(9), "nothing more"))
+    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(2 * size_of(9), "nothing more"))
     ranks[0].write(draft(9))
-    monkeypatch.setattr(room, "free_memory", lambda: Free(size_of(9), "nothing more"))
+    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(size_of(9), "nothing more"))
     for count in (9, 10):
         for rank in ranks[count == 9 :]:
             rank.write(Draft(Version(0, count, 1), {}, {"a": values(9)}, at_once))
-    monkeypatch.setattr(room, "free_memory", lambda: Free(0, "nothing more"))
+    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(0, "nothing more"))
     for rank in ranks:
         rank.write(Draft(Version(0, 11, 1), {}, {"a": values(9)}, at_once))
 
@@ -428,7 +428,7 @@ def enter(path: str, rank: int, size: int) -> None:
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": str(rank // size),
     }
-    elastic_etcd.train.channel._channel = None
+    elastic_etcd.train.agent_channel._channel = None
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined] # as a worker
     ElasticState._opened = 0
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.digest import CHUNK, digest_of
-from elastic_etcd.train.encoding import decode, dumps, encode
-from elastic_etcd.train.snapshot import (
+from elastic_etcd.train.state.digest import CHUNK, digest_of
+from elastic_etcd.train.state.encoding import decode, dumps, encode
+from elastic_etcd.train.state.snapshot import (
     HEADER,
     Draft,
     Header,
@@ -34,7 +34,7 @@ from elastic_etcd.train.snapshot import (
     unpack,
     write_body,
 )
-from elastic_etcd.train.staging import Staging
+from elastic_etcd.train.state.staging import Staging
 from tests.support.forked import Child
 
 DTYPES = [

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-import elastic_etcd.train.channel
+import elastic_etcd.train.agent_channel
 from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
-from elastic_etcd.train import state as state_module
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World
-from elastic_etcd.train.snapshot import Version
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state import elastic_state as state_module
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.snapshot import Version
 from elastic_etcd.train.unchanged import AGAIN
 from tests.support.channels import Job
 from tests.support.forked import Child, group
@@ -603,7 +603,7 @@ class CountedCodec:
 def test_users_register_codecs_and_subclasses_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic_etcd.train.codecs._codecs", {})
+    monkeypatch.setattr("elastic_etcd.train.state.codecs._codecs", {})
     state = ElasticState(counted=More(3))
     with pytest.raises(UsageError, match=r"counted is a .*More"):
         state.commit()
@@ -979,10 +979,10 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.path)
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setattr(elastic_etcd.train.channel, "_channel", None)
+        monkeypatch.setattr(elastic_etcd.train.agent_channel, "_channel", None)
         monkeypatch.setattr(ElasticState, "_opened", 0)
         yield job
-        if channel := elastic_etcd.train.channel._channel:
+        if channel := elastic_etcd.train.agent_channel._channel:
             channel._socket.close()
 
 
@@ -1017,7 +1017,7 @@ def test_t18_a_save_that_outlives_its_world_does_not_replace_a_newer_file(
     monkeypatch.setattr(os, "fsync", real)
     saving, state._saving = state._saving, None
     assert saving is not None
-    channel = elastic_etcd.train.channel._channel
+    channel = elastic_etcd.train.agent_channel._channel
     assert channel is not None
     channel.generation = 4  # this process goes on in the next world, which saves first
     monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "4")
@@ -1034,7 +1034,7 @@ def test_t18_a_save_that_outlives_its_world_does_not_replace_a_newer_file(
 
 WORKER = """
 import os, signal, sys, torch
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state.elastic_state import ElasticState
 state = ElasticState(epoch=0, data=torch.zeros(1000))
 state.sync()
 print(state.epoch, int(state.data[0]), state._open_memfds().version().counter, flush=True)

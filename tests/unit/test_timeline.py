@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from elastic_etcd.__main__ import main
-from elastic_etcd.agent.events import event
+from elastic_etcd.agent.history import event
 from elastic_etcd.cli.timeline import Saved, Span, of_history, of_log, svg, trace
 from elastic_etcd.core.schema import Keys
 from tests.support.etcd import EtcdServer
