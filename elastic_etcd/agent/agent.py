@@ -41,8 +41,7 @@ from elastic_etcd.agent.inbox import (
     Unkillable,
 )
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.output.console import ConsoleHandler
-from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.agent.output.logs import LogHandler, Logs
 from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
@@ -707,7 +706,7 @@ def _logging_through(logs: Logs) -> Iterator[None]:
     """Log lines go the way of the workers' output: a stuck terminal must not stall the loop."""
     ours, asyncios = logging.getLogger("elastic_etcd"), logging.getLogger("asyncio")
     before = list(ours.handlers), list(asyncios.handlers)
-    handler = ConsoleHandler(logs.stderr)
+    handler = LogHandler(logs.stderr)
     if ours.handlers:
         handler.setFormatter(ours.handlers[0].formatter)
     ours.handlers[:] = asyncios.handlers[:] = [handler]

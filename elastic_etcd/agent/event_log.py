@@ -13,8 +13,7 @@ from typing import Any
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.history import OUTCOMES, Event, event
-from elastic_etcd.agent.output.console import Console
-from elastic_etcd.agent.output.writer import DiskFile, Writer
+from elastic_etcd.agent.output.writer import Output, OutputWriter
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import (
     Error,
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_log(config: AgentConfig, stdout: Console) -> AsyncIterator["EventLog"]:
+async def open_log(config: AgentConfig, stdout: Output) -> AsyncIterator["EventLog"]:
     """The log at `config.event_log`; leaving it writes out what waits, if that moves."""
     path = config.event_log
     assert path
@@ -44,16 +43,16 @@ async def open_log(config: AgentConfig, stdout: Console) -> AsyncIterator["Event
         if path == "-":
             told = EventLog(config, stdout.say)
         else:
-            writer = Writer()
+            writer = OutputWriter()
             scope.push_async_callback(writer.close, patience=1)
             file = _file(path, writer)
             scope.callback(file.close)
-            told = EventLog(config, file.keep)
+            told = EventLog(config, file.say)
         scope.callback(told.end)
         yield told
 
 
-def _file(path: str, writer: Writer) -> DiskFile:
+def _file(path: str, writer: OutputWriter) -> Output:
     known: set[int | None] = set()
 
     def open_file() -> int:
@@ -64,7 +63,7 @@ def _file(path: str, writer: Writer) -> DiskFile:
             known.add(error.errno)
             log.warning("--event-log %s: can't be written: %s", path, error.strerror)
 
-    return DiskFile(writer, path, open_file, failed)
+    return Output(writer, path, open_file, failed)
 
 
 class EventLog:
