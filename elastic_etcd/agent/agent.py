@@ -252,9 +252,9 @@ class LocalWorkers(Protocol):
     @property
     def finished(self) -> bool: ...
 
-    async def alone(self) -> None: ...
+    async def end_former_agents_leftovers(self) -> None: ...
 
-    async def warm(self) -> None: ...
+    async def prestart(self) -> None: ...
 
     def offer(self, generation: int, reached: Reached) -> Master: ...
 
@@ -428,8 +428,8 @@ class Agent:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._membership.look())  # a wrong address is told at once
-                group.create_task(self._workers.warm())
-                group.create_task(self._workers.alone())
+                group.create_task(self._workers.prestart())
+                group.create_task(self._workers.end_former_agents_leftovers())
         except* ElasticEtcdError as errors:
             self._inbox.put(FatalError(errors.exceptions[0]))
         else:

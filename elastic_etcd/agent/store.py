@@ -74,8 +74,23 @@ class StoreServer:
         self._tell_lost = lost
         self._generation = 0
         self._child: _Child | None = None
+        self._offered: tuple[int, socket.socket] | None = None
 
-    def warm(self) -> None:
+    def offer(self, generation: int, address: str) -> int:
+        """Bind a socket for the store of `generation`, once; gives its port. Raises OSError."""
+        if self._offered is None or self._offered[0] != generation:
+            self._withdraw_offer()
+            self._offered = generation, bind(address)[0]
+        return int(self._offered[1].getsockname()[1])
+
+    def begin(self, generation: int, *, here: bool) -> None:
+        """Serve the store of a generation that begins, if it is `here` and was offered."""
+        if here and self._offered and self._offered[0] == generation:
+            self.serve(*self._offered)
+            self._offered = None
+        self._withdraw_offer()
+
+    def prestart(self) -> None:
         """Start the child before its first use. If it is exec'd it imports torch for seconds."""
         if self._child is None or self._child.gone:
             try:
@@ -88,7 +103,7 @@ class StoreServer:
     def serve(self, generation: int, sock: socket.socket) -> None:
         """Serve a fresh store on `sock`, which then is the child's. The older store ends."""
         self._generation = generation
-        self.warm()
+        self.prestart()
         with sock:
             if self._child is not None:
                 self._child.hand_over(generation, sock)
@@ -98,6 +113,12 @@ class StoreServer:
         if self._child is not None:
             self._child.close()
             self._child = None
+        self._withdraw_offer()
+
+    def _withdraw_offer(self) -> None:
+        if self._offered:
+            self._offered[1].close()
+            self._offered = None
 
     def _lost(self, why: str) -> None:
         log.warning("nobody answers at the master endpoint any more: %s", why)

@@ -27,13 +27,14 @@ _RUN_SCRIPT = str(Path(children.__file__).with_name("run_script.py"))
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker runs; `env` is its whole environment, `error_file` may be ""."""
+    """What one worker runs."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # all of it
     rank: int
     local_rank: int
-    error_file: str
+    error_file: str  # or ""
+    hands_signals_on: bool = True  # as a script may, and a shell does not
 
 
 class Worker:
@@ -76,13 +77,13 @@ class Worker:
         if end < self.end:
             self.grace, self.end = grace, end
 
-    def terminate(self, *, group: bool) -> None:
-        """SIGTERM to the process itself, or to its whole process group.
+    def terminate(self) -> None:
+        """SIGTERM to the process itself, or to its whole group if it hands no signal on.
 
         What a script has started ends with it. A DataLoader's workers that got SIGTERM, too, would
         make the very step fail after which the script saves.
         """
-        if group:
+        if not self.spec.hands_signals_on:
             signal_group(self.pid, signal.SIGTERM)
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # as for a group

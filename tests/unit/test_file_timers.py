@@ -231,7 +231,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         Logs.open(config, job="j", node="n", role="r") as logs,
         Watched.open(logs, timer_file="") as watched,
     ):
-        await watched.workers.warm()
+        await watched.workers.prestart()
         yield watched
 
 
@@ -320,7 +320,7 @@ async def test_workers_are_told_where_and_nothing_is_left_there(tmp_path: Path) 
         Logs.open(LogConfig(), job="j", node="n", role="r") as logs,
         Watched.open(logs, timer_file="") as watched,
     ):
-        await watched.workers.warm()
+        await watched.workers.prestart()
         assert watched.workers._timers
         path = Path(watched.workers._timers.path)
         assert path.is_fifo()

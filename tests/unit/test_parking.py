@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.agent import termination
 from elastic_etcd.agent import workers as agent_workers
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
@@ -231,7 +232,7 @@ async def test_g3_a_worker_that_is_late_to_park_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    monkeypatch.setattr(termination, "_LATE", 0.05)
     watched.launch(Script(tmp_path, "one", "deaf").command)
     await elastic(watched)
     watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
@@ -247,7 +248,7 @@ async def test_t3_for_newcomers_nobody_is_killed_but_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    monkeypatch.setattr(termination, "_LATE", 0.05)
     parks, slow = Script(tmp_path, "one"), Script(tmp_path, "two", "deaf")
     watched.launch(parks.command, slow.command)
     pids = await elastic(watched)
@@ -351,7 +352,7 @@ async def test_a_timer_that_expires_at_the_barrier_ends_nobody(tmp_path: Path) -
     script, path = Script(tmp_path, "said"), tmp_path / "timers"
     logs = Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r")
     async with logs, Watched.open(logs, timer_file=str(path)) as watched:
-        await watched.workers.warm()
+        await watched.workers.prestart()
         timers = watched.workers._timers
         assert timers
         watched.launch(script.command)

@@ -76,7 +76,7 @@ class Watched:
             finally:
                 workers = watched.workers
                 workers.close()
-                await watched.turns(lambda: not (workers.groups or workers._groups))
+                await watched.turns(lambda: not (workers.groups or workers._termination._groups))
 
     @property
     def failures(self) -> list[Failure]:
