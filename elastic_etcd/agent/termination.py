@@ -196,7 +196,7 @@ class Termination:
         self._inbox.put(WorkersGone(self._generation))
 
     def _expect_an_end(self) -> None:
-        """Of what was killed. A generation that has to end is given up some time after SIGKILL."""
+        """Tell what SIGKILL has not ended; give a generation up that has to end and does not."""
         killed = self._killed()
         if self._groups or killed:
             self._stuck.start_once(STUCK, self._tell_stuck)

@@ -1,4 +1,4 @@
-"""One worker process: the leader of a process group, from its start to its end.
+"""A worker process, which leads a process group, from its start to its end.
 
 It may outlive a generation: a worker that recovers in process is asked to park at the barrier
 instead of being killed, and is sent on with another rank in the next generation.
@@ -27,7 +27,7 @@ _RUN_SCRIPT = str(Path(children.__file__).with_name("run_script.py"))
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker runs."""
+    """A worker's command, and its place in the world."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]  # all of it
@@ -38,9 +38,10 @@ class WorkerSpec:
 
 
 class Worker:
-    """A running process. `ended(worker, code)` comes once, from the event loop.
+    """A running process.
 
-    What is left of its process group is killed before that.
+    `ended(worker, code)` is called once, from the event loop, when all else of its process group
+    has got SIGKILL.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Worker:
     def terminate(self) -> None:
         """SIGTERM to the process itself, or to its whole group if it hands no signal on.
 
-        What a script has started ends with it. A DataLoader's workers that got SIGTERM, too, would
-        make the very step fail after which the script saves.
+        A script's children end with it. A DataLoader's workers that got SIGTERM, too, would make
+        the very step fail after which the script saves.
         """
         if not self.spec.hands_signals_on:
             signal_group(self.pid, signal.SIGTERM)

@@ -67,9 +67,9 @@ class Workers:
     """Starts, watches and stops the workers of one generation at a time.
 
     `start` (or `launch`), then a WorkerEnded in the inbox for each worker that ends, and last
-    WorkersGone, exactly once; `stop` and `kill` may be called at any time. What a worker leaves of
-    its process group is killed as soon as it is dead. Workers that parked live on to the next
-    `start`. The guardian is told of every process group.
+    WorkersGone, exactly once; `stop` and `kill` may be called at any time. The rest of a worker's
+    process group is killed as soon as it is dead. Workers that parked live on to the next `start`.
+    The guardian is told of every process group.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Workers:
 
     @property
     def pages(self) -> tuple[ActivityPage, ...]:
-        """What the workers of this generation write what they do on, also those that have ended."""
+        """On which the workers of this generation write what they do, also if they have ended."""
         return self._pages.all()
 
     @property
@@ -216,7 +216,7 @@ class Workers:
         notice: Change | Interrupt | None = None,
         park: float | None = None,
     ) -> None:
-        """Send SIGTERM now, SIGKILL after `grace` seconds. Of two calls the shorter grace counts.
+        """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
 
         A worker that can park is given `notice`, if there is one, instead of SIGTERM, and has
         `park` seconds, if they are given. Without a `grace` the others get nothing, and all of
