@@ -45,22 +45,32 @@ def bind(address: str) -> tuple[socket.socket, int]:
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
+        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+        sock = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except ValueError:
-        return _listen(*_everywhere())
-    try:
-        return _listen(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, address)
+        sock = _listen_everywhere()
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return _listen(*_everywhere())
+        sock = _listen_everywhere()
+    return sock, sock.getsockname()[1]
+
+
+def _listen_everywhere() -> socket.socket:
+    """As torch's own store does."""
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)  # noqa: S104 - it is meant
+    return socket.create_server(
+        ("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
 
 
 class StoreServer:
     """The child that serves the stores, started at first use and kept for later generations.
 
-    One that ends before `close` is told in the log, with its last words, and `lost` is told of it
-    with the newest generation that it has served, 0 for none; the next one has another child. It
-    dies with the agent. With `prefork` it is forked and need not import torch.
+    When it ends before `close` the log has its last words, and `lost` is called with the newest
+    generation that it has served, 0 for none; the next generation has another child. It dies with
+    the agent. With `prefork` it is forked and need not import torch.
     """
 
     def __init__(
@@ -126,7 +136,7 @@ class StoreServer:
 
 
 class _Child:
-    """One store process, the socketpair to it and its standard error; `lost(why)` at its end."""
+    """A store process, the socketpair to it and its standard error; `lost(why)` at its end."""
 
     def __init__(self, lost: Callable[[str], None]) -> None:
         self.gone = False
@@ -197,23 +207,3 @@ async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -
         stderr=stderr,
         pass_fds=(channel.fileno(),),
     )
-
-
-def _everywhere() -> tuple[socket.AddressFamily, str]:
-    # What torch's own store listens on. S104: the address to be reached at is not this machine's.
-    if socket.has_dualstack_ipv6():
-        return socket.AF_INET6, "::"
-    return socket.AF_INET, "0.0.0.0"  # noqa: S104
-
-
-def _listen(family: socket.AddressFamily, address: str) -> tuple[socket.socket, int]:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((address, 0))
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock, sock.getsockname()[1]
