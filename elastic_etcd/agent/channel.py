@@ -58,24 +58,24 @@ log = logging.getLogger(__name__)
 class ChannelServer:
     """The socket at which this node's workers call.
 
-    `heard(channel, message)` is given what the server itself does not answer, and last
+    `take(channel, message)` is given what the server itself does not answer, and last
     Disconnected() of each worker that had said hello; it is called from the event loop.
     `imported(fd)` is given a file in which a worker says what its script has imported.
     """
 
     def __init__(
         self,
-        heard: Callable[["WorkerChannel", FromWorker | Disconnected], None],
+        take: Callable[["WorkerChannel", FromWorker | Disconnected], None],
         imported: Callable[[int], None] = os.close,
     ) -> None:
-        self.heard = heard
+        self.take = take
         self.imported = imported
         # Descriptors, which outlive the workers that gave them: of one local rank, or of all.
         self.kept: dict[tuple[int, str], int] = {}
         self.shared: dict[str, int] = {}
         self._sharers: dict[str, set[int]] = {}
         self.channels: set[WorkerChannel] = set()
-        self.leaving = False  # whether this node has been told to leave
+        self.leaving = False  # whether this node is to leave
         self.reason = ""  # why the present generation was begun
         self._socket: socket.socket | None = None
         self._directory = ""
@@ -231,7 +231,7 @@ class WorkerChannel:
         if not self._closed:
             self.close()
             if self._greeted:
-                self._server.heard(self, Disconnected())
+                self._server.take(self, Disconnected())
 
     def _readable(self) -> None:
         try:
@@ -280,11 +280,11 @@ class WorkerChannel:
                 self._questions.add(number)
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
-                self._server.heard(self, message)
+                self._server.take(self, message)
             case AskLeaving(number):
                 self.send(Leaving(number, self._server.leaving))
             case _:
-                self._server.heard(self, message)
+                self._server.take(self, message)
 
     def _greet(self, hello: Hello) -> None:
         if hello.v != VERSION:

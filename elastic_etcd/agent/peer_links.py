@@ -75,10 +75,10 @@ class _Link:
     async def end(self) -> End:
         """Wait for its end."""
         try:
-            said = await self._reader.read(1)
+            goodbye = await self._reader.read(1)
         except OSError as error:
             return _end_of(error)
-        return End.GOODBYE if said else End.BROKEN
+        return End.GOODBYE if goodbye else End.BROKEN
 
     def hang_up(self) -> None:
         """End it in order."""
@@ -236,7 +236,7 @@ class PeerLinks:
         self._called: Contact | None = None
         self._calling: asyncio.Task[None] | None = None
         self._link: _Link | None = None
-        self._told = False
+        self._warned = False  # that the coordinator can't be called
 
     async def open(self, address: str) -> Contact | None:
         """Listen at `address`, with a nonce for a new lease; None where that can't be done."""
@@ -329,8 +329,8 @@ class PeerLinks:
     def _tell_once(self, to: Member, contact: Contact) -> None:
         where = (to.node, contact.addr, contact.port)
         text = "no proof of death: the coordinator, %s, can't be called at %s, port %d"
-        log.log(logging.DEBUG if self._told else logging.INFO, text, *where)
-        self._told = True
+        log.log(logging.DEBUG if self._warned else logging.INFO, text, *where)
+        self._warned = True
 
     def _in_charge_of_coordinator(self, coordinator: Member) -> bool:
         view = self._view

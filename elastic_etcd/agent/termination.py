@@ -20,7 +20,7 @@ from elastic_etcd.system.leftovers import Mark, Strays
 from elastic_etcd.system.process import ProcessGroups
 from elastic_etcd.times import STUCK
 
-_LATE = 10.0  # seconds until it is told who does not stop; then after twice as long, and so on
+_LATE = 10.0  # seconds until the log names those that do not stop; then twice as many, and so on
 _LOOK_AGAIN = 1.0
 
 Given = ParamSpec("Given")
@@ -94,7 +94,7 @@ class Termination:
         self._guardian.guard(groups=tuple(self._running), parked=tuple(self._parked))
 
     def settle_soon(self) -> None:
-        """Something has changed: see in the loop's next turn whether all is gone."""
+        """See in the loop's next turn whether all is gone."""
         asyncio.get_running_loop().call_soon(self._settle)
 
     # --- stopping -------------------------------------------------------------------------
@@ -108,10 +108,10 @@ class Termination:
         again = self.stopping and not self.patient
         self.stopping, self.patient = True, grace is None
         for worker in self._running.values():
-            told = notice is not None and worker.tell(notice)
-            if not told and not again and grace is not None:
+            parks = notice is not None and worker.tell(notice)
+            if not (parks or again) and grace is not None:
                 worker.terminate()
-            seconds = park if told and park is not None else grace
+            seconds = park if parks and park is not None else grace
             if seconds is not None:
                 worker.give(seconds)
         self.settle_soon()
@@ -149,7 +149,7 @@ class Termination:
         self.settle_soon()
 
     def _tell_late(self, notice: Change | Interrupt, seconds: float) -> None:
-        """Say who has not stopped; and again, if it takes longer still."""
+        """Name those that have not stopped; and again, if it takes longer still."""
         reason, finished = notice.reason, self._ranks(finished=True)
         if late := self._ranks(finished=False):
             what = "no state.check()" if isinstance(notice, Change) else "not out of its step"
@@ -161,13 +161,13 @@ class Termination:
             self._late.start(2 * seconds, self._tell_late, notice, 2 * seconds)
 
     def _ranks(self, *, finished: bool) -> str:
-        """Those that run, and were told to park or, as they have `finished`, can't be told."""
-        told = [
-            worker
+        """The ranks that run and were to park, or those that have `finished` and can't."""
+        found = [
+            worker.spec.rank
             for worker in self._running.values()
             if worker.finished == finished and (finished or worker.channel)
         ]
-        return ", ".join(map(str, sorted(worker.spec.rank for worker in told)))
+        return ", ".join(map(str, sorted(found)))
 
     # --- is anything left? ----------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Termination:
         self._settle()
 
     def _settle(self) -> None:
-        """Say it when nothing of the generation is left."""
+        """Put WorkersGone when nothing of the generation is left."""
         if not (self._running or self._groups or self._pending):
             self._kill.cancel()
             self._late.cancel()

@@ -69,7 +69,7 @@ class Worker:
         return self._loop.time() - self._started
 
     def tell(self, message: FromAgent) -> bool:
-        """Whether it could be told: one that can park."""
+        """Send it a message, if it can park; whether it could be sent."""
         return not self.finished and self.channel is not None and self.channel.send(message)
 
     def give(self, grace: float) -> None:

@@ -103,7 +103,7 @@ class Workers:
         self._termination = Termination(
             config.kill_timeout, inbox, tasks, guardian, self._mark, self._running, self._parked
         )
-        self._channels = ChannelServer(self._heard, self._imported)
+        self._channels = ChannelServer(self._take_message, self._imported)
         self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
@@ -168,7 +168,7 @@ class Workers:
         return Master(reached.address, self._store.offer(generation, reached.address))
 
     def tell_leaving(self) -> None:
-        """From now on workers that ask are told that this node leaves."""
+        """Answer from now on that this node leaves, when a worker asks."""
         self._channels.leaving = True
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
@@ -192,7 +192,7 @@ class Workers:
         self.launch(now.generation, specs, now.reason)
 
     def launch(self, generation: int, specs: Sequence[WorkerSpec], reason: str = "") -> None:
-        """Start every worker; one that can't be started is told as an exit, like any other."""
+        """Start every worker. A start that fails is reported as an exit, like any other."""
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
         self._elastic = self._finished = False
@@ -243,7 +243,7 @@ class Workers:
         self._inbox.put(WorkersHang(self.generation, failure))
 
     def _timer_expired(self, session: int, timer: FileTimerRequest, seconds: float) -> None:
-        """The script itself has said that it hangs then, and by which signal it is to end."""
+        """By its own timer a script hangs, and is to end by the timer's signal."""
         worker = self._running.get(session)
         if worker is None or worker.killed:
             return
@@ -405,7 +405,7 @@ class Workers:
         """Report a failure with its cause, which may lie on a disk that stands still.
 
         WorkersGone waits for it, so that it is still of this generation; I3 bears any delay of
-        that. Failures are told in their order, because the first one is the culprit's.
+        that. Failures are reported in their order, because the first one is the culprit's.
         """
         spec, tail = worker.spec, worker.output.err.tail()
         reading = begin(partial(failure_message, code, spec.error_file, tail))
@@ -443,7 +443,7 @@ class Workers:
 
     # --- what workers say -----------------------------------------------------------------
 
-    def _heard(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+    def _take_message(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
         """Take a message of a worker; one of an older generation is ignored."""
         if isinstance(message, AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))

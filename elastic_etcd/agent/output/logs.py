@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerStream:
-    """One output pipe of one worker, read whenever there is something in it.
+    """An output pipe of a worker, read whenever there is something in it.
 
-    With `terminal` it is a terminal to the worker. What it writes is shown as it is then, also
-    what has no line end yet: a debugger's prompt.
+    With `terminal` it is a terminal to the worker. All is shown as it is then, also text without a
+    line end: a debugger's prompt.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WorkerStream:
         return bytes(self._tail[-_TAIL:])
 
     def move(self, prefix: bytes, file: Output | None) -> None:
-        """What comes from here on is another generation's."""
+        """Output that comes from here on is another generation's."""
         self.drain()
         if self._read < 0:
             return
@@ -168,7 +168,7 @@ class WorkerLog:
 
 
 class Logs:
-    """Where the output of an agent's workers goes, for its whole life.
+    """The destinations of the output of an agent's workers, for its whole life.
 
     `async with Logs.open(...) as logs`; leaving it writes out what waits, and gives up on what does
     not move for a second.
@@ -185,7 +185,7 @@ class Logs:
         self.directory = directory
         self._disk = OutputWriter()
         self.stdout, self.stderr = open_consoles()
-        self._told = self._has_evidence = False
+        self._warned = self._has_evidence = False
 
     @classmethod
     def open(
@@ -247,7 +247,7 @@ class Logs:
     ) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to.
 
-        One that is `at_terminal` has the agent's stdin, and a terminal as stdout.
+        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout.
         """
         prefix = self._prefix_of(generation, rank, local_rank)
 
@@ -306,8 +306,8 @@ class Logs:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _tell_file_error(self, path: Path, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             cure = "make room there, or name another --log-dir at the next start"
             text = "can't write %s (%s): training goes on without log files; %s"
             log.warning(text, path, error.strerror, cure)

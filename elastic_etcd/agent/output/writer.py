@@ -135,8 +135,8 @@ class Output:
     """A file, pipe, socket or terminal, to which the thread of a writer appends.
 
     `open_file` gives its descriptor, which is then this output's; `failed` is told what goes wrong.
-    Both run in that thread. After an error it is tried again with the next bytes. Where bytes were
-    dropped, the output says so.
+    Both run in that thread. After an error it is tried again with the next bytes. The output itself
+    says where bytes were dropped.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ def open_consoles() -> tuple[Output, Output]:
 
 
 def open_console(number: int) -> Output:
-    """Where descriptor `number` leads, which may be closed; it is left as it is."""
+    """The output to which descriptor `number` leads, which may be closed and is left as it is."""
     fd, mode = -1, 0
     with contextlib.suppress(OSError):
         fd = os.dup(number)
