@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from argparse import ArgumentTypeError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _EPILOG = f"""\
 The times are those of report: what the coordinator's node has measured is drawn for all nodes of a
-world. With --log a node is drawn as it has told itself, by --event-log.
+world.
 
 examples:
   elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.svg
@@ -80,9 +79,6 @@ def parser() -> options.Parser:
     made.add_argument(
         "--json", action="store_true", help="print what --out FILE.json would have written"
     )
-    made.add_argument(
-        "--log", nargs="+", default=[], metavar="FILE", help="files that --event-log has written"
-    )
     one_or_all = made.get_default("check")
 
     def check(args: Namespace) -> None:
@@ -112,7 +108,7 @@ def _file(text: str) -> Path:
 
 
 async def _timeline(job: query.Job, args: Namespace) -> None:
-    spans = _of_job(job.name, await job.view(), args)
+    spans = list(of_history(await job.view(), time.time()))
     if not spans:
         raise ElasticEtcdError(f"job {job.name} has had no world yet")
     _write_timeline(f"job {job.name}", spans, args)
@@ -123,20 +119,11 @@ async def _timelines(client: Client, args: Namespace) -> None:
     spans = [
         span._replace(node=f"{job}/{span.node}")
         for job, view in views.items()
-        for span in _of_job(job, view, args)
+        for span in of_history(view, time.time())
     ]
     if not spans:
         raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
     _write_timeline(f"all jobs under {args.prefix}", spans, args)
-
-
-def _of_job(job: str, view: View, args: Namespace) -> list[Span | Saved]:
-    spans = list(of_history(view, time.time()))
-    for path in args.log:
-        own = list(of_log(_read_lines(path), job))
-        told = {span.node for span in own if isinstance(span, Span)}
-        spans = [span for span in spans if span.node not in told] + own
-    return spans
 
 
 def _write_timeline(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
@@ -149,13 +136,6 @@ def _write_timeline(title: str, spans: Sequence[Span | Saved], args: Namespace) 
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from error
     print(query.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"--log {path}: {error.strerror}") from error
 
 
 # --- what each node did -------------------------------------------------------------------
@@ -208,50 +188,6 @@ def _in_order(spent: Spent) -> Iterator[tuple[str, float]]:
     yield "waiting", spent.detect
     yield "hang", spent.hang
     yield "stopping", spent.stop
-
-
-_DOING = {
-    "elastic_etcd.node.joined": "waiting",
-    "torchelastic.worker.status.RENDEZVOUS": "starting",
-    "elastic_etcd.training": "training",
-    "elastic_etcd.stopping": "stopping",
-    "torchelastic.worker.status.STOPPED": "waiting",
-}
-
-
-def of_log(lines: Sequence[str], job: str) -> Iterator[Span | Saved]:
-    """By what a node has told itself; lines of other jobs and other programs are passed over."""
-    doing, since, told, node = "", 0.0, "", ""
-    for line in lines:
-        found = _event(line, job)
-        if found is None:
-            continue
-        name, at, node, more = found
-        if name.rpartition(".")[2] in ("TERMINATED", "SUCCEEDED", "lost") and doing:
-            yield Span(node, doing, since, max(since, at), told)
-            doing = ""
-        elif following := _DOING.get(name):
-            end = max(since, at - more.get("idle", 0.0)) if following == "stopping" else at
-            if doing:
-                yield Span(node, doing, since, max(since, end), told)
-                if end < at:
-                    yield Span(node, "waiting", end, at, told)
-            generation = more.get("generation")
-            told = told if generation is None else f"generation {generation}"
-            doing, since = following, at
-
-
-def _event(line: str, job: str) -> tuple[str, float, str, dict[str, Any]] | None:
-    try:
-        event = json.loads(line)
-        metadata = event["metadata"]
-        more = json.loads(metadata["metadata"])
-        idle = float(more.get("idle", 0.0))
-        found = (str(event["name"]), event["timestamp"] / 1e3, str(metadata["hostname"]))
-        known = metadata["run_id"] == job and math.isfinite(found[1] + idle)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return None
-    return (*found, {**more, "idle": idle}) if known else None
 
 
 def _seconds(text: object) -> float | None:
