@@ -22,7 +22,7 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
-       elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
+       elastic-etcd timeline [options] JOB --out FILE        what each node did, for Perfetto
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
