@@ -10,12 +10,12 @@ import elastic_etcd
 from elastic_etcd.cli.options import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
+from scripts.docs_lib import picture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-DESIGN = (ROOT / "docs" / "design.md").read_text()
 GLOSSARY = ARCHITECTURE.partition("## Glossary")[2]
 ROOMS = {
     str(folder.relative_to(PACKAGE))
@@ -111,7 +111,8 @@ def test_each_room_has_its_line() -> None:
 def test_the_keys_that_everybody_mirrors_are_named() -> None:
     keys = Keys("/p/j")
     mirrored = covered(keys, Narrow(coordinator=5), lease=7)
-    (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", DESIGN, re.DOTALL)
+    design = (ROOT / "docs" / "design.md").read_text()
+    (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", design, re.DOTALL)
     others = {keys.page(0), keys.member(5), keys.member(7)}
     whole = {get.key.removeprefix("/p/j/") for get in mirrored if get.key not in others}
     assert set(re.findall(r"`(\w+)`", told)) == whole
@@ -140,3 +141,7 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
     for group in groups:
         words = explained(group)
         assert words == sorted(words)
+
+
+def test_the_picture_is_the_one_that_its_program_draws() -> None:
+    assert picture.FILE.read_text() == picture.picture()
