@@ -88,7 +88,6 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
-    event_log: str | None = None  # a file for events, "-" for stdout
     timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
     metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
     preemption_watch: str | None = None  # aws, gcp, azure or file:PATH, see followers/notices.py
