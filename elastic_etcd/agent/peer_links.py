@@ -113,7 +113,7 @@ async def _call(contact: Contact, lease: int, within: float) -> _Link | Found:
     return _Link(reader, writer) if found is Found.HERE else found
 
 
-async def _ask(contact: Contact) -> Found:
+async def _ask_whether_there(contact: Contact) -> Found:
     """Whether the agent is there, as far as that can be known in a moment."""
     found = await _call(contact, _ASKING, PROOF)
     if isinstance(found, _Link):
@@ -387,7 +387,7 @@ class PeerLinks:
         pause = 1.0
         while not caller.over and self._callers.get(member.lease) is caller:
             async with self._back:
-                caller.answers = await _ask(contact) is Found.HERE
+                caller.answers = await _ask_whether_there(contact) is Found.HERE
             if caller.answers:
                 log.debug("%s would be missed at once", member.node)
                 return
@@ -395,7 +395,7 @@ class PeerLinks:
             pause = min(2 * pause, CALL_AGAIN)
 
     async def _check(self, member: Member, contact: Contact) -> None:
-        if await _ask(contact) is Found.GONE and self._in_charge_of(member.lease):
+        if await _ask_whether_there(contact) is Found.GONE and self._in_charge_of(member.lease):
             await self._prove_dead(member, contact)
 
     def _in_charge_of(self, lease: int) -> Member | None:
