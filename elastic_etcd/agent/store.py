@@ -100,23 +100,18 @@ class StoreServer:
             self._offered = None
         self._withdraw_offer()
 
-    def prestart(self) -> None:
-        """Start the child before its first use. If it is exec'd it imports torch for seconds."""
-        if self._child is None or self._child.gone:
-            try:
-                self._child = _Child(self._lost)
-            except OSError as error:
-                self._lost(_not_started(error))
-            else:
-                self._tasks.create(self._child.live(self._prefork))
-
     def serve(self, generation: int, sock: socket.socket) -> None:
         """Serve a fresh store on `sock`, which then is the child's. The older store ends."""
         self._generation = generation
-        self.prestart()
         with sock:
-            if self._child is not None:
-                self._child.hand_over(generation, sock)
+            if self._child is None or self._child.gone:
+                try:
+                    self._child = _Child(self._lost)
+                except OSError as error:
+                    self._lost(_not_started(error))
+                    return
+                self._tasks.create(self._child.live(self._prefork))
+            self._child.hand_over(generation, sock)
 
     def close(self) -> None:
         """End the child and its store."""
@@ -148,7 +143,7 @@ class _Child:
         self._channel, self._theirs = channel_pair()
 
     async def live(self, prefork: Prefork | None) -> None:
-        """Start the process; its end is told as soon as it comes."""
+        """Start the process, and watch it."""
         try:
             process = await _start(prefork, self._theirs, self._stderr)
         except OSError as error:

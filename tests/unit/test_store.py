@@ -167,11 +167,11 @@ async def test_the_end_of_the_child_is_told_with_its_last_words(
 
 
 async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Server) -> None:
-    server.store.prestart()
+    server.store.serve(1, bind("127.0.0.1")[0])
     first = await server.pid()
     os.kill(first, signal.SIGKILL)
     assert "exit code -9" in await server.died()
-    server.store.prestart()
+    server.store.serve(2, bind("127.0.0.1")[0])
     assert await server.pid() != first
     server.store.close()
     server.store.close()
