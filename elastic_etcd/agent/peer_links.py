@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.timer import Timer
@@ -65,30 +66,11 @@ class End(Enum):
     BROKEN = "broken"  # as a kernel ends what a process leaves behind
 
 
-class _Link:
-    """A link to an agent that was called and has answered."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def end(self) -> End:
-        """Wait for its end."""
-        try:
-            goodbye = await self._reader.read(1)
-        except OSError as error:
-            return _end_of(error)
-        return End.GOODBYE if goodbye else End.BROKEN
-
-    def hang_up(self) -> None:
-        """End it in order."""
-        if not self._writer.is_closing():
-            self._writer.write(_GOODBYE)
-            self._writer.close()
+_Link: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _call(contact: Contact, lease: int, within: float) -> _Link | Found:
-    """Call an agent as the member with `lease`, and wait for its answer: so many seconds in all."""
+    """Call an agent as the member with `lease`; gives the link to it, if it answers in time."""
     deadline = asyncio.get_running_loop().time() + within
     found = Found.SILENT
     try:
@@ -110,16 +92,23 @@ async def _call(contact: Contact, lease: int, within: float) -> _Link | Found:
     finally:
         if found is not Found.HERE:
             writer.close()
-    return _Link(reader, writer) if found is Found.HERE else found
+    return (reader, writer) if found is Found.HERE else found
 
 
 async def _ask_whether_there(contact: Contact) -> Found:
     """Whether the agent is there, as far as that can be known in a moment."""
     found = await _call(contact, _ASKING, PROOF)
-    if isinstance(found, _Link):
-        found.hang_up()
-        return Found.HERE
-    return found
+    if isinstance(found, Found):
+        return found
+    _hang_up(found[1])
+    return Found.HERE
+
+
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """End a link in order."""
+    if not writer.is_closing():
+        writer.write(_GOODBYE)
+        writer.close()
 
 
 def _is_missing(error: OSError | ValueError) -> bool:
@@ -235,7 +224,6 @@ class PeerLinks:
         self._back = asyncio.Semaphore(_BACK)
         self._called: Contact | None = None
         self._calling: asyncio.Task[None] | None = None
-        self._link: _Link | None = None
         self._warned = False  # that the coordinator can't be called
 
     async def open(self, address: str) -> Contact | None:
@@ -261,15 +249,15 @@ class PeerLinks:
         self._view, self._lease = view, lease
         now = view.round if view else None
         if view is None or now is None:
-            self._call(None, 0.0)
+            self._call_coordinator(None, 0.0)
         elif now.phase is Phase.FINAL:
             other = None if now.coordinator == lease else view.coordinator
-            self._call(other, _SPREAD * now.nodes)
+            self._call_coordinator(other, _SPREAD * now.nodes)
         self._call_back_new()
 
     def close(self) -> None:
         """Say goodbye to all."""
-        self._call(None, 0.0)
+        self._call_coordinator(None, 0.0)
         self._nonce = b""
         if self._server:
             self._server.close()
@@ -282,16 +270,14 @@ class PeerLinks:
 
     # --- the link to the coordinator
 
-    def _call(self, other: Member | None, spread: float) -> None:
+    def _call_coordinator(self, other: Member | None, spread: float) -> None:
         contact = other.contact if other else None
         if contact == self._called:
             return
         self._called = contact
-        if self._link:
-            self._link.hang_up()
         if self._calling:
-            self._calling.cancel()
-        self._link = self._calling = None
+            self._calling.cancel()  # which says goodbye
+        self._calling = None
         if other and contact:
             self._calling = self._tasks.create(self._keep_link(other, contact, spread))
 
@@ -301,7 +287,7 @@ class PeerLinks:
         checking = False
         while True:
             found = await _call(contact, self._lease, PROOF if checking else CALL)
-            if isinstance(found, _Link):
+            if not isinstance(found, Found):
                 end, lasted = await self._hold(found)
                 if end is End.GOODBYE:
                     return
@@ -317,13 +303,14 @@ class PeerLinks:
 
     async def _hold(self, link: _Link) -> tuple[End, float]:
         """Wait for the end of a link; how it ended, and after how many seconds."""
-        loop = asyncio.get_running_loop()
-        began, self._link = loop.time(), link
+        loop, (reader, writer) = asyncio.get_running_loop(), link
+        began = loop.time()
         try:
-            end = await link.end()
+            end = End.GOODBYE if await reader.read(1) else End.BROKEN
+        except OSError as error:
+            end = _end_of(error)
         finally:
-            link.hang_up()
-        self._link = None
+            _hang_up(writer)
         return end, loop.time() - began
 
     def _tell_once(self, to: Member, contact: Contact) -> None:

@@ -106,7 +106,7 @@ class OutputWriter:
         """Resume those that wait, if there is room, or else when the disk stands still."""
         if self.full:
             if not self.patient:
-                self._look.start(STILL, self._tell_room)
+                self._look.start(self.moved + STILL - monotonic(), self._tell_room)
             return
         with self._lock:
             waiting, self._waiting = self._waiting, []
