@@ -121,11 +121,6 @@ class Workers:
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
         self._interface = ""  # which has this node's address for the others
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """{rank: pid} of the workers that run."""
-        return {worker.spec.rank: worker.pid for worker in self._running.values()}
-
     def activities(self) -> list[tuple[Worker, Activity]]:
         """The workers that run, with what they say that they do."""
         running = self._running.values()
@@ -135,11 +130,6 @@ class Workers:
     def pages(self) -> tuple[ActivityPage, ...]:
         """On which the workers of this generation write what they do, also if they have ended."""
         return self._pages.all()
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The process groups of all workers that live, parked ones too."""
-        return (*self._running, *self._parked)
 
     @property
     def finished(self) -> bool:

@@ -321,7 +321,7 @@ async def test_what_waits_is_written_when_the_reader_goes_on() -> None:
         await until(lambda: run.logs.stdout.writer.full)
         reading = asyncio.get_running_loop().run_in_executor(None, _read_all, r)
         await run.watched.emptied()
-        assert not run.watched.workers.pids
+        assert not run.watched.pids
     lines = (await reading).splitlines()
     assert [int(line.split(b": ")[1]) for line in lines] == list(range(50000))
 

@@ -293,7 +293,7 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(watched: Watched, f
     await watched.emptied()
     assert is_running(pid)
     watched.launch(["true"], generation=2)
-    (parked,) = watched.workers.groups or (0,)
+    (parked,) = watched.groups or (0,)
     os.kill(parked, signal.SIGKILL)
     await watched.emptied()
     assert not is_running(pid)
@@ -532,7 +532,7 @@ async def test_a_parked_worker_that_ends_after_its_generation_is_not_told_to_be_
     await watched.turns(lambda: watched.workers._parked)
     watched.workers.stop(1000)
     await watched.emptied()
-    (parked,) = watched.workers.groups
+    (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
     await watched.turns(lambda: watched.workers._termination._stuck.at)
     assert watched.guarded.groups == ()
