@@ -14,7 +14,6 @@ from msgspec.structs import replace
 VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
-MOST_MODULES = 512  # that are learned
 UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
 _TEXTS = ("reason", "error")
 M = TypeVar("M")
@@ -97,27 +96,8 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
     id: Number
 
 
-class Imported(_Message, frozen=True):
-    """What the script has imported by its first step: a descriptor comes along, of a file."""
-
-
-class Anew(_Message, frozen=True):
-    """The worker begins anew as a program, because of a module that was learned and loaded."""
-
-
 FromWorker: TypeAlias = (
-    Hello
-    | Elastic
-    | Parked
-    | Finished
-    | Keep
-    | Drop
-    | Recall
-    | Share
-    | AskCurrent
-    | AskLeaving
-    | Imported
-    | Anew
+    Hello | Elastic | Parked | Finished | Keep | Drop | Recall | Share | AskCurrent | AskLeaving
 )
 
 
@@ -208,16 +188,7 @@ class Gone(Struct, frozen=True):
 
 
 class Warm(_Message, frozen=True):
-    """The fork server has imported everything, and forks from now on; `modules` it has learned."""
-
-    modules: Annotated[tuple[Name, ...], Meta(max_length=MOST_MODULES)]
-
-
-class LeftOut(_Message, frozen=True, tag="left_out"):
-    """`module` is one that scripts import, and is not loaded; `why` says what speaks against it."""
-
-    module: str
-    why: str
+    """The fork server has imported everything, and forks from now on."""
 
 
 class Unsafe(_Message, frozen=True):
@@ -239,7 +210,7 @@ class Forked(_Message, frozen=True):
     pid: Number
 
 
-FromForkServer: TypeAlias = Warm | LeftOut | Unsafe | CannotImport
+FromForkServer: TypeAlias = Warm | Unsafe | CannotImport
 
 
 # --- between torchrun's rendezvous handler and the agent beside it ------------------------

@@ -40,7 +40,6 @@ from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.memory import memory_directory, own_directory
 from elastic_etcd.agent.pace import PaceTeller
-from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.recorder import FlightRecorder
 from elastic_etcd.agent.stragglers import StragglerWatch
 from elastic_etcd.agent.strays import Mark
@@ -202,8 +201,6 @@ async def run_agent(
         measure = Measure(workers)
         pace = PaceTeller(membership, workers)
         tasks.create(pace.tell())
-        preload = PreloadTeller(membership, workers)
-        tasks.create(preload.tell())
         stragglers = StragglerWatch(membership, workers)
         tasks.create(stragglers.tell())
         tasks.create(stragglers.compare())
@@ -213,7 +210,7 @@ async def run_agent(
             measure.followers.append(events)
         if account:
             account.follow(logs)
-        observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
+        observers: tuple[Observer, ...] = (hangs, pace, stragglers)
         if metrics:
             observers = (*observers, metrics)
         own = (measure, observers, account, events)

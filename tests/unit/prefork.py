@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic_etcd.agent.prefork import Prefork, imported
+from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.worker import through_run_script
 from elastic_etcd.process import Process, exited, spawn
 
@@ -35,19 +35,12 @@ async def exit_of(process: Process) -> int:
 
 
 class BothWays:
-    """A fork server in an event loop of its own, for tests that aren't coroutines.
+    """A fork server in an event loop of its own, for tests that aren't coroutines."""
 
-    It has `learned` these modules; what is installed beside the suite's own is in `packages`.
-    """
-
-    def __init__(
-        self, folder: Path, preload: Sequence[str] = (), learned: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, preload: Sequence[str] = ()) -> None:
         self.folder = folder
-        self.packages = folder / "site-packages"
-        self._learned = learned
         self.env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-        paths = [str(folder), str(self.packages), *filter(None, sys.path)]
+        paths = [str(folder), *filter(None, sys.path)]
         self.env["PYTHONPATH"] = os.pathsep.join(paths)
         self._runner = asyncio.Runner()
         self.prefork = Prefork(
@@ -68,7 +61,7 @@ class BothWays:
         self._runner.close()
 
     async def _start(self) -> None:
-        self.prefork.start(imported(self._learned) if self._learned else None)
+        self.prefork.start()
         await self.prefork.warm()
 
     async def _close(self) -> None:

@@ -44,10 +44,8 @@ MAY_IMPORT = {
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "trampoline.py": "process.py",
     "children/accelerate_environment.py": "cli/accelerate.py",
-    "children/alone.py": "children/forkserver.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
-    "children/imported.py": "children/forkserver.py",
-    "children/variables.py": ("children/forkserver.py", "children/imported.py"),
+    "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
     "children/run_function.py": "launcher.py",
@@ -64,13 +62,9 @@ CHILDREN = {
     "children/accelerate_environment.py": {"accelerate", "torch"},
     "children/entry.py": {"elastic_etcd.activity"},  # for the type checker, as the next two
     "children/forkserver.py": {
-        "elastic_etcd.children.alone",
         "elastic_etcd.children.entry",
-        "elastic_etcd.children.imported",
         "elastic_etcd.children.variables",
     },
-    "children/alone.py": set[str](),
-    "children/imported.py": {"elastic_etcd.children.variables"},
     "children/run_script.py": {"elastic_etcd.children.entry"},
     "children/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),
