@@ -14,6 +14,7 @@ from msgspec.structs import replace
 VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
+MOST_IMPORTED = 16  # modules that a worker tells the time of
 UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
 _TEXTS = ("reason", "error")
 M = TypeVar("M")
@@ -21,6 +22,8 @@ M = TypeVar("M")
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LocalRank: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Module: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"\A[^\W\d]\w*(\.[^\W\d]\w*)*\Z")]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
@@ -96,8 +99,24 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
     id: Number
 
 
+class Imported(_Message, frozen=True):
+    """How many `seconds` the script's import of each module took, in the order of the imports."""
+
+    seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
+
+
 FromWorker: TypeAlias = (
-    Hello | Elastic | Parked | Finished | Keep | Drop | Recall | Share | AskCurrent | AskLeaving
+    Hello
+    | Elastic
+    | Parked
+    | Finished
+    | Keep
+    | Drop
+    | Recall
+    | Share
+    | AskCurrent
+    | AskLeaving
+    | Imported
 )
 
 

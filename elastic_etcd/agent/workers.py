@@ -29,7 +29,7 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.agent.store import StoreServer, bind
 from elastic_etcd.agent.strays import Mark, Strays, end_former
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
@@ -53,6 +53,7 @@ from elastic_etcd.protocol import (
     Elastic,
     Finished,
     FromWorker,
+    Imported,
     Interrupt,
     Parked,
 )
@@ -124,6 +125,8 @@ class Workers:
         self._mark = Mark.own(config.node, config.job)
         self._strays = Strays(self._mark)
         self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
+        self._launches = 0
+        self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
@@ -213,6 +216,7 @@ class Workers:
         """Start every worker; one that can't be started is told as an exit, like any other."""
         assert self._gone, "I3: older workers are alive"
         self.generation, self._channels.reason = generation, reason
+        self._launches += 1
         self._gone = self._stopping = False
         self._elastic = self._finished = self._patient = self._swept = False
         waiting, self._parked = self._parked, {}
@@ -449,7 +453,10 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                return await self._prefork.fork(spec.argv, spec.env, out, err, output.stdin)
+                times = self._times_imports and self._launches > 1 and spec.local_rank == 0
+                return await self._prefork.fork(
+                    spec.argv, spec.env, out, err, output.stdin, time_imports=times
+                )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
@@ -640,6 +647,10 @@ class Workers:
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
+            case Imported(seconds) if self._times_imports:
+                self._times_imports = False
+                if line := saved_by_preload(seconds):
+                    log.info("%s", line)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""

@@ -365,7 +365,7 @@ def _worker(group: FlagGroup) -> None:
         default=[],
         metavar="MODULE,...",
         help="modules that the fork server loads, too, so that no worker waits for them; "
-        "may be repeated",
+        "may be repeated. After the first restart the log says which ones would save time",
     )
     group.switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each sees its own GPU only")
     group.flag(

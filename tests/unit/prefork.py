@@ -68,13 +68,13 @@ class BothWays:
         self.prefork.close()
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(self.prefork.fork, argv, env)
+        return self.run(self.prefork.fork, argv, env)
 
     def exec(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(execute, argv, env)
+        return self.run(execute, argv, env)
 
     def scripted(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(run_script, argv, env)
+        return self.run(run_script, argv, env)
 
     def same(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
         """What all ways give alike."""
@@ -88,7 +88,7 @@ class BothWays:
         (self.folder / name).write_text(text)
         return python(self.folder / name)
 
-    def _run(self, start: Start, argv: Sequence[str], env: Mapping[str, str] | None) -> Outcome:
+    def run(self, start: Start, argv: Sequence[str], env: Mapping[str, str] | None) -> Outcome:
         async def run() -> int:
             async with asyncio.timeout(DEADLINE):
                 started = start(argv, self.env if env is None else env, out.fileno(), err.fileno())
