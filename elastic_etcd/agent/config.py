@@ -75,11 +75,8 @@ class AgentConfig:
     virtual_local_rank: bool = False
     memory_dir: str = "/dev/shm"  # noqa: S108 - the folder in it is this user's only
     no_python: bool = False  # workers are programs, which need not hand signals on
-    # Workers are forked from a process that has torch and the `preload` modules loaded, and, with
-    # `learn`, what the script itself has imported before.
-    prefork: bool = True
+    prefork: bool = True  # workers are forked from a process that has loaded torch and `preload`
     preload: tuple[str, ...] = ()
-    learn: bool = False
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

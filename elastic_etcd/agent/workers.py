@@ -25,7 +25,7 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
-from elastic_etcd.agent.prefork import Prefork, imported
+from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.agent.store import StoreServer
 from elastic_etcd.agent.termination import Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
@@ -40,7 +40,6 @@ from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
-    Anew,
     AskCurrent,
     Bye,
     Change,
@@ -49,6 +48,7 @@ from elastic_etcd.protocol.messages import (
     Elastic,
     Finished,
     FromWorker,
+    Imported,
     Interrupt,
     Parked,
 )
@@ -103,21 +103,18 @@ class Workers:
         self._termination = Termination(
             config.kill_timeout, inbox, tasks, guardian, self._mark, self._running, self._parked
         )
-        self._channels = ChannelServer(self._take_message, self._imported)
+        self._channels = ChannelServer(self._take_message)
         self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
-        self.learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()  # for the job's other nodes
-        self._forgotten = False
-        self._learns = config.learn  # a worker is to tell what it has imported
+        self._launches = 0
+        self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
-            told = self.learned.put_nowait
-            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create, told)
-            if not config.learn:
-                self._prefork.start()
+            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create)
+            self._prefork.start()
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
         self._interface = ""  # which has this node's address for the others
 
@@ -145,10 +142,6 @@ class Workers:
         if self._config.timer_file is not None:
             path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
             self._timers = FileTimers(path, self._timer_expired)
-        if self._prefork and self._config.learn:
-            known = await self._membership.preload()
-            self._learns = known is None
-            self._prefork.start(imported(known) if known else None)
         if self._prefork:
             await self._prefork.warm()
 
@@ -185,6 +178,7 @@ class Workers:
         """Start every worker. A start that fails is reported as an exit, like any other."""
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
+        self._launches += 1
         self._elastic = self._finished = False
         waiting = {worker.spec.local_rank: worker for worker in self._parked.values()}
         self._parked.clear()
@@ -359,9 +353,9 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                learn = self._learns and spec.local_rank == 0
+                times = self._times_imports and self._launches > 1 and spec.local_rank == 0
                 return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, output.stdin, learn=learn
+                    spec.argv, spec.env, out, err, output.stdin, time_imports=times
                 )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
@@ -438,9 +432,6 @@ class Workers:
         if isinstance(message, AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
-        if isinstance(message, Anew):
-            self._forget()
-            return
         worker = self._find(channel)
         if worker is None:
             log.debug("process %d is no worker of this node", channel.pid)
@@ -460,21 +451,10 @@ class Workers:
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
-
-    def _imported(self, fd: int) -> None:
-        """A worker has told what its script imports: the next ones have it from their start."""
-        if self._prefork and self._learns:
-            self._learns = False
-            self._prefork.learn(fd)
-        else:
-            os.close(fd)
-
-    def _forget(self) -> None:
-        """A module was loaded ahead that this script must import itself: it is never done again."""
-        if self._prefork and not self._forgotten:
-            self._forgotten, self._learns = True, False
-            log.info("this script's own modules are not loaded ahead any more")
-            self._prefork.learn(None)
+            case Imported(seconds) if self._times_imports:
+                self._times_imports = False
+                if line := saved_by_preload(seconds):
+                    log.info("%s", line)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""
