@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elastic_etcd.agent.environment import without_secrets
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.timer import Respawn
 from elastic_etcd.children import guard
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.system.process import GUARDS, ExitWatch, channel_pair, discard, end
@@ -54,8 +54,7 @@ class Guardian:
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: ExitWatch | None = None
         self._socket: socket.socket | None = None
-        self._delay = self._started = 0.0
-        self._again = Timer()
+        self._respawn = Respawn(self.start, GUARDIAN_QUIET, GUARDIAN_SLOWEST)
 
     @property
     def pid(self) -> int | None:
@@ -68,7 +67,7 @@ class Guardian:
         self._starting.add_done_callback(self._on_start)
 
     def _on_start(self, starting: asyncio.Future[_Spawned]) -> None:
-        self._started = asyncio.get_running_loop().time()
+        self._respawn.started()
         try:
             process, ours = starting.result()
         except OSError as error:
@@ -111,7 +110,7 @@ class Guardian:
 
     def dismiss(self) -> None:
         """End the process before it acts: the agent has done itself what it was there for."""
-        self._again.cancel()
+        self._respawn.cancel()
         self._starting = None
         self._end()
 
@@ -134,17 +133,11 @@ class Guardian:
         how = f"exit code {code}"
         with contextlib.suppress(ValueError):  # it is no signal
             how = signal.Signals(-code).name
-        if asyncio.get_running_loop().time() - self._started > GUARDIAN_QUIET:
-            self._delay = 0.0
         self._start_again(f"the guardian (pid {pid}) has ended ({how})")
 
     def _start_again(self, what: str) -> None:
-        if self._starting is None:
-            return
-        when = f"in {self._delay:.0f} s" if self._delay else "now"
-        log.warning("%s; another one is started %s", what, when)
-        self._again.start(self._delay, self.start)
-        self._delay = min(GUARDIAN_SLOWEST, max(1.0, 2 * self._delay))
+        if self._starting is not None:
+            log.warning("%s; another one is started %s", what, self._respawn.again())
 
     def _end(self) -> None:
         """The process does nothing more when this returns."""

@@ -143,7 +143,7 @@ class Workers:
             path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
             self._timers = FileTimers(path, self._timer_expired)
         if self._prefork:
-            await self._prefork.warm()
+            await self._prefork.imported()
 
     def offer(self, generation: int, reached: Reached) -> Master:
         """Bind a socket for the store of `generation`; gives its endpoint. Raises OSError."""

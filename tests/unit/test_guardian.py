@@ -288,10 +288,10 @@ async def test_dismissed_before_another_one_is_started(guardian: Observed) -> No
     await guardian.replaced()
     guardian.killed()
     await happens(guardian.ended)
-    again = guardian._again.at
+    due = guardian._respawn.is_due
     guardian.dismiss()
-    assert again
-    assert guardian._again.at is None
+    assert due
+    assert not guardian._respawn.is_due
     assert guardian.pid is None
 
 

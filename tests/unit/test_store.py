@@ -183,7 +183,7 @@ async def test_it_is_started_though_the_fork_server_has_just_died(tmp_path: Path
     argv = (sys.executable, "-u", str(tmp_path / "train.py"))
     prefork = Prefork(argv, os.environ, (), 1, asyncio.create_task)
     prefork.start()
-    await prefork.warm()
+    await prefork.imported()
     assert prefork.pid
     kill_and_wait(prefork.pid, *[each.pid for each in prefork._waiting if each.pid])
     assert prefork.ready, "this loop has not turned since"
