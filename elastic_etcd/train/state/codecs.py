@@ -1,4 +1,4 @@
-"""How values are saved and loaded: a codec stands for one type, and makes plain values of its own.
+"""How values are saved and loaded: a codec stands for a type, and makes plain values of its own.
 
 encoding.py makes JSON of plain values and keeps their tensors apart.
 """
@@ -17,8 +17,8 @@ from elastic_etcd.train.state.encoding import decode, encode
 class Codec(Protocol):
     """Makes plain values and tensors of a value of one type, and puts them back.
 
-    `save(value)` returns what `encode` takes; its tensors are read before commit()
-    returns, so they may be the live ones. `load(value, saved)` returns what the attribute is from
+    `save(value)` returns a value that `encode` takes; its tensors are read before commit()
+    returns, so they may be the live ones. `load(value, saved)` returns the attribute's value from
     then on, which may be `value`, changed. The tensors in `saved` are the codec's to keep, unless
     it has `borrows = True`: then they are the snapshot itself, to be copied and never changed.
     """
@@ -30,7 +30,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What is saved by its state_dict: schedulers, samplers, GradScaler, many others."""
+    """A value that is saved by its state_dict: a scheduler, a sampler, many others."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -78,8 +78,8 @@ class _Module:
 class _Optimizer(_StateDict):
     """Loads into the optimizer's own tensors where they fit, which saves making new ones.
 
-    load_state_dict casts what belongs to a parameter to its type: float32 moments of a bfloat16
-    parameter would lose half of their bits each time. What was cast is put back.
+    load_state_dict casts a parameter's state to the parameter's type: float32 moments of a bfloat16
+    parameter would lose half of their bits each time. The tensors that were cast are put back.
     """
 
     borrows = True
@@ -96,7 +96,7 @@ class _Optimizer(_StateDict):
 
 
 class _Scaler(_StateDict):
-    """Also forgets what it knows of a step that was not finished, which no state_dict has."""
+    """Also forgets a step that was not finished, which no state_dict has."""
 
     def load(self, value: Any, saved: Any) -> Any:
         super().load(value, saved)
@@ -238,7 +238,7 @@ def _frozen_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def buffer_names(values: dict[str, Any]) -> set[str]:
-    """What the tensors of modules' buffers are called in a snapshot."""
+    """The names of modules' buffers in a snapshot."""
     return {
         f"{name}.{buffer}"
         for name, value in values.items()
@@ -283,7 +283,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _copied_names(module: torch.nn.Module) -> Iterator[str]:
-    """What in its state dict load_state_dict copies from and keeps nothing of.
+    """The names in its state dict whose tensors load_state_dict copies and does not keep.
 
     Only torch's own loading is known to do so, of parameters and buffers, where no hook sees them.
     """

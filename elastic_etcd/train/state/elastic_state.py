@@ -36,7 +36,7 @@ from elastic_etcd.train.state.snapshot import (
     Version,
 )
 from elastic_etcd.train.state.staging import Staging
-from elastic_etcd.train.state.steps import Steps
+from elastic_etcd.train.state.steps import Loops, Steps
 from elastic_etcd.train.state.sync import Offer, compare_counts, even_out, gather_offers, spread
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ElasticState:
         self._loaded: Version | None = None  # of the file that load() has read since the last sync
         self._saving: files.Saving | None = None
         self._at_commit = False  # the values are known to be the snapshot's
-        self._loop: object = None  # the latest one of steps()
+        self._loops = Loops()
         self._counted: tuple[Version, int] | None = None  # what samplers had counted at a commit
 
     def steps(
@@ -97,7 +97,7 @@ class ElasticState:
         Raises UsageError for a loader whose samples can't be counted, and says what to do.
         """
         samplers = list(self._samplers().values())
-        return Steps(self, loader, samplers, commit_every, accumulate, check=check)
+        return Steps(self, self._loops, loader, samplers, commit_every, accumulate, check=check)
 
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
