@@ -20,37 +20,12 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
-from elastic_etcd.protocol import activity
+from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
-from elastic_etcd.protocol.messages import (
-    VERSION,
-    Answer,
-    AskCurrent,
-    AskLeaving,
-    Change,
-    Current,
-    Drop,
-    Elastic,
-    Finished,
-    FromAgent,
-    FromWorker,
-    Gone,
-    Hello,
-    Keep,
-    Kept,
-    Leaving,
-    Parked,
-    Recall,
-    Recalled,
-    Share,
-    Welcome,
-    encode,
-    from_agent,
-)
 from elastic_etcd.protocol.packets import receive
 from elastic_etcd.times import ANSWER_TIMEOUT
 
-Receiver: TypeAlias = Callable[[FromAgent | Gone], None]
+Receiver: TypeAlias = Callable[[messages.FromAgent | messages.Gone], None]
 
 
 class Channel:
@@ -72,7 +47,7 @@ class Channel:
         self._answered = threading.Condition()
         self.listens = False  # by a thread
         self._leaving = False  # by the messages until now
-        self._answer: tuple[Answer, int] | None = None
+        self._answer: tuple[messages.Answer, int] | None = None
         self._number = 0
         self._gone = ""
         try:
@@ -88,16 +63,16 @@ class Channel:
 
         It replaces what this local rank has kept by that name.
         """
-        self._request(Keep(0, name), fd)
+        self._request(messages.Keep(0, name), fd)
 
     def drop(self, name: str) -> None:
         """Let the agent let go of what it keeps by that name for this local rank."""
-        self.send(Drop(name))
+        self.send(messages.Drop(name))
 
     def recall(self, name: str) -> int | None:
         """The descriptor that this local rank has kept, also before this process; now ours."""
-        answer, fd = self._request(Recall(0, name))
-        if not isinstance(answer, Recalled) or not answer.found:
+        answer, fd = self._request(messages.Recall(0, name))
+        if not isinstance(answer, messages.Recalled) or not answer.found:
             return None
         if fd < 0:
             raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
@@ -109,8 +84,8 @@ class Channel:
         The one that is returned is ours. The file outlives this process, until all local ranks that
         share it have dropped it.
         """
-        answer, shared = self._request(Share(0, name), fd)
-        if not isinstance(answer, Recalled) or shared < 0:
+        answer, shared = self._request(messages.Share(0, name), fd)
+        if not isinstance(answer, messages.Recalled) or shared < 0:
             raise AgentGone(f"the agent at {self._path} did not send {name!r}")
         return shared
 
@@ -120,11 +95,11 @@ class Channel:
         Raises StaleGeneration if it is not, EtcdUnreachable without an answer in time.
         """
         try:
-            answer, _ = self._request(AskCurrent(0), timeout=timeout)
+            answer, _ = self._request(messages.AskCurrent(0), timeout=timeout)
         except _Silent as error:
             text = f"the agent could not ask etcd within {timeout:g} s"
             raise EtcdUnreachable(f"{text} whether this generation is still current") from error
-        if not isinstance(answer, Current) or answer.current is None:
+        if not isinstance(answer, messages.Current) or answer.current is None:
             raise EtcdUnreachable(getattr(answer, "reason", "the agent answered something else"))
         if not answer.current:
             raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
@@ -133,24 +108,24 @@ class Channel:
         """Whether this node is leaving; while `listening` is open the answer is there already."""
         if self.listens:
             return self._leaving
-        answer, _ = self._request(AskLeaving(0))
-        return isinstance(answer, Leaving) and answer.leaving
+        answer, _ = self._request(messages.AskLeaving(0))
+        return isinstance(answer, messages.Leaving) and answer.leaving
 
     def elastic(self) -> None:
         """From here on this worker is asked to park, not killed, when its world ends."""
-        self.send(Elastic())
+        self.send(messages.Elastic())
 
     def parked(self, error: str = "") -> None:
         """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
-        self.send(Parked(self.generation, error))
+        self.send(messages.Parked(self.generation, error))
 
     def finished(self) -> None:
         """This worker does not park any more: from here on SIGTERM stops it."""
-        self.send(Finished())
+        self.send(messages.Finished())
 
-    def send(self, message: FromWorker, fd: int = -1) -> None:
+    def send(self, message: messages.FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
-        packet = encode(message)
+        packet = messages.encode(message)
         deadline = time.monotonic() + ANSWER_TIMEOUT
         with self._sending:
             while not self._gone:
@@ -198,17 +173,21 @@ class Channel:
         self._socket.close()
 
     def _greet(self) -> None:
-        self.send(Hello(VERSION, os.getpid(), self.local_rank, self.generation))
+        self.send(messages.Hello(messages.VERSION, os.getpid(), self.local_rank, self.generation))
         message, _ = self._receive(time.monotonic() + ANSWER_TIMEOUT)
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self.reason = message.reason
 
     def _request(
         self,
-        request: Keep | Recall | Share | AskCurrent | AskLeaving,
+        request: messages.Keep
+        | messages.Recall
+        | messages.Share
+        | messages.AskCurrent
+        | messages.AskLeaving,
         fd: int = -1,
         timeout: float = ANSWER_TIMEOUT,
-    ) -> tuple[Answer, int]:
+    ) -> tuple[messages.Answer, int]:
         """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
         deadline = time.monotonic() + timeout
         with self._requests:
@@ -224,7 +203,7 @@ class Channel:
                     self._take(*self._receive(deadline))
             return self._result(timeout)
 
-    def _result(self, timeout: float) -> tuple[Answer, int]:
+    def _result(self, timeout: float) -> tuple[messages.Answer, int]:
         """A method of its own, since mypy takes the answer for None where it was set to that."""
         if self._answer is not None:
             return self._answer
@@ -234,18 +213,20 @@ class Channel:
         try:
             while not self._wait(select.POLLIN, None, wake):
                 message, fd = self._receive(None)
-                if isinstance(message, Change):
+                if isinstance(message, messages.Change):
                     self._leaving = self._leaving or message.leaving
                 if not self._take(message, fd):
                     receiver(message)
         except AgentGone as error:
             with self._answered:
                 self._answered.notify_all()
-            receiver(Gone(str(error)))
+            receiver(messages.Gone(str(error)))
 
-    def _take(self, message: FromAgent, fd: int) -> bool:
+    def _take(self, message: messages.FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if not isinstance(message, Kept | Recalled | Current | Leaving):
+        if not isinstance(
+            message, messages.Kept | messages.Recalled | messages.Current | messages.Leaving
+        ):
             return False
         with self._answered:
             if message.id == self._number and self._answer is None:
@@ -255,14 +236,14 @@ class Channel:
                 os.close(fd)
         return True
 
-    def _receive(self, deadline: float | None) -> tuple[FromAgent, int]:
+    def _receive(self, deadline: float | None) -> tuple[messages.FromAgent, int]:
         """The next message, with the descriptor that came with it or -1. Raises AgentGone."""
         while True:
             try:
                 packet, fds, _ = receive(self._socket, 1)
                 if not packet:
                     raise self._lost("has hung up")
-                return from_agent(packet), fds[0] if fds else -1
+                return messages.from_agent(packet), fds[0] if fds else -1
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
             except (OSError, ValueError) as error:

@@ -101,7 +101,6 @@ SAME_CLASS = {
     "Finished": "the worker's message, and the event that all of them have finished",
     "Job": "one that is steered is one that is looked at",
     "Lease": "the id in a key, and what etcd has granted with it",
-    "Offer": "what a rank or a node has for the others, whose newest is taken",
     "Over": "the end of the job as the agent's action, and as its last message",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",

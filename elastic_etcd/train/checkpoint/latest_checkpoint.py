@@ -179,7 +179,7 @@ class Node:
             return self._follow(plan, held)
 
     def _own_address(self) -> str:
-        """Where the others reach this node: as the store is reached, and on the way to it."""
+        """The address by which others reach this node: the store's, or that on the way to it."""
         if self._rank == 0:
             return self._endpoint[0]
         family, kind, *_, where = socket.getaddrinfo(*self._endpoint, type=socket.SOCK_DGRAM)[0]

@@ -275,7 +275,7 @@ def check_intact(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def crc_of(path: Path) -> int:
-    """Of a whole file."""
+    """The CRC-32 of a whole file."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

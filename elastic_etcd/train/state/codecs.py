@@ -226,28 +226,19 @@ def buffer_names(values: dict[str, Any]) -> set[str]:
     }
 
 
-class _Clones(Mapping[str, torch.Tensor]):
-    """A snapshot's tensors, each copied when it is asked for, to a GPU if it was on one."""
+class _Clones(dict[str, torch.Tensor]):
+    """A snapshot's tensors, each copied when it is first asked for, to a GPU if it was on one."""
 
     def __init__(self, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
-        self._tensors = tensors
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        super().__init__({name: tensor for name, (tensor, _) in tensors.items()})
+        self._borrowed = {name: cuda for name, (_, cuda) in tensors.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._made:
-            tensor, cuda = self._tensors[name]
-            made = tensor.cuda() if cuda and torch.cuda.is_available() else tensor.clone()
-            self._made[name] = made
-        return self._made[name]
+        tensor = super().__getitem__(name)
+        if name in self._borrowed:
+            cuda = self._borrowed.pop(name) and torch.cuda.is_available()
+            tensor = self[name] = tensor.cuda() if cuda else tensor.clone()
+        return tensor
 
 
 def _unwrapped(module: Any) -> Any:
