@@ -182,7 +182,7 @@ def test_zeros_at_the_end_are_found(words: int, more: int) -> None:
     assert digest_of(longer.view(torch.uint8)) != digest_of(body.view(torch.uint8))
 
 
-@given(st.lists(st.integers(0, 400_000), min_size=1, max_size=8), st.integers(10, 22))
+@given(st.lists(st.integers(0, 400_000), min_size=1, max_size=4), st.sampled_from((18, 20, 22)))
 def test_what_is_only_summed_has_the_digest_of_what_is_written(
     lengths: list[int], bits: int
 ) -> None:
