@@ -341,7 +341,8 @@ class PeerLinks:
             return False
         if caller.lease == _ASKING:
             return True
-        if len(self._callers) >= _most():
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files > 0 and len(self._callers) >= files // 2:  # workers and disks need some, too
             return False
         older = self._callers.pop(caller.lease, None)
         if older:
@@ -403,9 +404,3 @@ class PeerLinks:
             await self._revoke(member.lease)
         except ElasticEtcdError as error:
             log.debug("the lease of %s is left to its end: %s", member.node, error)
-
-
-def _most() -> int:
-    """How many links this agent takes: workers and disks need descriptors, too."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft // 2 if soft > 0 else 1 << 20  # no limit is -1

@@ -10,11 +10,6 @@ class Timer:
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
 
-    @property
-    def at(self) -> float | None:
-        """The moment that it is set to, also when that is over; None unless it is set."""
-        return self._handle.when() if self._handle else None
-
     def start(self, seconds: float, call: Callable[..., object], *args: object) -> None:
         """Set it anew."""
         self.cancel()
@@ -41,11 +36,6 @@ class Respawn:
         self._slowest = slowest
         self._delay = self._since = 0.0
         self._timer = Timer()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it was put off, and has not been cancelled."""
-        return self._timer.at is not None
 
     def started(self) -> None:
         """Count its life from here on."""

@@ -288,10 +288,10 @@ async def test_dismissed_before_another_one_is_started(guardian: Observed) -> No
     await guardian.replaced()
     guardian.killed()
     await happens(guardian.ended)
-    due = guardian._respawn.is_due
+    again = guardian._respawn._timer._handle
     guardian.dismiss()
-    assert due
-    assert not guardian._respawn.is_due
+    assert again
+    assert again.cancelled()
     assert guardian.pid is None
 
 

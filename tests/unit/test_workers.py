@@ -446,15 +446,15 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
     os.mkfifo(f"{fifo}.2")
     await line(fifo)
     pid = int(await line(Path(f"{fifo}.2")))
-    await watched.turns(lambda: watched.workers._termination._stuck.at)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle)
     watched.workers.stop(STUCK + 1)
     watched.workers.stop(1000)
-    kill = watched.workers._termination._kill.at
+    kill = watched.workers._termination._kill._handle
     assert kill is not None
-    assert STUCK < kill - asyncio.get_running_loop().time() <= STUCK + 1
+    assert STUCK < kill.when() - asyncio.get_running_loop().time() <= STUCK + 1
     os.kill(pid, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._termination._stuck.at is None)
-    assert watched.workers._termination._kill.at == kill
+    await watched.turns(lambda: watched.workers._termination._stuck._handle is None)
+    assert watched.workers._termination._kill._handle is kill
     watched.workers.kill()
     await watched.emptied()
     assert stuck(caplog) == []
@@ -471,11 +471,11 @@ async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
     for _ in range(3):
         await asyncio.sleep(0)
     unkillable = watched.workers._termination._unkillable
-    assert unkillable.at is None
+    assert unkillable._handle is None
     watched.workers.kill()
-    await watched.turns(lambda: unkillable.at or watched.empties)
+    await watched.turns(lambda: unkillable._handle or watched.empties)
     await watched.emptied()
-    assert unkillable.at is None
+    assert unkillable._handle is None
     assert watched.unkillable == 0
 
 
@@ -534,10 +534,10 @@ async def test_a_parked_worker_that_ends_after_its_generation_is_not_told_to_be_
     await watched.emptied()
     (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._termination._stuck.at)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle)
     assert watched.guarded.groups == ()
     os.kill(child, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._termination._stuck.at is None)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle is None)
     await watched.emptied()
     assert watched.ends == []
     assert stuck(caplog) == []
