@@ -8,7 +8,6 @@ what a worker begins with loads this file by its path.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import signal
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 DUMP_STACKS = signal.SIGRTMAX - 3
 VARIABLE = "ELASTIC_ETCD_ACTIVITY"  # the page's path, in a worker's environment
 _NAME = "elastic_etcd-activity"
-_SIZE = 4096
+SIZE = 4096
 _HEAD = struct.Struct("=5Q")  # doing, since, steps, when the step began, whether steps are told
 _WHAT = struct.Struct("=128s")
 _WHAT_AT = 64
@@ -92,7 +91,7 @@ class ActivityPage:
     """The memory. Times are of CLOCK_MONOTONIC, which both ends share."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, _SIZE)
+        self._memory = mmap.mmap(fd, SIZE)
 
     def step(self, *, told: bool) -> None:
         """A step has ended; those of optimizers don't count where others are `told`."""
@@ -156,7 +155,7 @@ class ActivityPage:
 
     def clear(self, *, measured: bool = False) -> None:
         """Begin a world: nothing is known of its steps."""
-        self._memory[:] = bytes(_SIZE)
+        self._memory[:] = bytes(SIZE)
         _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, measured, 0, 0)
         self.now(Doing.STARTING)
 
@@ -199,9 +198,11 @@ class ActivityPages:
         `measured`: whether it is to measure what its steps take outside of collectives.
         "" where there is no memory or descriptor to be had: then nothing is known of this worker.
         """
+        from elastic_etcd.system.memfds import sealed_memfd  # noqa: PLC0415 - a worker has no such module
+
         if local_rank not in self._pages:
             try:
-                fd = _sealed_memory()
+                fd = sealed_memfd(_NAME, SIZE)
                 self._pages[local_rank] = fd, ActivityPage(fd)
             except OSError:
                 return ""
@@ -229,14 +230,6 @@ class ActivityPages:
 def _middle(numbers: Sequence[int]) -> int:
     """A median; the module of that name takes long to import."""
     return sorted(numbers)[len(numbers) // 2] if numbers else 0
-
-
-def _sealed_memory() -> int:
-    """A page that a worker can't shorten, which would end the agent by a SIGBUS."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
 
 
 # --- in a worker --------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from elastic_etcd.core.lifecycle import (
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Page, Phase, Round
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.protocol.activity import ActivityPage, _sealed_memory
+from elastic_etcd.protocol.activity import SIZE, ActivityPage
+from elastic_etcd.system.memfds import sealed_memfd
 from tests.support.aio import elapse
 from tests.support.jobs import FAILURE, FINAL
 
@@ -46,7 +47,7 @@ class Node:
     """An agent's states, and what is written of them."""
 
     def __init__(self, log: EventLog) -> None:
-        self.page = ActivityPage(_sealed_memory())
+        self.page = ActivityPage(sealed_memfd("activity", SIZE))
         workers: Any = SimpleNamespace(pages=(self.page,))
         self._measure, self._log = Measure(workers), log
         self._measure.followers.append(log)

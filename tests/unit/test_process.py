@@ -16,22 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.system import process as process_module
-from elastic_etcd.system.process import (
-    ExitWatch,
-    LastWords,
-    ProcessGroups,
-    channel_pair,
-    discard,
-    end,
-    exited,
-    is_gone,
-    kill_members,
-    signal_group,
-    spawn,
-    start,
-    stat,
-)
+from elastic_etcd.protocol.packets import channel_pair
+from elastic_etcd.system import exits
+from elastic_etcd.system.exits import ExitWatch, discard, end, exited
+from elastic_etcd.system.groups import ProcessGroups, kill_members, signal_group
+from elastic_etcd.system.pidfds import is_gone
+from elastic_etcd.system.procfs import stat
+from elastic_etcd.system.spawn import LastWords, spawn, start
 from tests.support.aio import elapse
 from tests.support.disks import (
     disk_that_may_stand_still,
@@ -286,7 +277,7 @@ def test_the_end_is_the_end() -> None:
 async def test_r19_the_loop_waits_for_no_child_that_the_kernel_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "CHILD_GONE", 0.05)
+    monkeypatch.setattr(exits, "CHILD_GONE", 0.05)
     disk = tmp_path / "disk"
     disk.mkdir()
     hear, told = os.pipe()

@@ -20,6 +20,7 @@ import torch
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
+from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, rank_and_size
@@ -449,8 +450,8 @@ def _open(names: list[str], shared: list[str]) -> MemfdPair:
 
 
 def _share_memfd(channel: Channel, name: str) -> int:
-    fd = os.memfd_create(f"elastic_etcd-{name}")
-    os.ftruncate(fd, HEADER)  # here: whoever opens it later may find it longer, and must not
+    # As long as a header: whoever opens it later may find it longer, and must not shorten it.
+    fd = new_memfd(f"elastic_etcd-{name}", HEADER)
     try:
         return channel.share(name, fd)
     finally:
@@ -462,7 +463,7 @@ def _open_memfd(name: str) -> int:
     channel = agent()
     fd = channel.recall(name) if channel else None
     if fd is None:
-        fd = os.memfd_create(f"elastic_etcd-{name}")
+        fd = new_memfd(f"elastic_etcd-{name}")
         if channel:
             channel.keep(name, fd)
     return fd
