@@ -7,6 +7,7 @@ process whose environment is another one, or was written over (setproctitle), is
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -162,12 +163,15 @@ async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
 
 
 def _look_for(wanted: Callable[[int], bool]) -> list[_Found]:
-    found = []
-    for pid in pids():
-        if (pidfd := open_if(pid, wanted)) >= 0:
-            seen = stat(pid)
-            guards = bool(environment(pid, {GUARDS}))
-            found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+    found: list[_Found] = []
+    with contextlib.ExitStack() as on_error:
+        for pid in pids():
+            if (pidfd := open_if(pid, wanted)) >= 0:
+                on_error.callback(os.close, pidfd)
+                seen = stat(pid)
+                guards = bool(environment(pid, {GUARDS}))
+                found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+        on_error.pop_all()
     return found
 
 

@@ -30,10 +30,13 @@ def open_if(pid: int, wanted: Callable[[int], object]) -> int:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return -1
-    if wanted(pid) and not is_gone(pidfd):
-        return pidfd
-    os.close(pidfd)
-    return -1
+    keep = False
+    try:
+        keep = bool(wanted(pid)) and not is_gone(pidfd)
+    finally:
+        if not keep:
+            os.close(pidfd)
+    return pidfd if keep else -1
 
 
 def kill(pidfd: int) -> None:

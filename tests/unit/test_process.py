@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -20,7 +21,7 @@ from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system import exits
 from elastic_etcd.system.exits import ExitWatch, discard, end, exited
 from elastic_etcd.system.groups import ProcessGroups, kill_members, signal_group
-from elastic_etcd.system.pidfds import is_gone
+from elastic_etcd.system.pidfds import is_gone, open_if
 from elastic_etcd.system.procfs import stat
 from elastic_etcd.system.spawn import LastWords, spawn, start
 from tests.support.aio import elapse
@@ -452,3 +453,17 @@ def test_a_signal_to_a_group_that_is_not_there() -> None:
     with child("true") as (process, _):
         process.wait(DEADLINE)
         assert not signal_group(process.pid, signal.SIGKILL)
+
+
+def test_no_pidfd_stays_open_where_no_descriptor_is_left_to_look_once_more() -> None:
+    answers = iter([True, OSError(errno.EMFILE, "Too many open files")])
+
+    def wanted(_: int) -> bool:
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    before = descriptors()
+    with pytest.raises(OSError, match="Too many"):
+        open_if(os.getpid(), wanted)
+    assert descriptors() == before
