@@ -37,7 +37,7 @@ class EmbeddedEtcd:
 
     The data is in `directory`, or in a temporary one in `parent` that is removed at the end; the
     log of a server that has failed stays. The server
-    dies with this process, even when that is SIGKILLed. One that ends is started again with the
+    dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
     does not start. `failed` gets that as its exception when it has ended again and again.
     """
@@ -180,7 +180,7 @@ class EmbeddedEtcd:
 
 
 def notification_socket() -> socket.socket:
-    """Where etcd tells that it serves, as it tells systemd (sd_notify).
+    """A socket on which etcd tells that it serves, as it tells systemd (sd_notify).
 
     A request to the port would also be answered by another etcd that was faster to take it.
     """
@@ -236,7 +236,7 @@ def free_ports(count: int) -> list[int]:
 def _candidates() -> Iterator[int]:
     """The ports that the kernel gives to no outgoing connection; 0 for any where those are few.
 
-    One of its own might be taken while a server is started again.
+    A port among those might be taken while a server is started again.
     """
     ports = range(_PORTS.start, min(_PORTS.stop, first_ephemeral_port()))
     return itertools.cycle(random.sample(ports, len(ports)) if len(ports) > _FEW else [0])
