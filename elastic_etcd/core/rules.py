@@ -456,7 +456,7 @@ def _await_steps(
 
     As long as that is whole: where one of its nodes goes, or a worker fails, the others may never
     come out of the step, so that another claim, which is not for newcomers, makes them hurry. A
-    node that ends its training meanwhile is done. Once the first node has stopped the others follow.
+    node that ends its training meanwhile is done. When the first has stopped the others follow.
     """
     last, done = frozenset(_leases(view)), _done(view)
     if last and done.issuperset(last):
