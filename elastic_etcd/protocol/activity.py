@@ -1,4 +1,4 @@
-"""What a worker is doing: one page of shared memory that it writes and its agent reads.
+"""A page of shared memory in which a worker says what it is doing, and its agent reads it.
 
 It costs the worker neither a message nor a system call. `step` is called by what trains: by the
 wrappers and calls of this package, or else by every optimizer of torch's. Standard library only:
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# On which a worker writes its main thread's Python stack to its stderr. A real-time signal that
+# A worker that gets it writes its main thread's Python stack to its stderr. A real-time signal that
 # neither torch nor CUDA uses.
 DUMP_STACKS = signal.SIGRTMAX - 3
 VARIABLE = "ELASTIC_ETCD_ACTIVITY"  # the page's path, in a worker's environment
@@ -35,8 +35,8 @@ _INIT_AT = 256  # when it began to do that
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
-# What is measured of a step outside of collectives: whether it is wanted, how many times it was
-# done, after how many steps the last time; and the last results, by number modulo 10.
+# The time of a step outside of collectives: whether it is to be measured, how many times it was
+# measured, after how many steps the last time; and the last results, by number modulo 10.
 _OUTSIDE = struct.Struct("=3Q")
 _OUTSIDE_AT = 1024
 _MEASURED = struct.Struct("=10Q")
@@ -49,7 +49,7 @@ _NS = 1e-9
 
 
 class Doing(IntEnum):
-    """What a worker says that it does. It is watched in STEP only."""
+    """The things that a worker says it does. It is watched in STEP only."""
 
     STARTING = 0
     INIT = 1  # making the process group, synchronising the state
@@ -62,29 +62,21 @@ class Doing(IntEnum):
 
 
 class Activity(NamedTuple):
-    """A worker's activity at one moment.
-
-    `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
-    this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
-    by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
-    together, and the last one ended `since_commit` seconds ago. INIT began `since_init` seconds
-    ago, 0 where it has not. A step usually takes `usual` seconds, of which it spends `outside` out
-    of collectives; these are medians, 0 where they are not known yet. It was `measured` so often.
-    """
+    """A worker's activity at one moment; times are in seconds."""
 
     doing: Doing
-    seconds: float
-    steps: int
-    slowest: float
-    what: str = ""
-    told: bool = False
-    commits: int = 0
-    commit_seconds: float = 0.0
-    since_commit: float = 0.0
-    since_init: float = 0.0
-    usual: float = 0.0
-    outside: float = 0.0
-    measured: int = 0
+    seconds: float  # since it began to do that; in STEP, since the last step's end
+    steps: int  # of this world
+    slowest: float  # of the recent steps
+    what: str = ""  # ee.quiet was told
+    told: bool = False  # the steps are told by the script, and not its optimizers'
+    commits: int = 0  # of this world
+    commit_seconds: float = 0.0  # of these commits together
+    since_commit: float = 0.0  # since the last one ended
+    since_init: float = 0.0  # since INIT began, 0 if it has not
+    usual: float = 0.0  # for a step: a median, 0 if it is not known yet
+    outside: float = 0.0  # of collectives in a step, likewise
+    measured: int = 0  # times that this was measured
 
 
 class ActivityPage:
@@ -160,7 +152,7 @@ class ActivityPage:
         self.now(Doing.STARTING)
 
     def read(self) -> Activity:
-        """What it says. Whoever runs in the worker can write anything there."""
+        """The activity that it tells. Whoever runs in the worker can write anything there."""
         doing, since, steps, _, told = _HEAD.unpack_from(self._memory)
         (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
@@ -215,7 +207,7 @@ class ActivityPages:
         return tuple(page for _, page in self._pages.values())
 
     def read(self, local_rank: int) -> Activity:
-        """What the worker of that local rank says."""
+        """The activity that the worker of that local rank tells."""
         if local_rank not in self._pages:
             return Activity(Doing.STARTING, 0.0, 0, 0.0)
         return self._pages[local_rank][1].read()

@@ -48,7 +48,7 @@ class Mark:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What `str` made; None of anything else."""
+        """The inverse of `str`; None for any other text."""
         pid, started, rest = [*text.split(":", 2), "", ""][:3]
         node, _, job = rest.rpartition("@")
         if not (pid.isdecimal() and started.isdecimal()):

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Given(TypedDict):
-    """What a child gets besides its command."""
+    """The descriptors of a child, and whether it leads a session."""
 
     stdout: int
     stderr: int
@@ -66,7 +66,7 @@ async def start(
     """As `spawn`, while the event loop goes on: the program may be on a disk that stands still.
 
     The kernel ties the child to the thread that has started it, so that one stays as long as it.
-    Where that thread waits the others don't, from Python 3.11.4 on (python/cpython#104372).
+    While it waits the others don't, from Python 3.11.4 on (python/cpython#104372).
     """
     loop = asyncio.get_running_loop()
     started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
