@@ -36,7 +36,6 @@ from elastic_etcd.core.schema import (
     Pace,
     Page,
     Participant,
-    Preload,
     Report,
     Spec,
     Spent,
@@ -174,7 +173,6 @@ def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Del
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
         Delete(keys.world, prefix=True),
-        Delete(keys.preload),
         *_orphans(keys, view),
     )
 
@@ -388,17 +386,6 @@ def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
     return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
-def put_preload(keys: Keys, local: Local, preload: Preload) -> Txn:
-    """Put what the script imports: the first says it, and who finds it wrong says "nothing"."""
-    first = (Compare(keys.preload, "mod", 0),) if preload.modules else ()
-    fence = (
-        Compare(keys.member(local.lease), "create", local.created),
-        Compare(keys.spec, "create", local.spec),
-        *first,
-    )
-    return Txn(fence, (Put(keys.preload, encode(preload)),))
-
-
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
     """Put the coordinator's question or its answer; a hang is told in the world's history, too.
 
@@ -495,7 +482,6 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.stragglers),
         Delete(keys.step_times, prefix=True),
         Delete(keys.steps(), prefix=True),
-        Delete(keys.preload),
     )
 
 
