@@ -22,8 +22,8 @@ from elastic_etcd.train.state import free_memory, memfds, snapshots
 from elastic_etcd.train.state.body import TensorSlice
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.free_memory import Free
-from elastic_etcd.train.state.memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
