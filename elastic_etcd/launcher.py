@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,27 +94,23 @@ class LaunchConfig:
 
     def command_line(self) -> list[str]:
         """The flags of the launcher that say the same."""
-        given = {
-            "nnodes": f"{self.min_nodes}:{self.max_nodes}",
-            "nproc-per-node": self.nproc_per_node,
-            "job": self.run_id or None,
-            "etcd": self.rdzv_endpoint or None,
-            "rdzv-conf": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
-            "join-timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
-            "log-dir": self._logs("log_dir", "_root_log_dir"),
-            "redirects": _streams(self._logs("redirects", "_redirects")),
-            "tee": _streams(self._logs("tee", "_tee")),
-            "local-ranks-filter": _joined(self._logs("local_ranks_filter", "_local_ranks_filter")),
-            "numa-binding": self.numa_options,
-            "duplicate-stdout-filters": _joined(self.duplicate_stdout_filters),
-            "duplicate-stderr-filters": _joined(self.duplicate_stderr_filters),
+        from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only once a job is started
+
+        given = vars(self) | {
+            "min_nodes": f"{self.min_nodes}:{self.max_nodes}",
+            "run_id": self.run_id or None,
+            "rdzv_endpoint": self.rdzv_endpoint or None,
+            "rdzv_configs": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
+            "rdzv_timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
+            "logs_specs": None,  # instead of it, its attributes
+            "log_dir": self._of_logs("log_dir", "_root_log_dir"),
+            "redirects": self._of_logs("redirects", "_redirects"),
+            "tee": self._of_logs("tee", "_tee"),
+            "local_ranks_filter": self._of_logs("local_ranks_filter", "_local_ranks_filter"),
         }
-        for name in (
-            *("role", "rdzv_backend", "max_restarts", "monitor_interval", "start_method"),
-            *("local_addr", "event_log_handler", "signals_to_handle", "shutdown_timeout"),
-        ):
-            given[name.replace("_", "-")] = getattr(self, name)
-        flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+        by_name = {f.long[0]: given.get(f.in_python or f.dest) for f in FLAGS if f.kind}
+        texts = {name: _as_text(value) for name, value in by_name.items()}
+        flags = [f"{name}={text}" for name, text in texts.items() if text is not None]
         switch = ["--virtual-local-rank"] if self.virtual_local_rank else []
         return [*flags, *switch, *self.flags]
 
@@ -125,25 +121,19 @@ class LaunchConfig:
             env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self.log_line_prefix_template
         return env
 
-    def _logs(self, name: str, of_specs: str) -> Any:
-        """A field of ours, or what torch's LogsSpecs has of it."""
+    def _of_logs(self, name: str, in_specs: str) -> Any:
+        """A field of ours, or else torch's of its LogsSpecs."""
         own = getattr(self, name)
-        return getattr(self.logs_specs, of_specs, None) if own is None else own
+        return getattr(self.logs_specs, in_specs, None) if own is None else own
 
 
-def _streams(choice: Any) -> str | None:
-    """Torch's Std, or a dictionary of them by local rank, as the launcher's flags have it."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    if isinstance(choice, Mapping):
-        return ",".join(f"{rank}:{int(std)}" for rank, std in choice.items()) or None
-    return str(int(choice))
-
-
-def _joined(items: Sequence[Any] | set[int] | None) -> str | None:
-    if items is None or isinstance(items, str):
-        return items
-    return ",".join(map(str, sorted(items)))
+def _as_text(value: Any) -> str | None:
+    """A value as on the command line: torch's Std by local rank, and several of anything, too."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{rank}:{int(std)}" for rank, std in value.items()) or None
+    if isinstance(value, Collection) and not isinstance(value, str | int):  # as Std is
+        return ",".join(map(str, sorted(value)))
+    return None if value is None else str(value)
 
 
 class elastic_launch:  # noqa: N801 - it is torch's name

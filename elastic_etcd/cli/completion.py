@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from elastic_etcd.cli import events, options, report, status, steer, timeline
+from elastic_etcd.cli.flags import WITHOUT_MEANING
 from elastic_etcd.cli.live import serve, top
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.frameworks import accelerate
@@ -71,10 +72,11 @@ def _script(shell: str) -> str:
         raise UsageError(f"completion {shell}: {error}; {needs}") from error
     made = commands()
     files = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "script": shtab.FILE}
+    without_meaning = [flag.dest for flag in WITHOUT_MEANING.flags]
     for action in (each for command in made for each in command._actions):  # noqa: SLF001
         # Each flag once, as in --help.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
-        if action.dest in options.WITHOUT_MEANING:
+        if action.dest in without_meaning:
             action.help = argparse.SUPPRESS
         if action.metavar in files:
             action.complete = files[action.metavar]  # type: ignore[attr-defined] # shtab's

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options, query
+from elastic_etcd.cli import options, query, values
 from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
@@ -229,7 +229,7 @@ async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
 
 async def scale(job: Job, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
-    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
+    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
     by, at = user(), _timestamp()
 
     def change(view: View) -> Wanted:

@@ -12,7 +12,9 @@ from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
+from elastic_etcd.cli.flags import CONNECTION, Flag
 from elastic_etcd.cli.options import shown
+from elastic_etcd.cli.values import job_id, seconds
 from elastic_etcd.core.schema import PARTS, Keys, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
@@ -41,7 +43,7 @@ def parser(
     epilog: str,
     arguments: str = "JOB | --all",
     *,
-    one: Callable[[str], str] = options.job_id,
+    one: Callable[[str], str] = job_id,
     every: str = "",
 ) -> options.Parser:
     """For a command that takes a job or --all, and etcd's flags; the rest is added later.
@@ -62,8 +64,8 @@ def parser(
     if every:
         made.add_argument("--all", action="store_true", help=every)
     group = options.FlagGroup(made, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
+    for flag in (*CONNECTION, Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)):
+        group.add(flag)
     return made
 
 

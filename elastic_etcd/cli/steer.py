@@ -10,7 +10,7 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import control, options, query
+from elastic_etcd.cli import control, options, query, values
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import requests
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -77,7 +77,7 @@ def drain() -> options.Parser:
     text = "Makes a node leave a job, and keeps it out."
     every = "from each job under --prefix in which the node is"
     parser = _parser("drain", "JOB | --all  NODE", text, _DRAIN, every)
-    parser.add_argument("node", metavar="NODE", nargs="?", type=options.name, help="its name")
+    parser.add_argument("node", metavar="NODE", nargs="?", type=values.printable, help="its name")
     parser.add_argument(
         "--self",
         action="store_true",
@@ -86,7 +86,7 @@ def drain() -> options.Parser:
     )
     parser.add_argument(
         "--deadline",
-        type=options.seconds,
+        type=values.seconds,
         metavar="SECONDS",
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
@@ -100,7 +100,7 @@ def undrain() -> options.Parser:
     text = "Lets a node that was drained come back."
     every = "to each job under --prefix from which it is drained"
     parser = _parser("undrain", "JOB | --all  NODE", text, _UNDRAIN, every)
-    parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
+    parser.add_argument("node", metavar="NODE", type=values.printable, help="its name")
     return parser
 
 
@@ -109,10 +109,10 @@ def scale() -> options.Parser:
     parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
     parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
-        "nnodes", metavar="NODES", type=options.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
+        "nnodes", metavar="NODES", type=values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
     parser.add_argument(
-        "--nodes-multiple-of", type=options.count, default=1, metavar="N", help="(default: 1)"
+        "--nodes-multiple-of", type=values.count, default=1, metavar="N", help="(default: 1)"
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
     return parser
@@ -132,14 +132,16 @@ def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
 ) -> options.Parser:
     # With --all drain's first name is the node's.
-    parser = query.parser(command, description, epilog, arguments, one=options.name, every=every)
+    parser = query.parser(
+        command, description, epilog, arguments, one=values.printable, every=every
+    )
     per_job = "; with --all, one a line" if every else ""
     parser.add_argument("--json", action="store_true", help=f"print one JSON object{per_job}")
     check = parser.get_default("check")
 
     def check_job(args: Namespace) -> None:
         check(args)
-        options.job_id(args.job or "any")
+        values.job_id(args.job or "any")
 
     parser.set_defaults(check=check_job)
     return parser
@@ -154,7 +156,7 @@ def _which_node(args: Namespace) -> None:
     elif not args.job:
         raise ArgumentTypeError("no job given: give its id, or --all")
     else:
-        options.job_id(args.job)
+        values.job_id(args.job)
     if args.self == bool(args.node):
         raise ArgumentTypeError("which node? Give its name, or --self")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_etcd import launch
 from elastic_etcd.cli import options
+from elastic_etcd.cli.flags import WITHOUT_MEANING, Flag
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ examples:
     {_PROG} --nproc-per-node 2 --mixed-precision bf16 train.py
 
 {options.EXIT_CODES}"""
+# accelerate's names of what has no meaning here, and torchrun's, whose reasons hold.
 _WITHOUT_MEANING = {
-    "machine_rank": options.WITHOUT_MEANING["node_rank"],
-    "main_process_ip": options.WITHOUT_MEANING["master_addr"],
-    "main_process_port": options.WITHOUT_MEANING["master_port"],
-    "rdzv_backend": options.WITHOUT_MEANING["rdzv_backend"],
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "rdzv_backend": "rdzv_backend",
 }
 
 
@@ -55,11 +57,13 @@ def parser() -> options.Parser:
     made = options.build_parser({}, _PROG)
     made.description = "Runs a script of accelerate's as an elastic job."
     made.epilog = _EPILOG
-    options.FlagGroup(made, "accelerate", {}).flag(
+    config_file = Flag(
         "--config-file",
+        "the file that `accelerate config` has written",
         metavar="FILE",
-        help="what `accelerate config` has written (default: accelerate's own, if it is there)",
+        by_default="accelerate's own, if it is there",
     )
+    options.FlagGroup(made, "accelerate", {}).add(config_file)
     return made
 
 
@@ -120,6 +124,7 @@ def _sizes(told: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], 
 
 
 def _remarks(of_meeting: Mapping[str, Any]) -> Iterator[str]:
-    for name, reason in _WITHOUT_MEANING.items():
+    reasons = {flag.dest: flag.text for flag in WITHOUT_MEANING.flags}
+    for name, torchruns in _WITHOUT_MEANING.items():
         if name in of_meeting:
-            yield f"{name} {of_meeting[name]} has no meaning here: {reason}"
+            yield f"{name} {of_meeting[name]} has no meaning here: {reasons[torchruns]}"

@@ -34,14 +34,14 @@ MAY_IMPORT = {
     "frameworks": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "plugin": {"plugin", "launch", "agent", *BELOW_AGENT},
-    "launcher": {"api", "protocol", "errors"},  # loaded into its user's program
+    "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
+    "launcher": {"api", "cli", "protocol", "errors"},  # loaded into its user's program
     "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {
-    "plugin/torchrun.py": {"protocol", "times"},
+    "plugin/torchrun.py": {"cli", "protocol", "times"},  # of cli, the table of flags
     "api/functions.py": {"errors"},
     "api/child_failed.py": {"protocol", "errors"},
 }
@@ -326,6 +326,7 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.system.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
+        ("elastic_etcd.cli.flags", {"torch", "grpc", "asyncio", "rich", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
             {

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_etcd.cli import options, query
+from elastic_etcd.cli.values import listening
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def parser() -> options.Parser:
     made.set_defaults(check=query.not_both)
     made.add_argument(
         "--listen",
-        type=options.listening,
-        default=options.listening(_LISTEN),
+        type=listening,
+        default=listening(_LISTEN),
         metavar="[HOST:]PORT",
         help=f"where (default: {_LISTEN}; port 0: any that is free)",
     )
