@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import sys
-from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any, Literal
+import termios
+import tty
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from elastic_etcd.cli import control, query, status
-from elastic_etcd.cli.live import terminal
-from elastic_etcd.cli.live.jobs import Jobs
-from elastic_etcd.cli.live.viewers import Leases, Looker, pace_as_json, paces
+from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.times import LOOK_PERIOD
+from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from rich.console import RenderableType
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
@@ -38,6 +44,10 @@ _MOST_ASKED = 64  # where it is printed once
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
 _QUIT, _QUITS = "q: quit", ("q", "Q", "\x03")
 _UP, _DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
+_PAUSE = 0.1  # seconds between two frames, at least
+_FRAME = 1.0  # seconds between two frames, where nothing happens
+_KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
+_ASKED = 8  # leases at a time
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
@@ -80,21 +90,21 @@ async def _top(job: query.Job, args: Namespace) -> None:
     async with AsyncExitStack() as scope:
         changed = asyncio.Event()
         mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
-        looker = Looker(job.client, job.keys, job.timeout)
-        scope.push_async_callback(looker.end)
+        viewer = Viewer(job.client, job.keys, job.timeout)
+        scope.push_async_callback(viewer.end)
         leases = Leases(job.client, screen.lefts)
         if not once:
             await _follow_job(
-                screen, mirror, changed, looker, leases, control.Job(job.client, args)
+                screen, mirror, changed, viewer, leases, control.Job(job.client, args)
             )
             return
-        await looker.look(seen)
+        await viewer.view(seen)
         await asyncio.sleep(
-            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0
+            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if viewer.is_heard else 0
         )
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
-        screen.note = looker.note
+        screen.note = viewer.note
         with suppress(EtcdError):
             await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
         if args.json:
@@ -124,11 +134,11 @@ async def _follow_all(known: Jobs) -> None:
     async def press(key: str) -> bool:
         return key in _QUITS
 
-    async def look_again() -> None:
+    async def refresh() -> None:
         if known.keeper.done():
             known.keeper.result()
 
-    await terminal.show(asyncio.Event(), draw, press, look_again)
+    await _follow(asyncio.Event(), draw, press, refresh)
 
 
 def _of_all(known: Jobs, count: int, room: int) -> str:
@@ -142,19 +152,19 @@ async def _follow_job(
     screen: Screen,
     mirror: Mirror,
     changed: asyncio.Event,
-    looker: Looker,
+    viewer: Viewer,
     leases: Leases,
     job: control.Job,
 ) -> None:
     mirror.failed.add_done_callback(lambda _: changed.set())
 
-    async def look_again() -> None:
+    async def refresh() -> None:
         if mirror.failed.done():
             mirror.failed.result()
         if snapshot := mirror.snapshot():
-            await looker.look(snapshot)
+            await viewer.view(snapshot)
             screen.see(snapshot, job.keys)
-        screen.note = looker.note
+        screen.note = viewer.note
 
     async def press(key: str) -> bool:
         return await screen.press(key, job)
@@ -162,7 +172,7 @@ async def _follow_job(
     try:
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
-            await terminal.show(changed, screen.render, press, look_again)
+            await _follow(changed, screen.render, press, refresh)
             asking.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -288,3 +298,105 @@ async def _steered(job: control.Job, command: str, node: str) -> str:
         return str((await control.ask(job, command, node))["told"])
     except ElasticEtcdError as error:
         return f"error: {error}"
+
+
+class Leases:
+    """Asks etcd how long leases still are, and puts it into `lefts`."""
+
+    def __init__(self, client: Client, lefts: dict[int, TimeToLive]) -> None:
+        self._client, self._lefts = client, lefts
+
+    async def follow(self, visible: Callable[[], Sequence[int]]) -> Never:
+        """Ask of those that are visible, some at a time, in turn."""
+        at = 0
+        while True:
+            leases = visible()
+            at = at + _ASKED if at + _ASKED < len(leases) else 0
+            for gone in self._lefts.keys() - set(leases):
+                del self._lefts[gone]
+            try:
+                await self.ask(leases[at : at + _ASKED])
+            except EtcdError:
+                self._lefts.clear()
+            await asyncio.sleep(LOOK_ASK)
+
+    async def ask(self, leases: Sequence[int]) -> None:
+        """Raises EtcdError."""
+        found = await asyncio.gather(*(self._client.left_of(lease, LOOK_ASK) for lease in leases))
+        self._lefts |= zip(leases, found, strict=True)
+
+
+# --- the terminal -------------------------------------------------------------------------
+
+
+async def _follow(
+    changed: asyncio.Event,
+    draw: Callable[[int], RenderableType],
+    press: Callable[[str], Awaitable[bool]],
+    refresh: Callable[[], Awaitable[None]],
+) -> None:
+    """Draw a screen again and again when something has `changed`, until `press` ends it."""
+    console = Console(highlight=False)
+    pressed: asyncio.Queue[str] = asyncio.Queue()
+    with (
+        _keys_of(pressed, changed),
+        _signals(pressed, changed),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            await refresh()
+            live.update(draw(console.height), refresh=True)
+            await asyncio.sleep(_PAUSE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FRAME):
+                    await changed.wait()
+            changed.clear()
+            while not pressed.empty():
+                key = pressed.get_nowait()
+                if key in signal.Signals.__members__:
+                    raise SystemExit(128 + signal.Signals[key])
+                if await press(key):
+                    return
+
+
+@contextmanager
+def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
+    """Put each key that is pressed into the queue, as the terminal sends it."""
+    loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def read() -> None:
+        text = b""
+        with suppress(OSError):  # the terminal has gone
+            text = os.read(terminal, 1024)
+        for key in _KEY.findall(text.decode(errors="replace")) or ["q"]:
+            pressed.put_nowait(key)
+        changed.set()
+
+    tty.setcbreak(terminal)
+    loop.add_reader(terminal, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _signals(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
+    """Quit on a signal that ends this, so that the terminal is as it was; it can't be stopped."""
+    loop, ends = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: signal.Signals) -> None:
+        pressed.put_nowait(number.name)
+        changed.set()
+
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    for number in ends:
+        loop.add_signal_handler(number, end, number)
+    try:
+        yield
+    finally:
+        for number in ends:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTSTP, before)

@@ -163,7 +163,7 @@ class _Pages:
     async def _counted(self, job: str) -> AsyncGenerator[bytes]:
         self._streams += 1
         try:
-            async with self._jobs.looking(job) if job else nullcontext():
+            async with self._jobs.viewed(job) if job else nullcontext():
                 async for message in self._messages(job):
                     yield message
         finally:
