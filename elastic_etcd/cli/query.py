@@ -1,8 +1,9 @@
-"""What the commands that look at a job or steer it have in common."""
+"""Common ground of the commands that read jobs or steer them: flags, views, and how they run."""
 
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import select
 import sys
@@ -127,6 +128,15 @@ def note(text: str) -> None:
     print(f"note: {shown(text)}", file=sys.stderr)
 
 
+def user() -> str:
+    """The user who runs this command, and the machine."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # no such user in this container
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
+
+
 def is_known(view: View) -> bool:
     """Whether there is a job of that name."""
     return bool(view.round or view.outcome or view.members or view.history or view.wanted)
@@ -165,7 +175,7 @@ def run(
     one: Callable[[Job, Any], Awaitable[None]],
     every: Callable[[Client, Any], Awaitable[None]],
 ) -> int:
-    """Run a command that looks at jobs; gives its exit code.
+    """Run a command that reads jobs; gives its exit code.
 
     The command line is `argv`, which `made()` parses. `one(job, args)` is called for one job, and
     `every(client, args)` with --all; each prints what it finds.

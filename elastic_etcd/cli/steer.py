@@ -10,7 +10,7 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import control, options, query, values
+from elastic_etcd.cli import options, query, values, write_requests
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import requests
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -148,7 +148,7 @@ def _parser(
 
 
 def _which_node(args: Namespace) -> None:
-    """What drain is about. Raises ArgumentTypeError where that is not clear."""
+    """Settle which node is meant. Raises ArgumentTypeError where that is not clear."""
     if args.all:
         if args.job and args.node:
             raise ArgumentTypeError(f"{args.job} and --all: give one of both")
@@ -175,17 +175,17 @@ def main(command: str, argv: Sequence[str]) -> int:
     async def steer(client: Client, args: Namespace) -> int:
         if args.all:
             return await _in_all(command, client, args)
-        done = await do(control.Job(client, args), args)
+        done = await do(write_requests.SteeredJob(client, args), args)
         if args.json:
             print(json.dumps({"job": args.job} | done, indent=2))
         else:
-            _print_told(args.job, done)
+            _print_outcome(args.job, done)
         return 0
 
     return query.with_etcd(make, argv, steer)
 
 
-def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
+def _print_outcome(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
     print(shown(done["told"]), flush=True)
     if done.get("note"):
         query.note(f"job {job}: {done['note']}" if whose else done["note"])
@@ -213,14 +213,14 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
     own = copy(args)
     own.job = job
     try:
-        done = await do(control.Job(client, own), own)
+        done = await do(write_requests.SteeredJob(client, own), own)
     except ElasticEtcdError as error:
         print(f"error: job {job}: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
     if args.json:
         print(json.dumps({"job": job} | done), flush=True)
     else:
-        _print_told(job, done, whose=True)
+        _print_outcome(job, done, whose=True)
     return 0
 
 
@@ -229,7 +229,7 @@ def _nothing_to_do(command: str, args: Namespace) -> int:
     if command == "stop":
         query.note(f"no job under {args.prefix} goes on")
         return 0
-    node, prefix = control.node_of(args), args.prefix
+    node, prefix = write_requests.node_of(args), args.prefix
     if command == "undrain":
         raise ElasticEtcdError(f"no job under {prefix} has node {node} drained")
     raise ElasticEtcdError(f"node {node} is in no job under {prefix} that goes on")
@@ -239,8 +239,8 @@ def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
     """Say what will be done, and to whom."""
     more = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    told = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
-    print(shown(told), file=sys.stderr, flush=True)
+    text = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 def _ask_first() -> None:
@@ -259,7 +259,7 @@ def _ask_first() -> None:
 
 def _has_node(view: View, args: Namespace) -> bool:
     """Whether a run goes on in which the node is, or from which it is drained."""
-    node = control.node_of(args)
+    node = write_requests.node_of(args)
     there = any(m.node == node for m in view.members)
     return _goes_on(view) and (there or bool(requests.drained(view, node)))
 
@@ -270,7 +270,7 @@ def _goes_on(view: View) -> bool:
 
 # Of each command that knows --all which jobs it is about, and what it does, in words.
 _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace], str]]] = {
-    "drain": (_has_node, lambda args: f"node {control.node_of(args)} is to leave"),
+    "drain": (_has_node, lambda args: f"node {write_requests.node_of(args)} is to leave"),
     "undrain": (
         lambda view, args: requests.drained(view, args.node) is not None,
         lambda args: f"node {args.node} may come back to",
@@ -280,8 +280,8 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
 
 
 COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
-    "drain": (drain, control.drain),
-    "undrain": (undrain, control.undrain),
-    "scale": (scale, control.scale),
-    "stop": (stop, control.stop),
+    "drain": (drain, write_requests.drain),
+    "undrain": (undrain, write_requests.undrain),
+    "scale": (scale, write_requests.scale),
+    "stop": (stop, write_requests.stop),
 }

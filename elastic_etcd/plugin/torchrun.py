@@ -90,8 +90,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     known = [flag.dest for flag in FLAGS if flag.in_plugin]
     unknown = params.config.keys() - {*known, *_OTHERS}
     if unknown:
-        told = f"{NAME} has no such key; it has {', '.join(known)}"
-        raise ValueError(f"--rdzv-conf {min(unknown)}: {told}")
+        fault = f"{NAME} has no such key; it has {', '.join(known)}"
+        raise ValueError(f"--rdzv-conf {min(unknown)}: {fault}")
     return EtcdV3Handler(params.run_id, _flags(params, known), params.local_addr)
 
 

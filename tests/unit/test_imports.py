@@ -99,7 +99,6 @@ SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
     "Finished": "the worker's message, and the event that all of them have finished",
-    "Job": "one that is steered is one that is looked at",
     "Lease": "the id in a key, and what etcd has granted with it",
     "Offer": "what a rank or a node has for the others, whose newest is taken",
     "Over": "the end of the job as the agent's action, and as its last message",

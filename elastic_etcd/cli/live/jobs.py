@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
 
-from elastic_etcd.cli import control, status
+from elastic_etcd.cli import query, status
 from elastic_etcd.cli.query import MOST_KEYS, by_job, is_known
 from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
@@ -102,7 +102,7 @@ class Jobs:
         self.prefix = prefix
         self._root = f"{prefix}/{only}/" if only else f"{prefix}/"
         self.news = asyncio.Event()  # set by a change, which puts another one in its place
-        self.over = asyncio.Event()  # set once nobody is to be told any more
+        self.over = asyncio.Event()  # set once nobody is to hear of news any more
         self._client, self._timeout = client, timeout
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
@@ -133,7 +133,7 @@ class Jobs:
         await asyncio.wait({self.keeper}, timeout=_PATIENCE)
 
     def end(self) -> None:
-        """Nobody is to be told any more."""
+        """From here on nobody is to hear of news."""
         self.over.set()
         self._tell_news()
 
@@ -199,8 +199,12 @@ class Jobs:
         read = False
         while True:
             changed = asyncio.Event()
+
+            def ended(_: object, changed: asyncio.Event = changed) -> None:
+                changed.set()
+
             mirror = Mirror(self._client, everything, changed.set, _RECONCILE, MOST_KEYS)
-            mirror.failed.add_done_callback(lambda _, changed=changed: changed.set())
+            mirror.failed.add_done_callback(ended)
             async with mirror:
                 while not mirror.failed.done():
                     await changed.wait()
@@ -319,7 +323,7 @@ class Viewer:
             if self._session is None or self._session.lost.done():
                 session = Session(self._client, LOOK_TTL, timeout=self._timeout)
                 self._session = await self._scope.enter_async_context(session)
-            value = encode(Watched(LOOK_PERIOD, by=control.user()))
+            value = encode(Watched(LOOK_PERIOD, by=query.user()))
             put = Put(self._keys.watched, value, self._session.lease)
             await self._client.txn(Txn((), (put,)), self._timeout)
             self.is_heard = True
@@ -366,11 +370,11 @@ def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]
     """A job as `status --json` has it, and what `top` adds to that."""
     view = view_of(seen, keys, Everything())
     state = status.describe(job, view)
-    told = paces(seen, keys, view)
+    by_node = paces(seen, keys, view)
     for node in state["nodes"]:
-        pace = told.get(node["node"])
+        pace = by_node.get(node["node"])
         node["pace"] = pace_as_json(pace) if pace else None
-    rates = [pace.per_second for pace in told.values()]
+    rates = [pace.per_second for pace in by_node.values()]
     return state | {
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,

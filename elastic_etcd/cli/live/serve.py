@@ -26,10 +26,10 @@ _LISTEN = "127.0.0.1:8484"
 _MOST_CONNECTIONS = 256
 _GRACE = 1  # seconds, for answers under way at the end
 _EPILOG = """\
-Nobody is asked who he is, and everything is only read: names and addresses of nodes, and the last
-tracebacks. So it listens on the loopback only, unless told otherwise; docs/operate.md has a reverse
-proxy. While a job's page is open its nodes say how fast they are, which takes the right to write
-JOB/watched.
+There is no authentication, and everything is only read: names and addresses of nodes, and the last
+tracebacks. So it listens on the loopback only, unless --listen names another address;
+docs/operate.md has a reverse proxy. While a job's page is open its nodes say how fast they are,
+which takes the right to write JOB/watched.
 
 examples:
   elastic-etcd serve --etcd etcd1:2379
@@ -68,8 +68,9 @@ def parser() -> options.Parser:
         help="another name of this server in browsers' requests, as behind a reverse proxy; may be "
         "given again (those for its address, this machine's name and localhost are answered)",
     )
-    told = "say in one JSON object where it is shown"
-    made.add_argument("--json", action="store_true", help=told)
+    made.add_argument(
+        "--json", action="store_true", help="say in one JSON object where it is shown"
+    )
     return made
 
 

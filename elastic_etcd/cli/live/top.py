@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_etcd.cli import control, query, status
+from elastic_etcd.cli import query, status, write_requests
 from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
@@ -51,10 +51,10 @@ _ASKED = 8  # leases at a time
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
-Nodes say how fast they are as long as somebody looks, which takes the right to write JOB/watched;
-all else is only read. "lease" is how long a node's lease still is, of how long: it is renewed each
-third of that, and without that the node is lost at 0. Without a terminal, or with --once or --json,
-the job is printed once. With --all there is a line for each job, and q: quit.
+Nodes say how fast they are as long as somebody views the job, which takes the right to write
+JOB/watched; all else is only read. "lease" is how long a node's lease still is, of how long: it is
+renewed each third of that, and without that the node is lost at 0. Without a terminal, or with
+--once or --json, the job is printed once. With --all there is a line for each job, and q: quit.
 
 examples:
   elastic-etcd top resnet-7 --etcd etcd1:2379
@@ -68,8 +68,8 @@ def parser() -> options.Parser:
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
     made = query.parser("top", text, _EPILOG, every="each job under --prefix, in a line")
     made.add_argument("--once", action="store_true", help="print it once")
-    told = "print one JSON object, that of status and paces and leases; with --all, one a line"
-    made.add_argument("--json", action="store_true", help=told)
+    text = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    made.add_argument("--json", action="store_true", help=text)
     return made
 
 
@@ -95,7 +95,7 @@ async def _top(job: query.Job, args: Namespace) -> None:
         leases = Leases(job.client, screen.lefts)
         if not once:
             await _follow_job(
-                screen, mirror, changed, viewer, leases, control.Job(job.client, args)
+                screen, mirror, changed, viewer, leases, write_requests.SteeredJob(job.client, args)
             )
             return
         await viewer.view(seen)
@@ -138,7 +138,7 @@ async def _follow_all(known: Jobs) -> None:
         if known.keeper.done():
             known.keeper.result()
 
-    await _follow(asyncio.Event(), draw, press, refresh)
+    await _run_screen(asyncio.Event(), draw, press, refresh)
 
 
 def _of_all(known: Jobs, count: int, room: int) -> str:
@@ -154,7 +154,7 @@ async def _follow_job(
     changed: asyncio.Event,
     viewer: Viewer,
     leases: Leases,
-    job: control.Job,
+    job: write_requests.SteeredJob,
 ) -> None:
     mirror.failed.add_done_callback(lambda _: changed.set())
 
@@ -172,14 +172,14 @@ async def _follow_job(
     try:
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
-            await _follow(changed, screen.render, press, refresh)
+            await _run_screen(changed, screen.render, press, refresh)
             asking.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 class Screen:
-    """What is shown, and which node is meant by the keys."""
+    """The screen of one job, and the node that keys are about."""
 
     def __init__(self, job: str, *, once: bool) -> None:
         self.note = ""
@@ -191,7 +191,7 @@ class Screen:
         self._paces: dict[str, Pace] = {}  # by node
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
-        self._said = ""
+        self._message = ""
 
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
         """Take note of the job's new state."""
@@ -206,11 +206,11 @@ class Screen:
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
-    async def press(self, key: str, job: control.Job) -> bool:
+    async def press(self, key: str, job: write_requests.SteeredJob) -> bool:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
-            self._said = await _steered(job, command, asked) if key == "y" else "nothing is done"
+            self._message = await _steered(job, command, asked) if key == "y" else "nothing is done"
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
@@ -258,7 +258,7 @@ class Screen:
             return []
         if self._asks[0]:
             return [f"{' '.join(self._asks)}? y: yes, any other key: no"]
-        return [self._said, _KEYS] if self._said else [_KEYS]
+        return [self._message, _KEYS] if self._message else [_KEYS]
 
     def _table(self, rows: int) -> Table:
         table = Table(box=None, pad_edge=False, expand=False)
@@ -292,10 +292,10 @@ def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
 
 
-async def _steered(job: control.Job, command: str, node: str) -> str:
-    """What came of it, in a line."""
+async def _steered(job: write_requests.SteeredJob, command: str, node: str) -> str:
+    """Drain or undrain a node; gives the outcome in a line."""
     try:
-        return str((await control.ask(job, command, node))["told"])
+        return str((await write_requests.ask(job, command, node))["told"])
     except ElasticEtcdError as error:
         return f"error: {error}"
 
@@ -329,7 +329,7 @@ class Leases:
 # --- the terminal -------------------------------------------------------------------------
 
 
-async def _follow(
+async def _run_screen(
     changed: asyncio.Event,
     draw: Callable[[int], RenderableType],
     press: Callable[[str], Awaitable[bool]],
