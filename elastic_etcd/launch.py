@@ -42,7 +42,7 @@ def main(
 ) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md.
 
-    `remarks` are told as what the flags make it remark.
+    `remarks` are logged before those that the flags give rise to.
     """
     open_standard_streams()
     be_init()
@@ -71,7 +71,7 @@ def run(
     set_up_logging(config)
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
-    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
+    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once
 
     return agent.run(config, account)
 
@@ -250,13 +250,13 @@ def _shutdown_timeout(env: Mapping[str, str]) -> float | None:
 
 
 def _timer_file(env: Mapping[str, str]) -> str | None:
-    """Where torch's variables want timers to be served, "" where only that they are."""
+    """The path at which torch's variables want timers to be served, "" where they leave it open."""
     served = env.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
     return env.get("TORCHELASTIC_TIMER_FILE", "") if served else None
 
 
 def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where torch's variable wants the agent's health to be asked for; who asks is outside."""
+    """The address for health checks that torch's variable asks for: those come from outside."""
     port = env.get(_HEALTH_CHECK)
     if not (port and _can_serve()):
         return None
@@ -278,7 +278,7 @@ def _log_level(env: Mapping[str, str]) -> str:
 
 
 def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
-    """One line for each thing given that has no meaning here, and why."""
+    """A line for each thing given that has no meaning here, with the reason."""
     for flag in WITHOUT_MEANING.flags:
         if getattr(args, flag.dest) not in (None, "null"):
             yield f"{flag.names} has no meaning here: {flag.text}"

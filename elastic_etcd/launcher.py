@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
-from elastic_etcd.protocol.run_record import Ran, RunResult, WorkerFailure
+from elastic_etcd.protocol.run_record import Ran, RunResult
 
 if TYPE_CHECKING:
     from elastic_etcd.api.child_failed import ChildFailedError
@@ -45,9 +45,10 @@ log = logging.getLogger("elastic_etcd")
 
 @dataclass
 class LaunchConfig:
-    """What torch's LaunchConfig says, with its names, for a job over etcd v3.
+    """torch's LaunchConfig, with its names, for a job over etcd v3.
 
-    None, and what is not given, is the launcher's default (`python -m elastic_etcd.launch --help`).
+    A field that is None, or not given, has the launcher's default (`python -m elastic_etcd.launch
+    --help`).
     A field of torch's that has no meaning here is accepted; a line of the log says why it has none.
     Fields that differ from torch's, or have another meaning:
 
@@ -180,7 +181,10 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 raise _ERRORS.get(ran.exit_code, ElasticEtcdError)(ran.error)
             succeeded = ran.exit_code == 0
             values = functions.load_values(Path(folder), ran.generation) if succeeded else {}
-        failures = tuple(map(_with_file, ran.failures))
+        failures = tuple(
+            each if Path(each.error_file).is_file() else replace(each, error_file="")
+            for each in ran.failures
+        )
         return RunResult(
             outcome=ran.outcome,
             reason=ran.reason,
@@ -242,7 +246,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
 @contextmanager
 def _outliving_sigterm() -> Iterator[None]:
-    """Where SIGTERM would end this program at once, have it raise SystemExit in here.
+    """Have SIGTERM raise SystemExit in here, if it would end this program at once.
 
     A scheduler that gives a job time to save kills what is left when its program has ended.
     """
@@ -267,11 +271,6 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
             with suppress(BaseException):
                 agent.wait()
         raise
-
-
-def _with_file(failure: WorkerFailure) -> WorkerFailure:
-    """Without its error file where the worker has written none."""
-    return failure if Path(failure.error_file).is_file() else replace(failure, error_file="")
 
 
 def __getattr__(name: str) -> Any:

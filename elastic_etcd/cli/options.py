@@ -64,10 +64,10 @@ class Parser(argparse.ArgumentParser):
         self._ambiguous: dict[str, str] = {}
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What an abbreviation stands for; none if that is ambiguous, which is told by `error`.
+        """Find the flag of an abbreviation; none if that is ambiguous, which `error` then says.
 
-        Argparse asks it of the script's arguments, too, before it knows that they are the script's.
-        A flag's two spellings are one.
+        Argparse calls it for the script's arguments, too, before it knows that they are the
+        script's. A flag's two spellings are one.
         """
         found: list[Any] = super()._get_option_tuples(option_string)
         names = {id(each[0]): each[1] for each in reversed(found)}
@@ -146,7 +146,7 @@ def default_of(flag: Flag) -> Any:
 
 
 def default_in_words(flag: Flag) -> str:
-    """The same for people, "" where there is nothing to be said."""
+    """The same for people, "" where there is none."""
     value = default_of(flag)
     if flag.by_default:
         return flag.by_default.format(value)

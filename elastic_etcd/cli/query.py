@@ -47,9 +47,9 @@ def parser(
     one: Callable[[str], str] = job_id,
     every: str = "",
 ) -> options.Parser:
-    """For a command that takes a job or --all, and etcd's flags; the rest is added later.
+    """The parser of a command that takes a job or --all, and etcd's flags; others are added to it.
 
-    one: what the job's text may be. every: what --all is; without it there is no such flag.
+    `one` reads the job's text. `every` is the help of --all; without it there is no such flag.
     """
     made = options.Parser(
         prog=f"elastic-etcd {command}",

@@ -1,4 +1,4 @@
-"""What the text of a flag may be: each function makes its value of it.
+"""The texts that flags may have: each function makes a value of its text.
 
 All of them raise ArgumentTypeError, which argparse reports with the flag's name. The Python API and
 torchrun's handler read them with the flags, in their users' programs: nothing here loads the agent.
@@ -112,7 +112,7 @@ def label(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """What other nodes can connect to, without a port; or an interface, or a network with a /."""
+    """A host that others can connect to, without a port; an interface; or a network with a /."""
     if "/" in text:
         try:
             return str(ipaddress.ip_network(text, strict=False))
@@ -135,7 +135,7 @@ def listening(text: str) -> tuple[str, int]:
 
 
 def notices(text: str) -> str:
-    """Where notices of this machine's end come from."""
+    """A source of notices of this machine's end."""
     if text not in ("aws", "gcp", "azure") and not re.fullmatch("file:.+", text):
         raise ArgumentTypeError(f"{text[:140]} is none of aws, gcp, azure, file:PATH")
     return text

@@ -70,17 +70,17 @@ def parser() -> options.Parser:
 def main(argv: Sequence[str]) -> int:
     """Run this node's agent as `accelerate launch` would run its workers; gives the exit code."""
     try:
-        told = _ask(argv)
-        sizes, remarks = _sizes(told, os.environ)
+        answer = _ask(argv)
+        sizes, remarks = _sizes(answer, os.environ)
     except ElasticEtcdError as error:
         print(f"error: {options.shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    os.environ.update(told["environment"])
-    return launch.main([*sizes, *told["flags"], *told["script"]], _PROG, remarks)
+    os.environ.update(answer["environment"])
+    return launch.main([*sizes, *answer["flags"], *answer["script"]], _PROG, remarks)
 
 
 def _ask(argv: Sequence[str]) -> dict[str, Any]:
-    """What accelerate makes of this command line. Raises UsageError."""
+    """Ask accelerate what it makes of this command line. Raises UsageError."""
     made = parser()
     if not argv or argv[0] in ("-h", "--help"):
         made.parse_args(argv)
@@ -97,19 +97,19 @@ def _ask(argv: Sequence[str]) -> dict[str, Any]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(f"{python} can't load accelerate: {error}") from error
-    told: dict[str, Any] = json.loads(done.stdout)
-    if "error" in told:
-        hint = f"\npip install {told['missing']} there" if "missing" in told else ""
-        raise UsageError(f"{told['error']}{hint}\nSee {_PROG} --help.")
-    return told
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "error" in answer:
+        hint = f"\npip install {answer['missing']} there" if "missing" in answer else ""
+        raise UsageError(f"{answer['error']}{hint}\nSee {_PROG} --help.")
+    return answer
 
 
-def _sizes(told: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _sizes(answer: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Flags for the numbers of nodes and workers, and a line for each thing of no meaning here."""
     made = parser()
     made.set_defaults(nnodes=None, nproc_per_node=None)
-    args = made.parse_args([*told["flags"], *told["script"]])
-    of_meeting = told["told"]
+    args = made.parse_args([*answer["flags"], *answer["script"]])
+    of_meeting = answer["meeting"]
     machines, processes = of_meeting.get("num_machines", 1), of_meeting.get("num_processes", -1)
     flags, remarks = [], [*_remarks(of_meeting)]
     if not (args.nproc_per_node or env.get("PET_NPROC_PER_NODE")) and processes > 0:

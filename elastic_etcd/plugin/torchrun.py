@@ -71,7 +71,7 @@ log = logging.getLogger("elastic_etcd")
 
 
 def etcd_v3() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch calls at the entry point: it gives the creator of handlers."""
+    """Give torch, which calls this at the entry point, the creator of handlers."""
     return create_handler
 
 

@@ -108,7 +108,7 @@ class TorchrunWorkers:
         self._rank = 0
         self._leave: Callable[[str], None]
         self._runs = self._succeeded = self._over = False
-        self._ends = False  # the world that torchrun was told of last
+        self._ends = False  # the world that torchrun knows
 
     def follow(self, leave: Callable[[str], None]) -> None:
         """Hear what torchrun says; `leave` the job when it has ended, or says that it does."""

@@ -347,8 +347,10 @@ class Viewer:
         await self._scope.aclose()
 
 
-def pace_as_json(pace: Pace) -> dict[str, Any]:
+def pace_as_json(pace: Pace | None) -> dict[str, Any] | None:
     """A node's word of its workers, in JSON."""
+    if pace is None:
+        return None
     return {"step": pace.step, "per_second": pace.per_second, "doing": str(pace.doing)}
 
 
@@ -372,8 +374,7 @@ def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]
     state = status.describe(job, view)
     by_node = paces(seen, keys, view)
     for node in state["nodes"]:
-        pace = by_node.get(node["node"])
-        node["pace"] = pace_as_json(pace) if pace else None
+        node["pace"] = pace_as_json(by_node.get(node["node"]))
     rates = [pace.per_second for pace in by_node.values()]
     return state | {
         "known": is_known(view),

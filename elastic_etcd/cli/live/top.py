@@ -202,7 +202,7 @@ class Screen:
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """As status has them."""
+        """The nodes, as status has them."""
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
@@ -226,14 +226,14 @@ class Screen:
     def as_json(self) -> dict[str, Any]:
         """That of status, with what is known of each node's pace and lease."""
         nodes = [
-            node | {"pace": self._pace_of(node), "lease_left": self._left_of(node)}
+            node
+            | {
+                "pace": pace_as_json(self._paces.get(node["node"])),
+                "lease_left": self._left_of(node),
+            }
             for node in self.nodes
         ]
         return self._state | {"nodes": nodes, "note": self.note}
-
-    def _pace_of(self, node: dict[str, Any]) -> dict[str, Any] | None:
-        pace = self._paces.get(node["node"])
-        return pace_as_json(pace) if pace else None
 
     def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
         left = self.lefts.get(unhexed(node["lease"]))
@@ -242,7 +242,7 @@ class Screen:
         return {"seconds": left.seconds, "granted": left.granted}
 
     def render(self, height: int) -> Group:
-        """As many lines as there is room for: the head's, then the nodes', then the events'."""
+        """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
         head = [*status.summary(self._state), *filter(None, [self.note])]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
