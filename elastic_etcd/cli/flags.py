@@ -268,8 +268,8 @@ ETCD = Section(
             on_or_off,
             "on|off",
             to="proof_of_death",
-            more="Its port is chosen by the system. Where a firewall is in between, a node is "
-            "missed after --lease-ttl.",
+            more="Its port is chosen by the system. A firewall in between hides a death; it is then "
+            "noticed after --lease-ttl.",
             in_plugin=True,
         ),
     ),
@@ -306,7 +306,6 @@ WORKERS = Section(
             repeated=True,
             default=[],
             by_default="none",
-            more="[Not all of that is seen](architecture.md#what-learning-does-not-see).",
         ),
         Flag(
             "--virtual-local-rank",
