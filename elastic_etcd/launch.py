@@ -131,7 +131,6 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         learn="auto" in args.preload,
         log=LogConfig(**options.fields_of(args, "log")),
         log_level=args.log_level,
-        event_log=_event_log(args),
         timer_file=_timer_file(env),
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
         **options.fields_of(args),
@@ -213,21 +212,6 @@ def _check_script(script: str) -> None:
         )
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: the training script cannot be read: permission denied")
-
-
-def _event_log(args: Namespace) -> str | None:
-    if args.event_log in (None, "-"):
-        return args.event_log  # type: ignore[no-any-return] # a Namespace is untyped
-    path = Path(args.event_log).absolute()
-    try:
-        if path.is_file() or not path.exists():  # what is no file may have to be waited for
-            path.open("ab").close()
-    except OSError as error:
-        raise UsageError(
-            f"--event-log {path}: cannot be written to: {error.strerror}.\n"
-            "Name a file in a directory that is there and that this user may write to."
-        ) from error
-    return str(path)
 
 
 def _check_writable(flag: str, directory: str) -> None:

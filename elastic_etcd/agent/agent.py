@@ -103,7 +103,6 @@ from elastic_etcd.times import (
 )
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.event_log import EventLog
     from elastic_etcd.agent.followers.metrics import Metrics
     from elastic_etcd.agent.followers.notices import Notice, Watch
     from elastic_etcd.agent.followers.run_writer import Account
@@ -162,14 +161,9 @@ async def _run_agent(
         guardian.start()
         scope.callback(guardian.dismiss)
         scope.callback(remove)  # before that: else nobody would, if this were killed now
-        events = None
-        if config.event_log:
-            from elastic_etcd.agent.event_log import open_log  # noqa: PLC0415 - as above
-
-            events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        told = (metrics, account, events)
+        told = (metrics, account)
         return await run_agent(config, client, guardian, logs, embedded, memory, folder, *told)
 
 
@@ -183,12 +177,11 @@ async def run_agent(
     folder: str = "",
     metrics: "Metrics | None" = None,
     account: "Account | None" = None,
-    events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
     `memory` is the node's directory for checkpoints, if it has one, and `folder` for its socket;
-    `metrics` if they are served, `events` if they are written.
+    `metrics` if they are served.
     """
 
     def build(inbox: Inbox, tasks: Tasks) -> Agent:
@@ -209,14 +202,12 @@ async def run_agent(
         tasks.create(stragglers.compare())
         if metrics:
             metrics.follow(membership, workers, measure)
-        if events:
-            measure.followers.append(events)
         if account:
             account.follow(logs)
         observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
         if metrics:
             observers = (*observers, metrics)
-        own = (measure, observers, account, events)
+        own = (measure, observers, account)
         return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
     return await live(build)
@@ -295,7 +286,6 @@ class Agent:
         measure: Measure | None = None,
         observers: Sequence[Observer] = (),
         account: "Account | None" = None,
-        events: "EventLog | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -307,7 +297,6 @@ class Agent:
         self._measure = measure
         self._observers = observers
         self._account = account
-        self._events = events
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -410,8 +399,6 @@ class Agent:
             self._account.see(before, event, self._state)
         if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
-        if self._events:
-            self._events.see(event, self._state)
         if self._measure:
             self._measure.see(self._state)
         for action in step.actions:

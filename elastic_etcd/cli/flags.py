@@ -523,14 +523,6 @@ OUTPUT = Section(
             in_plugin=True,
         ),
         Flag(
-            "--event-log",
-            "append what happens on this node, a JSON object a line in the form of torch's events; "
-            "- is stdout",
-            metavar="FILE",
-            by_default="nowhere; elastic-etcd events shows the whole job",
-            more="See [look.md](look.md).",
-        ),
-        Flag(
             "--metrics-addr",
             "answer /metrics for Prometheus, /healthz and /readyz there; without a host on the "
             "loopback only",
@@ -547,11 +539,7 @@ WITHOUT_MEANING = Section(
     (
         Flag("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", ignored),
         Flag("--monitor-interval", "the exit of a worker is an event here, not polled", ignored),
-        Flag(
-            "--event-log-handler",
-            "use --event-log FILE; elastic-etcd events shows the whole job's",
-            ignored,
-        ),
+        Flag("--event-log-handler", "use elastic-etcd events --follow --json", ignored),
         Flag("--logs-specs", "use --log-dir, --redirects and --tee", ignored),
         Flag("--duplicate-stdout-filters", "filter the files under --log-dir", ignored),
         Flag("--duplicate-stderr-filters", "filter the files under --log-dir", ignored),

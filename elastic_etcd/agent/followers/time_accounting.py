@@ -28,7 +28,7 @@ class HasPages(Protocol):
 
 
 class Phases(Protocol):
-    """Who is told of each phase: metrics.Recovery, and event_log.EventLog."""
+    """Who is told of each phase: metrics.Recovery."""
 
     def end_world(self, now: float, idle: float) -> None: ...
 
