@@ -38,8 +38,9 @@ examples:
 def parser() -> options.Parser:
     """The command line of `elastic-etcd events JOB`."""
     text = "Shows what a job went through, an event a line."
-    made = query.parser("events", text, _EPILOG, every="of each job under --prefix, by their times")
-    made.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
+    every = "of each job under --prefix, by their times"
+    as_json = "a JSON object a line, as torch's"
+    made = query.parser("events", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument(
         "--follow", action="store_true", help="go on until the job is over, with --all for ever"
     )

@@ -268,8 +268,8 @@ ETCD = Section(
             on_or_off,
             "on|off",
             to="proof_of_death",
-            more="Its port is chosen by the system. A firewall in between hides a death; it is then "
-            "noticed after --lease-ttl.",
+            more="Its port is chosen by the system. A firewall in between hides a death, which is "
+            "then noticed after --lease-ttl.",
             in_plugin=True,
         ),
     ),

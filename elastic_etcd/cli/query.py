@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import json
 import os
 import select
 import sys
@@ -46,10 +47,12 @@ def parser(
     *,
     one: Callable[[str], str] = job_id,
     every: str = "",
+    as_json: str = "print one JSON object; with --all, one a line",
 ) -> options.Parser:
     """The parser of a command that takes a job or --all, and etcd's flags; others are added to it.
 
     `one` reads the job's text. `every` is the help of --all; without it there is no such flag.
+    `as_json` is that of --json.
     """
     made = options.Parser(
         prog=f"elastic-etcd {command}",
@@ -64,6 +67,7 @@ def parser(
     )
     if every:
         made.add_argument("--all", action="store_true", help=every)
+    made.add_argument("--json", action="store_true", help=as_json)
     group = options.FlagGroup(made, "etcd", os.environ)
     for flag in (*CONNECTION, Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)):
         group.add(flag)
@@ -116,6 +120,11 @@ async def all_views(client: Client, args: Namespace) -> dict[str, View]:
     if not views:
         note(f"{client.endpoint} has no job under {args.prefix}")
     return views
+
+
+def print_json(value: Any, args: Namespace) -> None:
+    """Print it in a line where there are several, else for people to read."""
+    print(json.dumps(value, indent=None if args.all else 2), flush=True)
 
 
 def width() -> int | None:
@@ -188,6 +197,28 @@ def run(
     return with_etcd(made, argv, of_job)
 
 
+def run_on_views(
+    made: Callable[[], options.Parser],
+    argv: Sequence[str],
+    show: Callable[[dict[str, View], Any], None],
+) -> int:
+    """Run a command that reads jobs once; gives its exit code.
+
+    The command line is `argv`, which `made()` parses. `show(views, args)` gets the job, or with
+    --all each, and prints it.
+    """
+
+    async def of_views(client: Client, args: Namespace) -> int:
+        one = not args.all
+        show(
+            {args.job: await Job(client, args).view()} if one else await all_views(client, args),
+            args,
+        )
+        return 0
+
+    return with_etcd(made, argv, of_views)
+
+
 def with_etcd(
     made: Callable[[], options.Parser],
     argv: Sequence[str],
@@ -198,12 +229,17 @@ def with_etcd(
     The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
     their exit code.
     """
+
+    async def connected(config: EtcdConfig, args: Namespace) -> int:
+        async with Client(config) as client:
+            return await command(client, args)
+
     try:
         args = _parsed(made(), argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(_with_client(config, args, command))
+        code = asyncio.run(connected(config, args))
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -224,13 +260,6 @@ def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
     except ArgumentTypeError as error:
         parser.error(str(error))
     return args
-
-
-async def _with_client(
-    config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
-) -> int:
-    async with Client(config) as client:
-        return await command(client, args)
 
 
 async def while_read(doing: Coroutine[Any, Any, object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client
 
 _HISTORY = 8  # generations shown; --json has all
 _SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
@@ -42,32 +40,21 @@ def parser() -> options.Parser:
     """The command line of `elastic-etcd status JOB`."""
     text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
     every = "each job under --prefix, in a line"
-    made = query.parser("status", text, _EPILOG, every=every)
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object; with --all, one a line"
-    )
-    return made
+    return query.parser("status", text, _EPILOG, every=every)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return query.run(parser, argv, _status, _statuses)
+    return query.run_on_views(parser, argv, _show)
 
 
-async def _status(job: query.Job, args: Namespace) -> None:
-    state = describe(job.name, await job.view())
-    if args.json:
-        print(json.dumps(state, indent=2))
-    else:
-        _show(state)
-
-
-async def _statuses(client: Client, args: Namespace) -> None:
-    views = await query.all_views(client, args)
+def _show(views: dict[str, View], args: Namespace) -> None:
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
         for state in states:
-            print(json.dumps(state))
+            query.print_json(state, args)
+    elif not args.all:
+        _show_one(*states)
     elif states:
         from rich.console import Console  # noqa: PLC0415 - not loaded for --json
 
@@ -214,7 +201,7 @@ def _entry(generation: int, text: str) -> dict[str, Any]:
         return {"generation": generation, "ended": f"unreadable: {error}"}
 
 
-def _show(state: dict[str, Any]) -> None:
+def _show_one(state: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415 - not loaded for --json
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
@@ -132,11 +131,16 @@ def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
 ) -> options.Parser:
     # With --all drain's first name is the node's.
+    as_json = "print one JSON object; with --all, one a line" if every else "print one JSON object"
     parser = query.parser(
-        command, description, epilog, arguments, one=values.printable, every=every
+        command,
+        description,
+        epilog,
+        arguments,
+        one=values.printable,
+        every=every,
+        as_json=as_json,
     )
-    per_job = "; with --all, one a line" if every else ""
-    parser.add_argument("--json", action="store_true", help=f"print one JSON object{per_job}")
     check = parser.get_default("check")
 
     def check_job(args: Namespace) -> None:
@@ -175,20 +179,19 @@ def main(command: str, argv: Sequence[str]) -> int:
     async def steer(client: Client, args: Namespace) -> int:
         if args.all:
             return await _in_all(command, client, args)
-        done = await do(write_requests.SteeredJob(client, args), args)
-        if args.json:
-            print(json.dumps({"job": args.job} | done, indent=2))
-        else:
-            _print_outcome(args.job, done)
+        _print_outcome(await do(write_requests.SteeredJob(client, args), args), args)
         return 0
 
     return query.with_etcd(make, argv, steer)
 
 
-def _print_outcome(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
+def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
+    if args.json:
+        query.print_json({"job": args.job} | done, args)
+        return
     print(shown(done["told"]), flush=True)
     if done.get("note"):
-        query.note(f"job {job}: {done['note']}" if whose else done["note"])
+        query.note(f"job {args.job}: {done['note']}" if args.all else done["note"])
 
 
 # --- all jobs -----------------------------------------------------------------------------
@@ -217,10 +220,7 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
     except ElasticEtcdError as error:
         print(f"error: job {job}: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    if args.json:
-        print(json.dumps({"job": job} | done), flush=True)
-    else:
-        _print_outcome(job, done, whose=True)
+    _print_outcome(done, own)
     return 0
 
 

@@ -141,9 +141,13 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     limits = job.limits_of(view)
     leases = {m.lease for m in view.members if m.node == node}
     seconds = limits.leave_deadline if args.deadline is None else args.deadline
+
+    def gone(view: View) -> bool:
+        return leases.isdisjoint(m.lease for m in view.members)
+
     if args.wait:
         late = seconds + UNKILLABLE + STOP_PATIENCE
-        await job.wait(f"{node} is still there", lambda v: _gone(v, leases), late)
+        await job.wait(f"{node} is still there", gone, late)
     state = "has left" if args.wait or not leases else f"is to leave within {seconds:g} s"
     if not changed:
         state += "; it was drained before"
@@ -155,10 +159,6 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         "told": f"node {node} of job {job.name} {state}",
         "note": _too_few(view, node, limits),
     }
-
-
-def _gone(view: View, leases: set[int]) -> bool:
-    return leases.isdisjoint(m.lease for m in view.members)
 
 
 def _too_few(view: View, node: str, limits: Limits) -> str:

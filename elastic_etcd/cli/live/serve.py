@@ -51,7 +51,8 @@ def parser() -> options.Parser:
     """The command line of `elastic-etcd serve`."""
     text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
     every = "each job under --prefix, as without JOB"
-    made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every)
+    as_json = "say in one JSON object where it is shown"
+    made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every, as_json=as_json)
     made.set_defaults(check=query.not_both)
     made.add_argument(
         "--listen",
@@ -67,9 +68,6 @@ def parser() -> options.Parser:
         metavar="NAME",
         help="another name of this server in browsers' requests, as behind a reverse proxy; may be "
         "given again (those for its address, this machine's name and localhost are answered)",
-    )
-    made.add_argument(
-        "--json", action="store_true", help="say in one JSON object where it is shown"
     )
     return made
 

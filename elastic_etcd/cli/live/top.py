@@ -66,10 +66,10 @@ examples:
 def parser() -> options.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
-    made = query.parser("top", text, _EPILOG, every="each job under --prefix, in a line")
+    every = "each job under --prefix, in a line"
+    as_json = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    made = query.parser("top", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument("--once", action="store_true", help="print it once")
-    text = "print one JSON object, that of status and paces and leases; with --all, one a line"
-    made.add_argument("--json", action="store_true", help=text)
     return made
 
 
