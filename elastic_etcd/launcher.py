@@ -48,35 +48,23 @@ class LaunchConfig:
     """torch's LaunchConfig, with its names, for a job over etcd v3.
 
     A field that is None, or not given, has the launcher's default (`python -m elastic_etcd.launch
-    --help`).
-    A field of torch's that has no meaning here is accepted; a line of the log says why it has none.
-    Fields that differ from torch's, or have another meaning:
-
-    `rdzv_endpoint`: etcd's endpoints, HOST:PORT,...; without any the job has an etcd of its own.
-    `run_id`: the job, the same on all nodes; random if it is not given.
-    `nproc_per_node`: a number, or gpu, cpu, xpu, auto.
-    `rdzv_configs`: what --rdzv-conf may say: join_timeout, last_call_timeout, cacert, cert, key.
-    `max_restarts`: failures of workers that the job survives, over all nodes.
-    `start_method`: prefork or exec; torch's words mean prefork.
-    `logs_specs`: torch's, of which `log_dir`, `redirects`, `tee` and `local_ranks_filter` count;
-    they can be given by these names, too. Streams are torch's Std, a dictionary by local rank, or,
-    like all filters, text as on the command line.
-    `flags`: any other flags of the launcher, as on its command line.
+    --help`). A field of torch's that has no meaning here is accepted; a line of the log says why it
+    has none. docs/python.md has those that differ from torch's.
     """
 
     min_nodes: int = 1
     max_nodes: int = 1
-    nproc_per_node: int | str = 1
-    logs_specs: Any = None
-    run_id: str = ""
+    nproc_per_node: int | str = 1  # also gpu, cpu, xpu or auto
+    logs_specs: Any = None  # torch's, in place of the four fields from log_dir on
+    run_id: str = ""  # the job, the same on all nodes; "": a random one
     role: str | None = None
-    rdzv_endpoint: str = ""
+    rdzv_endpoint: str = ""  # etcd's endpoints, HOST:PORT,...; "": the job has an etcd of its own
     rdzv_backend: str | None = None
-    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)
+    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)  # as --rdzv-conf
     rdzv_timeout: int = -1
-    max_restarts: int | None = None
+    max_restarts: int | None = None  # failures of workers that the job survives, over all nodes
     monitor_interval: float | None = None
-    start_method: str | None = None
+    start_method: str | None = None  # prefork or exec; torch's words mean prefork
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
@@ -88,10 +76,10 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     log_dir: str | os.PathLike[str] | None = None
-    redirects: Any = None
-    tee: Any = None
+    redirects: Any = None  # torch's Std, a dictionary of them by local rank, or text as in a flag
+    tee: Any = None  # likewise
     local_ranks_filter: Sequence[int] | set[int] | str | None = None
-    flags: Sequence[str] = ()
+    flags: Sequence[str] = ()  # others of the launcher, as on its command line
 
     def command_line(self) -> list[str]:
         """The flags of the launcher that say the same."""

@@ -450,8 +450,8 @@ FAILURES = Section(
         ),
         Flag(
             "--hang-timeout",
-            "a worker that has not ended its step for so long is told, with where it stands; not "
-            "in the first step of a world, in a commit, or where the script says ee.quiet",
+            "a worker that has not ended its step for so long is reported, with its stack; not in "
+            "the first step of a world, in a commit, or where the script says ee.quiet",
             hang_timeout,
             "auto|SECONDS|off",
             to="hang_timeout",
@@ -460,14 +460,14 @@ FAILURES = Section(
         ),
         Flag(
             "--hang-action",
-            "the hang is told only, or its world ends as by a failure of the worker that hangs; a "
-            "script that evaluates for longer has to say so by ee.quiet",
+            "a hang is only reported, or its world ends as by a failure of the worker that hangs; "
+            "a script that evaluates for longer has to say so by ee.quiet",
             choices=("report", "restart"),
             to="limits.hang_action",
         ),
         Flag(
             "--straggler-factor",
-            "a node is told to be slow if a step takes it, outside of collectives, so many times "
+            "a node is reported as slow if a step takes it, outside of collectives, so many times "
             "as long as the median of all nodes, over 50 steps; of scripts that train with "
             "DistributedDataParallel",
             straggler_factor,

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from elastic_etcd.cli import options, query
@@ -15,7 +15,7 @@ from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import uvicorn
 
@@ -103,7 +103,9 @@ async def _serve(client: Client, args: Namespace) -> int:
 
 
 def _say(listener: socket.socket, args: Namespace) -> None:
-    url, shown = f"http://{_url(listener)}/", args.prefix
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    shown = args.prefix
     if args.job:
         url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
     line = json.dumps({"url": url, "shown": shown}) if args.json else f"{shown} is shown at {url}"
@@ -118,7 +120,8 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
         server.should_exit = True
         jobs.end()
 
-    server.capture_signals = _nothing  # type: ignore[method-assign]  # it would raise them again
+    # uvicorn's own would raise them again at its end.
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment] # as said
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
@@ -132,11 +135,6 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
     return ended[0]
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -144,8 +142,3 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"--listen {host}:{port}: {reason}; port 0 is any that is free") from error
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
