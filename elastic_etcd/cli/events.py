@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
-Times are UTC, of the machine on which something happened; what only shows as it happens (who comes
-and goes, the phases of a round) has the time of this one.
+Times are UTC, of the machine on which something happened. Events that only show as they happen
+(nodes that come and go, the phases of a round) have the time of this one.
 
 examples:
   elastic-etcd events resnet-7 --etcd etcd1:2379

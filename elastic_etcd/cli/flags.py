@@ -11,30 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli.values import (
-    address,
-    count,
-    exit_code,
-    hang_timeout,
-    ignored,
-    job_id,
-    key_values,
-    label,
-    listening,
-    log_level,
-    modules,
-    natural,
-    nnodes,
-    notices,
-    on_or_off,
-    prefix,
-    printable,
-    ranks,
-    seconds,
-    signals,
-    straggler_factor,
-    streams,
-)
+from elastic_etcd.cli import values
 from elastic_etcd.core.rules import JOIN_SETTLE
 from elastic_etcd.times import GRACE_LEAVE
 
@@ -43,11 +20,11 @@ if TYPE_CHECKING:
 
 NO_MODULES = ("auto", "none", "off")  # as --preload has them
 _METAVARS: dict[Callable[[str], Any], str] = {
-    seconds: "SECONDS",
-    natural: "N",
-    count: "N",
-    exit_code: "CODE",
-    ignored: "X",
+    values.seconds: "SECONDS",
+    values.natural: "N",
+    values.count: "N",
+    values.exit_code: "CODE",
+    values.ignored: "X",
 }
 
 
@@ -110,7 +87,7 @@ JOB = Section(
         Flag(
             "--job --rdzv-id",
             "the id that the nodes of one job share; up to 128 letters, digits, '.', '_', '-'",
-            job_id,
+            values.job_id,
             "ID",
             by_default="random, where no other node can join",
             more="It is needed where nodes meet in your etcd.",
@@ -128,7 +105,7 @@ JOB = Section(
         Flag(
             "--nnodes",
             "how few and how many nodes may train, or a list, 2,4,8; others wait as spares",
-            nnodes,
+            values.nnodes,
             "MIN[:MAX]",
             default="1:1",
             by_default="1",
@@ -137,7 +114,7 @@ JOB = Section(
         Flag(
             "--nodes-multiple-of",
             "only multiples of N nodes train; others wait as spares",
-            count,
+            values.count,
             default=1,
             in_plugin=True,
         ),
@@ -153,7 +130,7 @@ JOB = Section(
         Flag(
             "--node-name",
             "this node's name in logs",
-            printable,
+            values.printable,
             "NAME",
             by_default="its name in Slurm, SLURMD_NODENAME, else its host name",
             in_plugin=True,
@@ -161,7 +138,7 @@ JOB = Section(
         Flag(
             "--advertise --local-addr",
             "address of this node for the others, its interface (eth0), or network (10.1.0.0/16)",
-            address,
+            values.address,
             "ADDRESS",
             to="advertise",
             by_default="its address on the way to etcd, but no loopback if max > 1",
@@ -173,7 +150,7 @@ JOB = Section(
         Flag(
             "--topology-label",
             "new nodes get ranks in the order of (label, name), so that a rack stays together",
-            label,
+            values.label,
             "LABEL",
             to="topology_label",
         ),
@@ -181,7 +158,7 @@ JOB = Section(
         Flag(
             "--rdzv-conf",
             "torchrun's: join_timeout, last_call_timeout (= --settle), cacert, cert, key",
-            key_values,
+            values.key_values,
             "KEY=VALUE,...",
             default={},
             in_python="rdzv_configs",
@@ -197,7 +174,7 @@ CONNECTION = (
         metavar="HOST:PORT,...",
         in_python="rdzv_endpoint",
     ),
-    Flag("--prefix", "all keys are under it", prefix, to="prefix", in_plugin=True),
+    Flag("--prefix", "all keys are under it", values.prefix, to="prefix", in_plugin=True),
     Flag(
         "--cacert",
         "CA that signed etcd's certificate; turns TLS on",
@@ -240,7 +217,7 @@ ETCD = Section(
         Flag(
             "--lease-ttl",
             "a node that is silent for so many seconds is gone",
-            count,
+            values.count,
             "SECONDS",
             to="lease_ttl",
             in_plugin=True,
@@ -248,7 +225,7 @@ ETCD = Section(
         Flag(
             "--etcd-timeout",
             "give up when etcd is away for longer in mid-run",
-            seconds,
+            values.seconds,
             to="etcd_timeout",
             by_default="never; training goes on",
             in_plugin=True,
@@ -265,7 +242,7 @@ ETCD = Section(
             "--proof-of-death",
             "agents keep a connection to their coordinator's, so that a node whose processes all "
             "die is missed at once and not after --lease-ttl",
-            on_or_off,
+            values.on_or_off,
             "on|off",
             to="proof_of_death",
             more="Its port is chosen by the system. A firewall in between hides a death, which is "
@@ -301,7 +278,7 @@ WORKERS = Section(
             "repeated. auto: the installed ones that the script itself has imported by its first "
             "step are loaded for the next restart and for nodes that join; those whose import "
             "starts threads, prints or reads what differs between workers are left out",
-            modules,
+            values.modules,
             "auto|none|MODULE,...",
             repeated=True,
             default=[],
@@ -316,7 +293,7 @@ WORKERS = Section(
         Flag(
             "--signals-to-handle",
             "signals on which this node leaves the job",
-            signals,
+            values.signals,
             "NAMES",
             to="signals",
             more="On SIGUSR2 it leaves, too, and the next of these does not hurry it "
@@ -324,7 +301,7 @@ WORKERS = Section(
         ),
         Flag(
             "--memory-dir",
-            "a tmpfs for ee.memory_checkpoint; what is written there goes with the agent",
+            "a tmpfs for ee.memory_checkpoint; the files that are written there go with the agent",
             metavar="DIR",
             to="memory_dir",
         ),
@@ -337,7 +314,7 @@ FAILURES = Section(
             "--max-restarts",
             "failures of workers that the job survives, over all nodes; nodes that come and go do "
             "not count",
-            natural,
+            values.natural,
             to="limits.max_restarts",
             by_default="{}; torchrun: 0",
         ),
@@ -345,25 +322,25 @@ FAILURES = Section(
             "--suspect-after",
             "a node whose workers failed so often right after their start (see --min-uptime), or "
             "that went so often, is left out, as long as MIN others are there; 0: never",
-            natural,
+            values.natural,
             to="limits.suspect_after",
         ),
         Flag(
             "--restart-window",
             "failures before so long a time of training, over all worlds since, are forgiven",
-            seconds,
+            values.seconds,
             to="limits.restart_window",
         ),
         Flag(
             "--min-uptime",
             "a worker that fails sooner, again and again, is restarted later",
-            seconds,
+            values.seconds,
             to="limits.min_uptime",
         ),
         Flag(
             "--settle",
             "the first formation waits so long after the last node joined",
-            seconds,
+            values.seconds,
             to="limits.settle",
             rdzv_conf=("last_call_timeout",),
             in_plugin=True,
@@ -371,7 +348,7 @@ FAILURES = Section(
         Flag(
             "--join-settle",
             "nodes that come later are taken in together, so long after the last one",
-            seconds,
+            values.seconds,
             to="limits.join_settle",
             by_default=f"{JOIN_SETTLE:g}, 0 where all workers are in ee.run",
             in_plugin=True,
@@ -379,14 +356,14 @@ FAILURES = Section(
         Flag(
             "--join-interval",
             "a world that trains is ended for them after so long at the soonest",
-            seconds,
+            values.seconds,
             to="limits.join_interval",
             in_plugin=True,
         ),
         Flag(
             "--join-timeout",
             "give up when fewer than MIN nodes were there for so long, while etcd answered",
-            seconds,
+            values.seconds,
             to="limits.join_timeout",
             rdzv_conf=("join_timeout", "timeout"),
             in_plugin=True,
@@ -395,7 +372,7 @@ FAILURES = Section(
         Flag(
             "--leave-exit-code",
             "exit code of a node that left an unfinished job on a signal",
-            exit_code,
+            values.exit_code,
             to="leave_exit_code",
             by_default="128 + signal, so that Kubernetes and Slurm do not take it for done",
         ),
@@ -403,7 +380,7 @@ FAILURES = Section(
             "--stop-exit-code",
             "exit code after `elastic-etcd stop`, for a scheduler that then is to start no node "
             "again",
-            exit_code,
+            values.exit_code,
             to="stop_exit_code",
             by_default="that of a node that left, 143",
         ),
@@ -411,7 +388,7 @@ FAILURES = Section(
             "--leave-deadline",
             "from the signal on which this node leaves to SIGKILL of its workers; until they have "
             "ended, or this is over, no next world begins. The same on every node",
-            seconds,
+            values.seconds,
             by_default=f"--shutdown-timeout if that is given, else {GRACE_LEAVE:g}",
         ),
         Flag(
@@ -419,7 +396,7 @@ FAILURES = Section(
             "leave, as on a signal, when this machine is about to be taken away: aws, gcp or "
             "azure, or file:PATH, which appears then and may hold seconds; workers have the time "
             "that is left, but no more than --leave-deadline",
-            notices,
+            values.notices,
             "SOURCE",
             to="preemption_watch",
             by_default="none",
@@ -429,7 +406,7 @@ FAILURES = Section(
             "--shutdown-timeout",
             "from SIGTERM to SIGKILL of a worker, but see --leave-deadline; also "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            seconds,
+            values.seconds,
             to="shutdown_timeout",
             by_default="by reason, see docs/failures.md",
             more="For newcomers no worker in ee.run is killed.",
@@ -438,21 +415,21 @@ FAILURES = Section(
             "--park-timeout",
             "time of a worker in ee.run after a failure, instead of --shutdown-timeout, to come "
             "out of its step and to let go of NCCL; one that has not is killed and started anew",
-            seconds,
+            values.seconds,
             to="park_timeout",
         ),
         Flag(
             "--kill-timeout",
             "from SIGKILL of a worker until this node gives up on it and leaves the job; many "
             "devices or much pinned memory may take long",
-            seconds,
+            values.seconds,
             to="kill_timeout",
         ),
         Flag(
             "--hang-timeout",
             "a worker that has not ended its step for so long is reported, with its stack; not in "
             "the first step of a world, in a commit, or where the script says ee.quiet",
-            hang_timeout,
+            values.hang_timeout,
             "auto|SECONDS|off",
             to="hang_timeout",
             by_default="auto, ten times the slowest of the recent steps, but a minute at least",
@@ -470,13 +447,13 @@ FAILURES = Section(
             "a node is reported as slow if a step takes it, outside of collectives, so many times "
             "as long as the median of all nodes, over 50 steps; of scripts that train with "
             "DistributedDataParallel",
-            straggler_factor,
+            values.straggler_factor,
             "FACTOR|off",
             to="limits.straggler_factor",
             more="See [hangs.md](hangs.md).",
         ),
     ),
-    "the job's first node's count for all; --leave-exit-code, --stop-exit-code, "
+    "those of the job's first node count for all, but --leave-exit-code, --stop-exit-code, "
     "--shutdown-timeout, --park-timeout and --kill-timeout are each node's own",
 )
 OUTPUT = Section(
@@ -492,7 +469,7 @@ OUTPUT = Section(
             "-r --redirects",
             "streams that go to a file only: 0 none, 1 stdout, 2 stderr, 3 both, or per local rank "
             "0:3,1:2",
-            streams,
+            values.streams,
             "STREAMS",
             to="log.redirects",
             by_default="0",
@@ -501,7 +478,7 @@ OUTPUT = Section(
             "-t --tee",
             "streams that go to a file and the console: 0 none, 1 stdout, 2 stderr, 3 both, or per "
             "local rank 0:3,1:2",
-            streams,
+            values.streams,
             "STREAMS",
             to="log.tee",
             by_default="0",
@@ -509,15 +486,15 @@ OUTPUT = Section(
         Flag(
             "--local-ranks-filter",
             "local ranks whose output the console shows, like 0,1",
-            ranks,
+            values.ranks,
             "RANKS",
             to="log.local_ranks_filter",
             by_default="all",
         ),
         Flag(
             "--log-level",
-            "of the agent's own lines: debug, info, warning, error; also LOGLEVEL",
-            log_level,
+            "level of the agent's own lines: debug, info, warning, error; also LOGLEVEL",
+            values.log_level,
             "LEVEL",
             by_default="info",
             in_plugin=True,
@@ -526,7 +503,7 @@ OUTPUT = Section(
             "--metrics-addr",
             "answer /metrics for Prometheus, /healthz and /readyz there; without a host on the "
             "loopback only",
-            listening,
+            values.listening,
             "[HOST:]PORT",
             to="metrics_addr",
             by_default="nowhere; extra [metrics]",
@@ -537,25 +514,33 @@ OUTPUT = Section(
 WITHOUT_MEANING = Section(
     "accepted from torchrun, without a meaning here",
     (
-        Flag("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", ignored),
-        Flag("--monitor-interval", "the exit of a worker is an event here, not polled", ignored),
-        Flag("--event-log-handler", "use elastic-etcd events --follow --json", ignored),
-        Flag("--logs-specs", "use --log-dir, --redirects and --tee", ignored),
-        Flag("--duplicate-stdout-filters", "filter the files under --log-dir", ignored),
-        Flag("--duplicate-stderr-filters", "filter the files under --log-dir", ignored),
+        Flag("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", values.ignored),
         Flag(
-            "--node-rank", "ranks are given at the rendezvous; a survivor keeps its rank", ignored
+            "--monitor-interval",
+            "the exit of a worker is an event here, not polled",
+            values.ignored,
+        ),
+        Flag("--event-log-handler", "use elastic-etcd events --follow --json", values.ignored),
+        Flag("--logs-specs", "use --log-dir, --redirects and --tee", values.ignored),
+        Flag("--duplicate-stdout-filters", "filter the files under --log-dir", values.ignored),
+        Flag("--duplicate-stderr-filters", "filter the files under --log-dir", values.ignored),
+        Flag(
+            "--node-rank",
+            "ranks are given at the rendezvous; a survivor keeps its rank",
+            values.ignored,
         ),
         Flag(
             "--master-addr",
             "each generation has a store of its own on group rank 0's node",
-            ignored,
+            values.ignored,
         ),
-        Flag("--master-port", "each generation has a store of its own on a free port", ignored),
+        Flag(
+            "--master-port", "each generation has a store of its own on a free port", values.ignored
+        ),
         Flag(
             "--numa-binding",
             "start the workers through numactl with --no-python instead",
-            ignored,
+            values.ignored,
             in_python="numa_options",
         ),
     ),

@@ -33,7 +33,8 @@ With --all it goes on with the other jobs where it fails in one; the exit code i
 _DRAIN = f"""\
 The node leaves as on SIGTERM to its agent: scripts in ee.run stop at a step that all ranks agree
 on, others get SIGTERM; `ee.leaving()` is true, they may save until the deadline, and the other
-nodes go on without it. Its agent exits 143. One that is started there again waits until `undrain`.
+nodes go on without it. Its agent exits 143. An agent that is started there again waits for
+`undrain`.
 
 examples:
   elastic-etcd drain resnet-7 node2 --etcd etcd1:2379 --wait && ssh node2 reboot
@@ -43,7 +44,7 @@ examples:
 {_OF_ALL}
 {_CODES}"""
 _UNDRAIN = f"""\
-An agent that waits there joins at once. Where none waits, start one.
+An agent that waits there joins at once. If none waits, start one.
 {_OF_ALL}
 {_CODES}"""
 _STOP = f"""\

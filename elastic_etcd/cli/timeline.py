@@ -1,4 +1,4 @@
-"""`elastic-etcd timeline`: what each node did in each second, as a trace to look at in Perfetto."""
+"""`elastic-etcd timeline`: a trace for Perfetto of all that each node did in each second."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from elastic_etcd.core.view import View
 
 _EPILOG = f"""\
-The times are those of report: what the coordinator's node has measured is shown for all nodes of a
-world.
+The times are those of report: all nodes of a world are shown with the times that its coordinator's
+node has measured.
 
 examples:
   elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.json

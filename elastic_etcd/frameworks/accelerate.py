@@ -26,8 +26,8 @@ _PROGRAM = Path(__file__).with_name("accelerate_environment.py")
 _EPILOG = f"""\
 Takes the flags of `elastic-etcd launch`, and those of `accelerate launch` before the script. The
 workers get the environment that `accelerate launch` would set (ACCELERATE_..., FSDP_...), which
-accelerate itself makes of its file and its flags; everything else is the launcher's. Where both
-have a flag (--role, --tee, --max-restarts, ...) it is the launcher's.
+accelerate itself makes of its file and its flags; everything else is the launcher's. A flag that
+both have (--role, --tee, --max-restarts, ...) is the launcher's.
 
   num_machines     --nnodes, a fixed number of nodes, where --nnodes is not given
   num_processes    of all machines: --nproc-per-node, where that is not given

@@ -16,7 +16,8 @@ from elastic_etcd.cli.options import default_in_words
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.launcher import LaunchConfig
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "flags.md"
 TABLE = re.compile(r"^\| flag \|.*?(?=^\n)", re.DOTALL | re.MULTILINE)
 
 
@@ -69,6 +70,19 @@ def test_each_name_is_one_flags() -> None:
         assert sorted(set(each)) == sorted(each)
 
 
-def test_each_field_of_launch_config_that_a_flag_means_is_there() -> None:
-    meant = {flag.in_python for flag in FLAGS if flag.in_python}
-    assert meant <= LaunchConfig.__dataclass_fields__.keys()
+def test_torchruns_handler_has_the_keys_of_its_document() -> None:
+    keys = (DOCS / "plugin.md").read_text().partition("Keys are flags of our launcher: ")[2]
+    shown = re.findall(r"`(\w+)`", keys.partition(". ")[0])
+    assert sorted(shown) == sorted(flag.dest for flag in FLAGS if flag.in_plugin)
+
+
+def test_the_python_api_has_the_fields_of_its_document() -> None:
+    fields = LaunchConfig.__dataclass_fields__.keys()
+    rows = (DOCS / "python.md").read_text().partition("| field |")[2].partition("\n\n")[0]
+    shown = [
+        name
+        for cell in re.findall(r"^\| (.*?) \|", rows, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    ]
+    assert {*shown, "logs_specs"} == fields
+    assert {flag.in_python for flag in FLAGS if flag.in_python} <= fields
