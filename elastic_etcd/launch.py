@@ -18,7 +18,7 @@ from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import options, values
-from elastic_etcd.cli.flags import FLAGS, NO_MODULES, WITHOUT_MEANING
+from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -127,8 +127,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         limits=limits,
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
-        preload=tuple(name for name in args.preload if name not in NO_MODULES),
-        learn="auto" in args.preload,
+        preload=tuple(args.preload),
         log=LogConfig(**options.fields_of(args, "log")),
         log_level=args.log_level,
         timer_file=_timer_file(env),

@@ -18,7 +18,6 @@ from elastic_etcd.times import GRACE_LEAVE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NO_MODULES = ("auto", "none", "off")  # as --preload has them
 _METAVARS: dict[Callable[[str], Any], str] = {
     values.seconds: "SECONDS",
     values.natural: "N",
@@ -275,14 +274,12 @@ WORKERS = Section(
         Flag(
             "--preload",
             "modules that the fork server loads, too, so that no worker waits for them; may be "
-            "repeated. auto: the installed ones that the script itself has imported by its first "
-            "step are loaded for the next restart and for nodes that join; those whose import "
-            "starts threads, prints or reads what differs between workers are left out",
+            "repeated. After the first restart the log says which ones would save time",
             values.modules,
-            "auto|none|MODULE,...",
+            "MODULE,...",
             repeated=True,
             default=[],
-            by_default="none",
+            more="See [performance.md](performance.md#what-a-script-imports).",
         ),
         Flag(
             "--virtual-local-rank",
