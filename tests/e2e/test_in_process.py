@@ -121,6 +121,7 @@ def test_g3_a_survivor_has_time_to_come_out_of_its_step(job: Job) -> None:
     each_sample_once(job.directory)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     """Without DDP, whose constructor ends the process then (torch 2.13)."""
     detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
