@@ -88,8 +88,11 @@ def script(job: Job, text: str) -> tuple[str]:
 
 @pytest.mark.parametrize(
     ("text", "method"),
-    [(PLAIN, "prefork"), (PLAIN, "exec"), (ELASTIC, "prefork")],
-    ids=["plain", "exec", "ee.run"],
+    [
+        pytest.param(PLAIN, "prefork", id="plain"),
+        pytest.param(PLAIN, "exec", id="exec", marks=pytest.mark.nightly(part="jobs")),
+        pytest.param(ELASTIC, "prefork", id="ee.run"),
+    ],
 )
 def test_who_is_not_done_in_time_is_ended_and_begun_anew(job: Job, text: str, method: str) -> None:
     command, env = script(job, text), environment(job)

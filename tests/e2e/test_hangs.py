@@ -19,6 +19,7 @@ from tests.support.job import Agent, Job
 from tests.support.proxy import Proxy, proxy_aside
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly(part="jobs")  # the same once more, for other scripts and starts
 
 PLAIN = """
 import os, signal, sys, time
@@ -85,8 +86,11 @@ def evidence(job: Job, agent: Agent, rank: int) -> str:
 
 @pytest.mark.parametrize(
     ("text", "method"),
-    [(hangs.PLAIN, "prefork"), (hangs.PLAIN, "exec"), (hangs.ELASTIC, "prefork")],
-    ids=["plain", "exec", "ee.run"],
+    [
+        pytest.param(hangs.PLAIN, "prefork", id="plain"),
+        pytest.param(hangs.PLAIN, "exec", id="exec", marks=NIGHTLY),
+        pytest.param(hangs.ELASTIC, "prefork", id="ee.run", marks=NIGHTLY),
+    ],
 )
 def test_each_hang_is_told_with_where_it_stands(
     job: Job, flags: Flags, text: str, method: str
@@ -316,7 +320,13 @@ BEHIND = r"rank 1 on n[12] is in step 6 for \d+ s, 1 other waits in 6 "
 NOBODY = r"nobody has moved for \d+ s \(storage\? network\? an evaluation outside ee.quiet\?\)"
 
 
-@pytest.mark.parametrize("text", [hangs.PLAIN, hangs.ELASTIC], ids=["plain", "ee.run"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(hangs.PLAIN, id="plain", marks=NIGHTLY),
+        pytest.param(hangs.ELASTIC, id="ee.run"),
+    ],
+)
 def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
     flags: Flags = {"hang_action": "restart", "max_restarts": 4, "env": {"WORLDS": "4"}}
     agents = pair(job, hangs.script(job, text), **flags | {"suspect_after": 0}).values()

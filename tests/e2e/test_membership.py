@@ -32,9 +32,7 @@ def test_nodes_added_to_a_running_job(job: TickingJob, etcd: EtcdServer) -> None
     job.finish(*agents)
 
 
-def test_agent_leaves_on_sigterm_nodes_of_different_size(
-    job: TickingJob, etcd: EtcdServer
-) -> None:
+def test_agent_leaves_on_sigterm_nodes_of_different_size(job: TickingJob, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1", nproc=1), job.start("n2", nproc=2)
     g = job.trains(3, seconds=40)
     by_node = {(e.node, e.local_rank): e.rank for e in job.events("start")}
