@@ -36,7 +36,7 @@ for step in range(1, 41):
 """
 
 
-def test_worker_killed_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -> None:
+def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -> None:
     """One is in its process group, one in a session of its own, and one is to be kept there."""
     children = ("linger@rank=0", "daemon@rank=1", "kept@rank=1")
     faults = [arg for child in children for arg in ("--fault", f"{child},generation=1")]
@@ -149,7 +149,7 @@ def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
     job.finish(n2, dead)
 
 
-def test_nodes_stopped_with_sigstop_past_their_ttl_and_then_continued(
+def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(
     job: Job, etcd: EtcdServer
 ) -> None:
     """First the oldest one, and then the other, which is the oldest by then."""

@@ -123,7 +123,7 @@ def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     each_sample_once(job.directory)
 
 
-def test_workers_of_a_node_that_share_their_snapshots(job: Job) -> None:
+def test_all_workers_of_a_node_at_once(job: Job) -> None:
     """One is killed, a node joins, all of a node are killed, and a node leaves."""
     flags = {"nproc": 4, "suspect_after": 0}
     n1 = start(job, "n1", "--outside", "--log", settle=0, **flags)
@@ -158,7 +158,7 @@ def test_workers_of_a_node_that_share_their_snapshots(job: Job) -> None:
 
 
 @pytest.mark.nightly(part="jobs")
-def test_all_workers_of_a_node_with_loaders_at_once(job: Job) -> None:
+def test_all_workers_of_a_node_at_once_with_loaders(job: Job) -> None:
     n1, n2 = (start(job, name, "--loaders", "2", nproc=2) for name in ("n1", "n2"))
     g = job.trains(4)
     workers = [e for e in job.events("start") if e.generation == g]
