@@ -38,6 +38,7 @@ PARTS = {
     "mutants": Part("200 mistakes in core/ and train/", 60, ("scripts/mutants --count 200",)),
     "jobs": Part("demo, tutorials, torchrun, Prometheus, hangs of more kinds of scripts", 10),
     "examples": Part("each example and each program of migration.md under each launcher", 3),
+    "forks": Part("compilers, spawned processes and more variables in a forked worker", 3),
     "chaos": Part("random faults, from seeds", 5),
     "netns": Part("networks that are cut, slow and lossy", 4),
     "compose": Part("nodes and etcd in containers", 15, ("scripts/compose-test",)),

@@ -113,6 +113,7 @@ def test_what_is_slow_is_no_hang(job: Job, flags: Flags) -> None:
     assert " is in step " not in n1.output
 
 
+@NIGHTLY
 def test_off_tells_nothing(job: Job, flags: Flags) -> None:
     command = script(job, PLAIN.replace("1000)", "4)"), "sleeps")
     n1 = job.start("n1", nproc=2, script=command, **flags | {"hang_timeout": "off"})
@@ -341,7 +342,7 @@ def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
 
 def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     text = ONCE.replace("dist.get_rank() == 1 and ", "")
-    command = script(job, text, "spins")
+    command = script(job, text, "sleeps")
     agents = pair(job, command, hang_action="restart", max_restarts=1).values()
     for agent in agents:
         job.exits(agent, 0, 120)
@@ -371,6 +372,7 @@ def test_who_waits_for_what_may_last_does_not_hang(job: Job) -> None:
     assert "waits in step 6" not in status(job)
 
 
+@NIGHTLY
 def test_who_is_quiet_is_no_hang_where_its_agent_is_cut_off_from_etcd(
     job: Job, etcd: EtcdServer
 ) -> None:
@@ -436,6 +438,7 @@ def test_who_saves_to_a_disk_that_stands_still_does_not_hang(
     assert "where it stands is in" not in n1.output
 
 
+@NIGHTLY
 def test_who_has_a_debugger_does_not_hang(job: Job, flags: Flags) -> None:
     n1 = job.start("n1", nproc=2, script=script(job, TRACED, "is_traced"), **flags | STARVED)
     job.said(n1, "debugger: ", 120)

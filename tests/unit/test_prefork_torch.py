@@ -22,7 +22,10 @@ def printed(ways: BothWays, text: str) -> str:
     return done.out
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.nightly(part="forks"))],
+)
 def test_multiprocessing(ways: BothWays, method: str) -> None:
     text = f"""\
 import torch.multiprocessing as mp
@@ -108,7 +111,10 @@ train(ee.ElasticState(epoch=0))
     assert 'Put what begins the training under `if __name__ == "__main__":`' in done.err
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly(part="forks"))],
+)
 def test_compile(ways: BothWays, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
