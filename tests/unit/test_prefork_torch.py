@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,7 @@ if __name__ == "__main__":
     assert printed(ways, text) == "[0, 2, 4]\n0\n"
 
 
+@pytest.mark.nightly(part="forks")
 def test_spawned_processes_report_their_failure(ways: BothWays) -> None:
     text = """\
 import torch.multiprocessing as mp
@@ -184,6 +186,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_cuda_begins_in_a_worker(ways: BothWays) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        pytest.skip("no GPU")
     probe = ways.exec(ways.script("import torch; print(torch.cuda.is_available())"))
     if probe.out != "True\n":
         pytest.skip("no GPU")
