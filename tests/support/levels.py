@@ -7,16 +7,19 @@ for. A process that outlives the one that started it is not in it.
 
 import json
 import os
+import re
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
+LOADS_TORCH = re.compile(r"^ *(import|from) torch|support\.forked|unit\.prefork", re.MULTILINE)
 
 
 @dataclass
@@ -58,13 +61,21 @@ def _of_child(pid: int) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Count a test with its fixtures to the folder below tests/ in which it is."""
+    """Count a test with its fixtures to its level."""
     wall, spent = time.monotonic(), cpu()
     try:
         return (yield)
     finally:
-        level = item.path.relative_to(item.config.rootpath).parts[1]
-        _levels[level].add(1, time.monotonic() - wall, cpu() - spent)
+        level = _levels[level_of(item.path, item.config.rootpath)]
+        level.add(1, time.monotonic() - wall, cpu() - spent)
+
+
+@cache
+def level_of(file: Path, root: Path) -> str:
+    """The folder below tests/; files of tests/unit that load torch are a level of their own."""
+    folder = file.relative_to(root).parts[1]
+    loads = folder == "unit" and LOADS_TORCH.search(file.read_text())
+    return "unit, torch" if loads else folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
