@@ -182,7 +182,9 @@ wait $child
 """
 
 
-@pytest.mark.parametrize("method", ["prefork", "exec"])
+@pytest.mark.parametrize(
+    "method", ["prefork", pytest.param("exec", marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_r22_a_script_with_a_data_loader_saves_on_sigterm(
     job: Job, tmp_path: Path, method: str
 ) -> None:

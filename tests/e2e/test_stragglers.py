@@ -149,6 +149,7 @@ def test_nobody_is_named_where_all_are_equal_and_the_network_is_slow(
         assert "is slow" not in agent.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_nothing_is_measured_or_told_where_it_is_off(job: Job, etcd: EtcdServer) -> None:
     each = {"FORWARD": "0.001", "STEPS": "200"}
     nodes = start(job, PLAIN, each, each | {"FORWARD": "0.05"}, straggler_factor="off")
