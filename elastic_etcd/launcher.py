@@ -4,7 +4,7 @@
 
     values = elastic_launch(LaunchConfig(nproc_per_node=2), train)(0.1)  # {rank: value}
 
-The agent is a child process with the launcher's own command line (launcher_agent.py), so it works
+The agent is a child process with the launcher's own command line (api/child.py), so it works
 in any thread and beside a running event loop, and no other thread than the main one has a signal
 handled. The function and what it returns travel as files. docs/python.md says how to use it.
 """
@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from elastic_etcd import pickled
+from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
-from elastic_etcd.ran import Ran, RunResult, WorkerFailure
+from elastic_etcd.protocol.run_record import Ran, RunResult, WorkerFailure
 
 if TYPE_CHECKING:
-    from elastic_etcd.child_failed import ChildFailedError
+    from elastic_etcd.api.child_failed import ChildFailedError
 
 __all__ = ["ChildFailedError", "LaunchConfig", "RunResult", "elastic_launch"]
 
-_RUN_FUNCTION = Path(__file__).with_name("children") / "run_function.py"
+_RUN_FUNCTION = Path(__file__).with_name("api") / "run_function.py"
 # By the exit code of the agent, docs/failures.md.
 _ERRORS: dict[int, type[ElasticEtcdError]] = {2: UsageError, 4: RendezvousTimeout, 5: EtcdError}
 
@@ -169,9 +169,9 @@ class elastic_launch:  # noqa: N801 - it is torch's name
         result = self.run(*args)
         if result.exit_code == 0:
             return result.return_values
-        name = pickled.name_of(self._entrypoint)
+        name = functions.name_of(self._entrypoint)
         if result.cause is not None:
-            from elastic_etcd.child_failed import child_failed  # noqa: PLC0415 - it loads torch
+            from elastic_etcd.api.child_failed import child_failed  # noqa: PLC0415 - it loads torch
 
             raise child_failed(name, result)
         kind = _ERRORS.get(result.exit_code, ElasticEtcdError)
@@ -180,7 +180,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
     def run(self, *args: Any) -> RunResult:
         """As a call, but a job that failed, or was stopped, is a result, too."""
         if self._stopped:
-            name = pickled.name_of(self._entrypoint)
+            name = functions.name_of(self._entrypoint)
             raise ElasticEtcdError(f"{name}: stop() was called before")
         if self._config.metrics_cfg:
             log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
@@ -189,7 +189,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             if not ran.outcome:
                 raise _ERRORS.get(ran.exit_code, ElasticEtcdError)(ran.error)
             succeeded = ran.exit_code == 0
-            values = pickled.load_values(Path(folder), ran.generation) if succeeded else {}
+            values = functions.load_values(Path(folder), ran.generation) if succeeded else {}
         failures = tuple(map(_with_file, ran.failures))
         return RunResult(
             outcome=ran.outcome,
@@ -217,10 +217,10 @@ class elastic_launch:  # noqa: N801 - it is torch's name
         if isinstance(self._entrypoint, str):
             command = ["--no-python", self._entrypoint, *map(str, args)]
         else:
-            file = pickled.save_function(folder, self._entrypoint, args)
+            file = functions.save_function(folder, self._entrypoint, args)
             command = [str(_RUN_FUNCTION), str(file)]
         # -P: nothing in the directory of the user's program is taken for a module of ours.
-        program = [sys.executable, "-P", "-m", "elastic_etcd.launcher_agent"]
+        program = [sys.executable, "-P", "-m", "elastic_etcd.api.child"]
         with _outliving_sigterm():
             # Without the trampoline, whose SIGKILL would keep it from leaving the job: it asks
             # for SIGTERM itself, at the end of the thread that waits here.
@@ -288,6 +288,6 @@ def __getattr__(name: str) -> Any:
     """ChildFailedError, which loads torch, is loaded when it is asked for."""
     if name != "ChildFailedError":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from elastic_etcd.child_failed import ChildFailedError  # noqa: PLC0415 - as above
+    from elastic_etcd.api.child_failed import ChildFailedError  # noqa: PLC0415 - as above
 
     return ChildFailedError

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from elastic_etcd.core.schema import PREFIX, History, Keys, decode, plain
 from elastic_etcd.core.txn import Get
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 JOB = "demo"

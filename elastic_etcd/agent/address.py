@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.errors import ElasticEtcdError, EtcdUnreachable, UsageError
-from elastic_etcd.threads import in_thread
+from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import LOOK_UP
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address

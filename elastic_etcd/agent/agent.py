@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING, Never, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.console import ConsoleHandler
+from elastic_etcd.agent.directories import memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices
+from elastic_etcd.agent.followers.hang_watch import HangWatch
+from elastic_etcd.agent.followers.recorder import FlightRecorder
+from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
+from elastic_etcd.agent.followers.throughput import PaceTeller
+from elastic_etcd.agent.followers.time_accounting import Measure
+from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.hangs import HangWatch
 from elastic_etcd.agent.inbox import (
     FatalError,
     Inbox,
@@ -35,18 +40,12 @@ from elastic_etcd.agent.inbox import (
     Tasks,
     Unkillable,
 )
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.agent.measure import Measure
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.memory import memory_directory, own_directory
-from elastic_etcd.agent.pace import PaceTeller
+from elastic_etcd.agent.output.console import ConsoleHandler
+from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.preload import PreloadTeller
-from elastic_etcd.agent.recorder import FlightRecorder
-from elastic_etcd.agent.stragglers import StragglerWatch
-from elastic_etcd.agent.strays import Mark
-from elastic_etcd.agent.watchdog import Watchdog
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import lifecycle, wanted
+from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
     Action,
     Ending,
@@ -89,11 +88,12 @@ from elastic_etcd.errors import (
     TrainingFailed,
     UsageError,
 )
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
-from elastic_etcd.protocol import Change, Interrupt
-from elastic_etcd.threads import in_thread
+from elastic_etcd.protocol.messages import Change, Interrupt
+from elastic_etcd.system.leftovers import Mark
+from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import (
     APPROVE_TIMEOUT,
     GRACE_CHANGE,
@@ -103,10 +103,9 @@ from elastic_etcd.times import (
 )
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.account import Account
-    from elastic_etcd.agent.event_log import EventLog
-    from elastic_etcd.agent.metrics import Metrics
-    from elastic_etcd.agent.notices import Notice, Watch
+    from elastic_etcd.agent.followers.metrics import Metrics
+    from elastic_etcd.agent.followers.notices import Notice, Watch
+    from elastic_etcd.agent.followers.run_writer import Account
 
 _CUT_OFF = "this node is cut off from etcd"
 
@@ -132,7 +131,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     if config.metrics_addr is None:
         return nullcontext()
     try:
-        from elastic_etcd.agent.endpoint import serving  # noqa: PLC0415 - only if it is asked for
+        from elastic_etcd.agent.followers.metrics_server import serving  # noqa: PLC0415 - only if it is asked for
     except ModuleNotFoundError as error:
         needs = "pip install 'elastic_etcd[metrics]'"
         raise UsageError(f"--metrics-addr: {error}; {needs}") from error
@@ -162,14 +161,9 @@ async def _run_agent(
         guardian.start()
         scope.callback(guardian.dismiss)
         scope.callback(remove)  # before that: else nobody would, if this were killed now
-        events = None
-        if config.event_log:
-            from elastic_etcd.agent.event_log import open_log  # noqa: PLC0415 - as above
-
-            events = await scope.enter_async_context(open_log(config, logs.stdout))
         on_answer = metrics.requests.observe if metrics else None
         client = await scope.enter_async_context(Client(etcd, on_answer))
-        told = (metrics, account, events)
+        told = (metrics, account)
         return await run_agent(config, client, guardian, logs, embedded, memory, folder, *told)
 
 
@@ -183,12 +177,11 @@ async def run_agent(
     folder: str = "",
     metrics: "Metrics | None" = None,
     account: "Account | None" = None,
-    events: "EventLog | None" = None,
 ) -> int:
     """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
 
     `memory` is the node's directory for checkpoints, if it has one, and `folder` for its socket;
-    `metrics` if they are served, `events` if they are written.
+    `metrics` if they are served.
     """
 
     def build(inbox: Inbox, tasks: Tasks) -> Agent:
@@ -209,14 +202,12 @@ async def run_agent(
         tasks.create(stragglers.compare())
         if metrics:
             metrics.follow(membership, workers, measure)
-        if events:
-            measure.followers.append(events)
         if account:
             account.follow(logs)
         observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
         if metrics:
             observers = (*observers, metrics)
-        own = (measure, observers, account, events)
+        own = (measure, observers, account)
         return Agent(config, inbox, tasks, membership, workers, guardian, *own)
 
     return await live(build)
@@ -295,7 +286,6 @@ class Agent:
         measure: Measure | None = None,
         observers: Sequence[Observer] = (),
         account: "Account | None" = None,
-        events: "EventLog | None" = None,
     ) -> None:
         self._config = config
         self._guardian = guardian
@@ -307,7 +297,6 @@ class Agent:
         self._measure = measure
         self._observers = observers
         self._account = account
-        self._events = events
         self._malformed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._state = State(Local(run=""), config.nproc)
@@ -334,7 +323,7 @@ class Agent:
             self._loop.add_signal_handler(number, others[number])
             handled.append(number)
         if self._config.preemption_watch:
-            from elastic_etcd.agent.notices import Watch  # noqa: PLC0415 - only if it is asked for
+            from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - only if it is asked for
 
             self._watch = Watch(self._config.preemption_watch, self._hear_notice)
         try:
@@ -410,8 +399,6 @@ class Agent:
             self._account.see(before, event, self._state)
         if self._state.local.leaving and not before.local.leaving:
             self._tell_order()
-        if self._events:
-            self._events.see(event, self._state)
         if self._measure:
             self._measure.see(self._state)
         for action in step.actions:
@@ -555,7 +542,7 @@ class Agent:
     def _tell_order(self) -> None:
         """Why this node goes, if people want it; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
-        departure = wanted.departure(view, local.run, local.lease) if view else None
+        departure = requests.departure(view, local.run, local.lease) if view else None
         if departure is None:
             return
         log.info("%s: leaving; a signal does not hurry it, a second one does", departure.reason)
@@ -637,7 +624,7 @@ class Agent:
 
     def _unfinished(self, run: str) -> int:
         config, view = self._config, self._state.view
-        stopped = view is not None and wanted.halted(view, run) is not None
+        stopped = view is not None and requests.halted(view, run) is not None
         code = config.stop_exit_code if stopped else None
         code = config.leave_exit_code if code is None else code
         return 128 + self._signal if code is None else code
@@ -661,7 +648,7 @@ class Agent:
 
     async def _report(self) -> None:
         """Say where the time of the run went, if etcd answers soon."""
-        from elastic_etcd.agent.report import at_end  # noqa: PLC0415 - once, at the end
+        from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
 
         entry = await self._membership.history(self._state.local.ran)
         for line in at_end(entry) if entry else ():

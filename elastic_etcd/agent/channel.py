@@ -18,8 +18,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 
-from elastic_etcd.packets import receive
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.messages import (
     LONGEST,
     VERSION,
     AskCurrent,
@@ -42,6 +41,7 @@ from elastic_etcd.protocol import (
     encode,
     from_worker,
 )
+from elastic_etcd.protocol.packets import receive
 
 _WORKERS = 1024  # connections
 _NAMES = 16  # that one worker may have us keep

@@ -13,7 +13,7 @@ from elastic_etcd.times import GRACE_PARK, LEASE_TTL, UNKILLABLE
 
 if TYPE_CHECKING:
     from elastic_etcd.core.schema import Limits
-    from elastic_etcd.etcd.config import EtcdConfig
+    from elastic_etcd.etcd.access import EtcdConfig
 
 
 class Streams(IntFlag):
@@ -69,11 +69,10 @@ class AgentConfig:
     `hang_timeout`: seconds in one step; None is found out, infinity is for ever.
     `proof_of_death`: a node that dies is looked for as soon as its connection ends.
     `no_python`: the workers are programs, which need not hand signals on to what they start.
-    `memory_dir`: below it is this node's directory for checkpoints, see agent/memory.py.
-    `event_log`: a file for events, "-" for stdout; None: nowhere.
+    `memory_dir`: below it is this node's directory for checkpoints, see agent/directories.py.
     `timer_file`: where torch's file timers are served, "" at a path of the agent's; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
-    `preemption_watch`: aws, gcp, azure or file:PATH, see agent/notices.py.
+    `preemption_watch`: aws, gcp, azure or file:PATH, see agent/followers/notices.py.
     `prefork`: workers are forked from a process that has torch and the `preload` modules loaded,
     and, with `learn`, what the script itself has imported before.
     """
@@ -112,7 +111,6 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
-    event_log: str | None = None
     timer_file: str | None = None
     metrics_addr: tuple[str, int] | None = None
     preemption_watch: str | None = None

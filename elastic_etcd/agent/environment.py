@@ -8,7 +8,7 @@ from functools import cache
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.schema import Limits, Participant, Round
 from elastic_etcd.errors import UsageError
-from elastic_etcd.process import MARK
+from elastic_etcd.system.process import MARK
 
 # A training script has no business with these, and prints its environment all too often.
 _SECRETS = ("ELASTIC_ETCD_PASSWORD", "ETCDCTL_PASSWORD")
@@ -58,7 +58,7 @@ def worker_env(
     `interface` has this node's address for the others; "" if that is not known. gloo would take
     the one of the host's name, which may be the loopback; NCCL looks for itself, and never does.
     `socket` is where it finds the agent (docs/channel.md), `activity` where it says what it
-    does, by `mark` what it leaves behind is found (agent/strays.py), `memory` is its node's
+    does, by `mark` what it leaves behind is found (system/leftovers.py), `memory` is its node's
     directory for checkpoints, and `timer_file` where it sets torch's timers, if they are served.
     There is one role, so role ranks are the world's. Workers see which signals their agent handles
     (torchrun's --signals-to-handle).

@@ -17,8 +17,8 @@ from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
-from elastic_etcd.agent.lines import Lines
-from elastic_etcd.core import wanted, writes
+from elastic_etcd.agent.peer_links import Lines
+from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Answered,
@@ -400,10 +400,10 @@ class Membership:
         def change(snapshot: Snapshot) -> View | None:
             view = view_of(snapshot, keys, Narrow())
             over = view.outcome not in (None, before)
-            return view if over or not wanted.drained(view, node) else None
+            return view if over or not requests.drained(view, node) else None
 
         view = await first(self._client, (Get(keys.wanted), Get(keys.outcome)), change)
-        if view.outcome is None or not wanted.drained(view, node):
+        if view.outcome is None or not requests.drained(view, node):
             return None
         return Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from elastic_etcd import children
 from elastic_etcd.errors import UsageError
-from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, discard, end, start
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.messages import (
     LONGEST,
     CannotImport,
     FromForkServer,
@@ -32,6 +31,15 @@ from elastic_etcd.protocol import (
     Warm,
     from_fork_server,
     from_forked,
+)
+from elastic_etcd.system.process import (
+    ExitWatch,
+    LastWords,
+    Process,
+    channel_pair,
+    discard,
+    end,
+    start,
 )
 
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")

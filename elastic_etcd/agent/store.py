@@ -21,7 +21,15 @@ from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
-from elastic_etcd.process import ExitWatch, LastWords, Process, channel_pair, discard, end, start
+from elastic_etcd.system.process import (
+    ExitWatch,
+    LastWords,
+    Process,
+    channel_pair,
+    discard,
+    end,
+    start,
+)
 
 _PROGRAM = Path(children.__file__).with_name("store_server.py")
 _BACKLOG = 2048

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_etcd import children
-from elastic_etcd.agent.logs import WorkerLog
-from elastic_etcd.process import ExitWatch, Process, signal_group, start
-from elastic_etcd.protocol import FromAgent, World
+from elastic_etcd.agent.output.logs import WorkerLog
+from elastic_etcd.protocol.messages import FromAgent, World
+from elastic_etcd.system.process import ExitWatch, Process, signal_group, start
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.channel import WorkerChannel

@@ -18,20 +18,18 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from elastic_etcd.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
+from elastic_etcd.agent.followers.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
-from elastic_etcd.agent.logs import Logs, WorkerLog
 from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.output.logs import Logs, WorkerLog
 from elastic_etcd.agent.prefork import Prefork, imported
 from elastic_etcd.agent.store import StoreServer, bind
-from elastic_etcd.agent.strays import Mark, Strays, end_former
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core import stragglers
 from elastic_etcd.core.lifecycle import (
@@ -43,8 +41,8 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
-from elastic_etcd.process import Process, ProcessGroups
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
+from elastic_etcd.protocol.messages import (
     Anew,
     AskCurrent,
     Bye,
@@ -57,7 +55,9 @@ from elastic_etcd.protocol import (
     Interrupt,
     Parked,
 )
-from elastic_etcd.threads import begin
+from elastic_etcd.system.leftovers import Mark, Strays, end_former
+from elastic_etcd.system.process import Process, ProcessGroups
+from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE, STUCK
 
 if TYPE_CHECKING:

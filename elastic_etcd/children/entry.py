@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from elastic_etcd import activity
+    from elastic_etcd.protocol import activity
 
 
 def load(path: Path) -> Any:
@@ -40,7 +40,7 @@ def load(path: Path) -> Any:
 
 
 if not TYPE_CHECKING:
-    activity = load(Path(__file__).parents[1] / "activity.py")
+    activity = load(Path(__file__).parents[1] / "protocol" / "activity.py")
 
 _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"

@@ -44,7 +44,11 @@ else:  # beside this file; torch.compile looks in sys.modules for what it meets
 # What a first DDP step imports.
 OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 # What a script that recovers in process imports, and its peers wait for; it may not be installed.
-ELASTIC = ("elastic_etcd.train.run", "elastic_etcd.train.sampler", "elastic_etcd.train.state")
+ELASTIC = (
+    "elastic_etcd.train.run",
+    "elastic_etcd.train.data.sampler",
+    "elastic_etcd.train.state.elastic_state",
+)
 IDNA = "encodings.idna"  # which the first look for an address imports
 RUN_SCRIPT = str(Path(__file__).with_name("run_script.py"))
 WITH_TORCH = ("torch", "elastic_etcd.train")

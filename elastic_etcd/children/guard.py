@@ -148,7 +148,7 @@ def _remove(folders: list[str]) -> None:
 
 def _kill_the_rest(groups: list[int], mark: str) -> set[int]:
     """Kill also what has left the groups; gives pidfds of all that is dying."""
-    from elastic_etcd.process import kill_marked, kill_members
+    from elastic_etcd.system.process import kill_marked, kill_members
 
     strays = kill_marked(mark) if mark else []
     return {*strays, *(pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds)}
@@ -183,8 +183,8 @@ def _revoke(config: dict[str, object], lease: int) -> str:
     from typing import Any, cast
 
     from elastic_etcd.errors import ElasticEtcdError
+    from elastic_etcd.etcd.access import EtcdConfig
     from elastic_etcd.etcd.client import Client
-    from elastic_etcd.etcd.config import EtcdConfig
     from elastic_etcd.times import GUARD_REVOKE
 
     async def at(endpoint: str) -> str:

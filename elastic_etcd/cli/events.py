@@ -6,9 +6,9 @@ import time
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from elastic_etcd.agent.events import news, past
-from elastic_etcd.cli import look
-from elastic_etcd.cli.look import in_one_line
+from elastic_etcd.agent.history import news, past
+from elastic_etcd.cli import query
+from elastic_etcd.cli.query import in_one_line
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.txn import Snapshot
 from elastic_etcd.core.view import Everything, view_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elastic_etcd.agent.events import Event
+    from elastic_etcd.agent.history import Event
     from elastic_etcd.cli import options
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
@@ -32,13 +32,13 @@ examples:
   elastic-etcd events resnet-7 --follow --json | jq 'select(.name | endswith("FAILED"))'
   elastic-etcd events --all --follow            also of jobs that begin meanwhile, until Ctrl-C
 
-{look.CODES}"""
+{query.CODES}"""
 
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd events JOB`."""
     text = "Shows what a job went through, an event a line."
-    made = look.parser("events", text, _EPILOG, every="of each job under --prefix, by their times")
+    made = query.parser("events", text, _EPILOG, every="of each job under --prefix, by their times")
     made.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
     made.add_argument(
         "--follow", action="store_true", help="go on until the job is over, with --all for ever"
@@ -48,10 +48,10 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's events; gives the exit code."""
-    return look.run(parser, argv, _events, _events_of_all)
+    return query.run(parser, argv, _events, _events_of_all)
 
 
-async def _events(job: look.Job, args: Namespace) -> None:
+async def _events(job: query.Job, args: Namespace) -> None:
     told = _Told(as_json=args.json)
     before = await job.view()
     told.tell(past(job.name, before))
@@ -65,17 +65,17 @@ async def _events(job: look.Job, args: Namespace) -> None:
         return True if _is_over(view) else None
 
     if args.follow and not _is_over(before):
-        await look.while_read(first(job.client, job.ranges, follow))
+        await query.while_read(first(job.client, job.ranges, follow))
 
 
 async def _events_of_all(client: Client, args: Namespace) -> None:
-    before = await look.all_views(client, args)
+    before = await query.all_views(client, args)
     told = _Told(as_json=args.json, widest=max(map(len, before), default=1))
     told.tell(_by_time(before))
 
     def follow(seen: Snapshot) -> None:
         nonlocal before
-        after = look.views_of(seen, args.prefix)
+        after = query.views_of(seen, args.prefix)
         for job, view in after.items():
             was = before.get(job) or view_of(Snapshot(0, {}), Keys(job), Everything())
             told.tell(news(job, was, view, time.time_ns() // 10**6))
@@ -83,7 +83,7 @@ async def _events_of_all(client: Client, args: Namespace) -> None:
         before = after
 
     if args.follow:
-        await look.while_read(first(client, (look.everything(args),), follow))
+        await query.while_read(first(client, (query.everything(args),), follow))
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:

@@ -32,7 +32,7 @@ from elastic_etcd.core.schema import (
     valid_prefix,
 )
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ examples:
 WITHOUT_MEANING = {
     "rdzv_backend": "nodes always meet through etcd v3, at --etcd",
     "monitor_interval": "the exit of a worker is an event here, not polled",
-    "event_log_handler": "use --event-log FILE; elastic-etcd events shows the whole job's",
+    "event_log_handler": "use elastic-etcd events --follow --json",
     "logs_specs": "use --log-dir, --redirects and --tee",
     "duplicate_stdout_filters": "filter the files under --log-dir",
     "duplicate_stderr_filters": "filter the files under --log-dir",
@@ -546,12 +546,6 @@ def _output(group: FlagGroup) -> None:
         type=log_level,
         metavar="LEVEL",
         help="of the agent's own lines: debug, info, warning, error; also LOGLEVEL (default: info)",
-    )
-    group.flag(
-        "--event-log",
-        metavar="FILE",
-        help="append what happens on this node, a JSON object a line in the form of torch's "
-        "events; - is stdout (default: nowhere; elastic-etcd events shows the whole job)",
     )
     group.flag(
         "--metrics-addr",

@@ -7,8 +7,8 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.agent import report
-from elastic_etcd.cli import look
+from elastic_etcd.agent import goodput
+from elastic_etcd.cli import query
 from elastic_etcd.core.schema import History, Phase, decode, plain
 from elastic_etcd.errors import ElasticEtcdError
 
@@ -30,14 +30,14 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
   first step     until their first step had ended
   trained again  steps after the last commit of a world that was lost
 
-{look.CODES}"""
+{query.CODES}"""
 
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd report JOB`."""
     text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
     every = "each job under --prefix, one after the other"
-    made = look.parser("report", text, _EPILOG, every=every)
+    made = query.parser("report", text, _EPILOG, every=every)
     made.add_argument(
         "--json", action="store_true", help="print one JSON object; with --all, one a line"
     )
@@ -46,10 +46,10 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return look.run(parser, argv, _report, _reports)
+    return query.run(parser, argv, _report, _reports)
 
 
-async def _report(job: look.Job, args: Namespace) -> None:
+async def _report(job: query.Job, args: Namespace) -> None:
     found = describe(job.name, await job.view(), time.time())
     if args.json:
         print(json.dumps(found, indent=2))
@@ -58,9 +58,9 @@ async def _report(job: look.Job, args: Namespace) -> None:
 
 
 async def _reports(client: Client, args: Namespace) -> None:
-    for job, view in (await look.all_views(client, args)).items():
+    for job, view in (await query.all_views(client, args)).items():
         if not worlds(view):
-            look.note(f"job {job} has had no world yet")
+            query.note(f"job {job} has had no world yet")
             continue
         found = describe(job, view, time.time())
         if args.json:
@@ -71,8 +71,8 @@ async def _reports(client: Client, args: Namespace) -> None:
 
 def _show(found: dict[str, Any]) -> None:
     state = f": {found['state']}" if found["state"] else ""
-    print(look.in_one_line(f"job {found['job']}, run {found['run']}{state}"))
-    for line in report.lines(found):
+    print(query.in_one_line(f"job {found['job']}, run {found['run']}{state}"))
+    for line in goodput.lines(found):
         print(f"  {line}")
     if found["going_on"]:
         since = f"{found['going_on']:.1f} s in generation {found['generation']}"
@@ -84,7 +84,7 @@ def describe(job: str, view: View, now: float) -> dict[str, Any]:
     entries = worlds(view)
     if not entries:
         raise ElasticEtcdError(f"job {job} has had no world yet")
-    found = report.of_run(entries[-1], _going_on(view, entries[-1], now))
+    found = goodput.of_run(entries[-1], _going_on(view, entries[-1], now))
     of_each = [
         {"generation": e.generation, "began": e.began or "", "spent": plain(e.spent)}
         for e in entries

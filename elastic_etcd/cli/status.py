@@ -9,13 +9,13 @@ import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from elastic_etcd.cli import look
+from elastic_etcd.cli import query
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core import suspects, wanted
+from elastic_etcd.core import requests, suspects
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
 from elastic_etcd.core.schema import History, Phase, decode, hexed, plain
-from elastic_etcd.protocol import UNCOUNTED
+from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -38,14 +38,14 @@ examples:
   elastic-etcd status resnet-7 --etcd etcd1:2379
   elastic-etcd status --all --json | jq -r 'select(.state == "deserted").job'
 
-{look.CODES}"""
+{query.CODES}"""
 
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd status JOB`."""
     text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
     every = "each job under --prefix, in a line"
-    made = look.parser("status", text, _EPILOG, every=every)
+    made = query.parser("status", text, _EPILOG, every=every)
     made.add_argument(
         "--json", action="store_true", help="print one JSON object; with --all, one a line"
     )
@@ -54,10 +54,10 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return look.run(parser, argv, _status, _statuses)
+    return query.run(parser, argv, _status, _statuses)
 
 
-async def _status(job: look.Job, args: Namespace) -> None:
+async def _status(job: query.Job, args: Namespace) -> None:
     state = describe(job.name, await job.view())
     if args.json:
         print(json.dumps(state, indent=2))
@@ -66,7 +66,7 @@ async def _status(job: look.Job, args: Namespace) -> None:
 
 
 async def _statuses(client: Client, args: Namespace) -> None:
-    views = await look.all_views(client, args)
+    views = await query.all_views(client, args)
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
         for state in states:
@@ -74,7 +74,7 @@ async def _statuses(client: Client, args: Namespace) -> None:
     elif states:
         from rich.console import Console  # noqa: PLC0415 - not loaded for --json
 
-        Console(highlight=False, width=look.width()).print(jobs_table(map(in_short, states)))
+        Console(highlight=False, width=query.width()).print(jobs_table(map(in_short, states)))
 
 
 def describe(job: str, view: View) -> dict[str, Any]:
@@ -136,13 +136,13 @@ def jobs_table(jobs: Iterable[dict[str, Any]]) -> Table:
         limits = short["limits"]
         used = _used(short["restarts"], limits) if limits else "-"
         cells = (short["state"], nodes or "-", str(short["world_size"]), used, short["reason"])
-        shown_cells = map(look.in_one_line, (short["job"], *cells))
+        shown_cells = map(query.in_one_line, (short["job"], *cells))
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in shown_cells))
     return table
 
 
 def _limits(spec: Spec, view: View) -> Limits:
-    return wanted.scaled(view, spec.run, spec.limits)
+    return requests.scaled(view, spec.run, spec.limits)
 
 
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
@@ -222,7 +222,7 @@ def _show(state: dict[str, Any]) -> None:
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 
-    console = Console(highlight=False, width=look.width())
+    console = Console(highlight=False, width=query.width())
     for line in summary(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     if state["nodes"]:

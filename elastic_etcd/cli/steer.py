@@ -10,9 +10,9 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import look, options, orders
+from elastic_etcd.cli import control, options, query
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core import wanted
+from elastic_etcd.core import requests
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
 ) -> options.Parser:
     # With --all drain's first name is the node's.
-    parser = look.parser(command, description, epilog, arguments, one=options.name, every=every)
+    parser = query.parser(command, description, epilog, arguments, one=options.name, every=every)
     per_job = "; with --all, one a line" if every else ""
     parser.add_argument("--json", action="store_true", help=f"print one JSON object{per_job}")
     check = parser.get_default("check")
@@ -173,20 +173,20 @@ def main(command: str, argv: Sequence[str]) -> int:
     async def steer(client: Client, args: Namespace) -> int:
         if args.all:
             return await _in_all(command, client, args)
-        done = await do(orders.Job(client, args), args)
+        done = await do(control.Job(client, args), args)
         if args.json:
             print(json.dumps({"job": args.job} | done, indent=2))
         else:
             _print_told(args.job, done)
         return 0
 
-    return look.with_etcd(make, argv, steer)
+    return query.with_etcd(make, argv, steer)
 
 
 def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
     print(shown(done["told"]), flush=True)
     if done.get("note"):
-        look.note(f"job {job}: {done['note']}" if whose else done["note"])
+        query.note(f"job {job}: {done['note']}" if whose else done["note"])
 
 
 # --- all jobs -----------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
 async def _in_all(command: str, client: Client, args: Namespace) -> int:
     """Run the command on each job that it is about; gives the highest of their exit codes."""
     about, what = _ABOUT[command]
-    views = await look.all_views(client, args)
+    views = await query.all_views(client, args)
     jobs = [job for job, view in views.items() if about(view, args)]
     if not jobs:
         return _nothing_to_do(command, args)
@@ -211,7 +211,7 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
     own = copy(args)
     own.job = job
     try:
-        done = await do(orders.Job(client, own), own)
+        done = await do(control.Job(client, own), own)
     except ElasticEtcdError as error:
         print(f"error: job {job}: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -225,9 +225,9 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
 def _nothing_to_do(command: str, args: Namespace) -> int:
     """A name that no job knows may be mistyped; where no job goes on, all have stopped."""
     if command == "stop":
-        look.note(f"no job under {args.prefix} goes on")
+        query.note(f"no job under {args.prefix} goes on")
         return 0
-    node, prefix = orders.node_of(args), args.prefix
+    node, prefix = control.node_of(args), args.prefix
     if command == "undrain":
         raise ElasticEtcdError(f"no job under {prefix} has node {node} drained")
     raise ElasticEtcdError(f"node {node} is in no job under {prefix} that goes on")
@@ -257,9 +257,9 @@ def _ask_first() -> None:
 
 def _has_node(view: View, args: Namespace) -> bool:
     """Whether a run goes on in which the node is, or from which it is drained."""
-    node = orders.node_of(args)
+    node = control.node_of(args)
     there = any(m.node == node for m in view.members)
-    return _goes_on(view) and (there or bool(wanted.drained(view, node)))
+    return _goes_on(view) and (there or bool(requests.drained(view, node)))
 
 
 def _goes_on(view: View) -> bool:
@@ -268,9 +268,9 @@ def _goes_on(view: View) -> bool:
 
 # Of each command that knows --all which jobs it is about, and what it does, in words.
 _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace], str]]] = {
-    "drain": (_has_node, lambda args: f"node {orders.node_of(args)} is to leave"),
+    "drain": (_has_node, lambda args: f"node {control.node_of(args)} is to leave"),
     "undrain": (
-        lambda view, args: wanted.drained(view, args.node) is not None,
+        lambda view, args: requests.drained(view, args.node) is not None,
         lambda args: f"node {args.node} may come back to",
     ),
     "stop": (lambda view, _: _goes_on(view), lambda _: "to stop:"),
@@ -278,8 +278,8 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
 
 
 COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
-    "drain": (drain, orders.drain),
-    "undrain": (undrain, orders.undrain),
-    "scale": (scale, orders.scale),
-    "stop": (stop, orders.stop),
+    "drain": (drain, control.drain),
+    "undrain": (undrain, control.undrain),
+    "scale": (scale, control.scale),
+    "stop": (stop, control.stop),
 }

@@ -2,8 +2,8 @@
 
 An event is what happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. An
 action is what the agent then does. Both are plain values with a JSON form. The flight recorder
-(agent/recorder.py) writes them down, and tests/support/replay.py steps through them once more. The
-model checker drives this very function. What the job needs is decided in rules.py.
+(agent/followers/recorder.py) writes them down, and tests/support/replay.py steps through them once
+more. The model checker drives this very function. What the job needs is decided in rules.py.
 """
 
 import json
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import wanted
+from elastic_etcd.core import requests
 from elastic_etcd.core.rules import (
     Ack,
     Claim,
@@ -464,9 +464,9 @@ def _heed_order(state: State) -> State:
     return replace(state, local=replace(local, leaving=True))
 
 
-def _departure(state: State) -> wanted.Departure | None:
+def _departure(state: State) -> requests.Departure | None:
     local = state.local
-    return wanted.departure(state.view, local.run, local.lease) if state.view else None
+    return requests.departure(state.view, local.run, local.lease) if state.view else None
 
 
 def _joins(view: View | None) -> bool:
@@ -685,7 +685,7 @@ def _decide(state: State, view: View, limits: Limits, now: float, actions: list[
     phase, join = clock - state.phase_since, clock - state.join_since
     waited = clock - (clock if state.vacant_since is None else state.vacant_since)
     elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited))
-    scaled = wanted.scaled(view, state.local.run, limits)
+    scaled = requests.scaled(view, state.local.run, limits)
     decision = decide(view, state.local, scaled, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))

@@ -44,7 +44,7 @@ from typing import TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import suspects, wanted
+from elastic_etcd.core import requests, suspects
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
     Failure,
@@ -483,7 +483,7 @@ def _await_leavers(view: View, limits: Limits, elapsed: Elapsed) -> Wait | None:
     leavers = _leavers(view)
     if not leavers:
         return None
-    longest = max(wanted.leave_deadline(view, m, limits) for m in leavers)
+    longest = max(requests.leave_deadline(view, m, limits) for m in leavers)
     left = longest + STOP_PATIENCE - elapsed.phase
     if left <= 0:
         return None

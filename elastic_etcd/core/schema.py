@@ -366,7 +366,7 @@ class Labels(Value, frozen=True):
 
 
 class Contact(Value, frozen=True):
-    """Where an agent takes calls of others, and what a caller has to know; see agent/lines.py."""
+    """The address at which an agent takes calls of others, see agent/peer_links.py."""
 
     addr: IP
     port: Port

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from elastic_etcd.core import schema, wanted
+from elastic_etcd.core import requests, schema
 from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, Over, ReportEnd, State, Write, pages
 from elastic_etcd.core.rules import (
     Ack,
@@ -114,14 +114,14 @@ def join(
         return Outdated(view.newer)
     if not (again or rerun) and (over := succeeded(keys, seen)):
         return over
-    if not again and (drain := wanted.drained(view, member.node)):
+    if not again and (drain := requests.drained(view, member.node)):
         return drain
     known = view.spec
     if known is None and keys.spec in seen.kvs and view.members and not view.outcome:
         known = replace(spec, run=view.members[0].run)  # it is spoilt; the members know the run
     if again and (view.outcome or (known and known.run != spec.run)):
         return "the job ended while this node was cut off"
-    if known and not (again or view.members) and wanted.halted(view, known.run):
+    if known and not (again or view.members) and requests.halted(view, known.run):
         known = None  # all have left, and the last one died before it wrote the outcome
     own, asked = spec.limits.nnodes, _asked(view, known) if known else ()
     if known and view.members and not view.outcome and own not in asked:
@@ -139,7 +139,7 @@ def join(
 
 def _asked(view: View, known: Spec) -> tuple[str, ...]:
     """The --nnodes with which a node may join this run: its own, and those it is scaled to."""
-    return known.limits.nnodes, wanted.scaled(view, known.run, known.limits).nnodes
+    return known.limits.nnodes, requests.scaled(view, known.run, known.limits).nnodes
 
 
 def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
@@ -469,7 +469,7 @@ def nobody(keys: Keys) -> tuple[Compare, ...]:
 
 def stop(keys: Keys, view: View, local: Local, now: str, spent: Spent | None = None) -> Txn:
     """Stop the job, which its last member has left; `spent` is as for `build`."""
-    why = wanted.why_stopped(view, local.run)
+    why = requests.why_stopped(view, local.run)
     stopped = Verdict.STOPPED.outcome(local.run, view.ledger.generation, why, None)
     outcome = replace(stopped, at=now)
     settled = _settle_history(keys, view, spent, ended=why, ended_at=now, outcome=outcome)

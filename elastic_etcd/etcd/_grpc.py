@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 
 

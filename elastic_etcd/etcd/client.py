@@ -32,7 +32,7 @@ from elastic_etcd.etcd._grpc import (
     certificates,
     credentials_of,
 )
-from elastic_etcd.etcd.config import EtcdConfig, first_line
+from elastic_etcd.etcd.access import EtcdConfig, first_line
 from elastic_etcd.etcd.connection import Connection, Metadata, Stream
 from elastic_etcd.etcd.faults import (
     Compacted,
@@ -44,7 +44,7 @@ from elastic_etcd.etcd.faults import (
 )
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.retry import Attempts, Refusals, jitter, now
-from elastic_etcd.threads import begin, in_thread
+from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ATTEMPT_TIMEOUT, CERTIFICATES, LOGIN_TIMEOUT, PASSWORD_FILE
 
 PAGE = 1000

@@ -2,8 +2,8 @@
 
 from contextlib import AbstractContextManager
 
-from elastic_etcd import activity
-from elastic_etcd.activity import Doing
+from elastic_etcd.protocol import activity
+from elastic_etcd.protocol.activity import Doing
 
 
 def heartbeat() -> None:

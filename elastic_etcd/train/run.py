@@ -33,12 +33,12 @@ from typing import (
 import torch
 import torch.distributed as dist
 
-from elastic_etcd import activity, protocol
-from elastic_etcd.activity import Doing
 from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
 from elastic_etcd.errors import AgentGone, UsageError
+from elastic_etcd.protocol import activity, messages
+from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import ddp
-from elastic_etcd.train.channel import Channel, agent
+from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
@@ -51,7 +51,7 @@ log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Order: TypeAlias = protocol.World | protocol.Bye | protocol.Gone
+_Order: TypeAlias = messages.World | messages.Bye | messages.Gone
 
 
 class State(Protocol):
@@ -289,29 +289,29 @@ class _Worker:
         if group.leaving:
             raise SystemExit(0)
         match self._orders.get():
-            case protocol.World(generation, reason, env):
+            case messages.World(generation, reason, env):
                 os.environ.update(env)
                 self._channel.generation, self._channel.reason = generation, reason
-            case protocol.Bye():
+            case messages.Bye():
                 raise SystemExit(0)
-            case protocol.Gone(reason):
+            case messages.Gone(reason):
                 raise AgentGone(reason)
 
     def _next_group(self, generation: int, env: Mapping[str, str]) -> ProcessGroup:
         return ProcessGroup(generation, env, next(self._attempts[generation]))
 
-    def _hear(self, message: protocol.FromAgent | protocol.Gone) -> None:
+    def _hear(self, message: messages.FromAgent | messages.Gone) -> None:
         """What the agent says, in the channel's thread."""
         match message:
-            case protocol.Change(generation) if generation == self._group.generation:
+            case messages.Change(generation) if generation == self._group.generation:
                 self._group.change(leaving=message.leaving)
-            case protocol.Interrupt(generation, reason) if generation == self._group.generation:
+            case messages.Interrupt(generation, reason) if generation == self._group.generation:
                 self._group.interrupt(reason)
-            case protocol.World(generation, _, env):
+            case messages.World(generation, _, env):
                 # Before anything else is heard that may be about it.
                 self._group = self._next_group(generation, os.environ | env)
                 self._orders.put(message)
-            case protocol.Bye() | protocol.Gone():
+            case messages.Bye() | messages.Gone():
                 self._orders.put(message)
 
 

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from elastic_etcd import activity
-from elastic_etcd.activity import Doing
+from elastic_etcd.protocol import activity
+from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.times import SYNC_PATIENCE
 
 _KEY = "elastic_etcd/sync_point"

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from elastic_etcd import activity
-from elastic_etcd.activity import ActivityPages
 from elastic_etcd.children import entry
+from elastic_etcd.protocol import activity
+from elastic_etcd.protocol.activity import ActivityPages
 from elastic_etcd.train.heartbeat import heartbeat, quiet
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state.elastic_state import ElasticState
 
 from .figures import grid
 

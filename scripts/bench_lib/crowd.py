@@ -21,8 +21,8 @@ from elastic_etcd.core.schema import Keys, Master, Member, Phase, Spec
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Coverage, Narrow, View, covered, view_of
 from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE, Answer, Request, Rpc
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.connection import Stream
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb

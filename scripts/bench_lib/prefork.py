@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from elastic_etcd.agent.logs import WorkerLog
+from elastic_etcd.agent.output.logs import WorkerLog
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.worker import WorkerSpec, execute
-from elastic_etcd.process import Process, end
+from elastic_etcd.system.process import Process, end
 from tests.support.processes import proportional
 
 from .figures import grid

@@ -116,7 +116,7 @@ def case(name: str, length: int, bound: float) -> None:
     """In the process of a case: print its figures as JSON."""
     import torch  # noqa: PLC0415 - what it takes is not the sampler's
 
-    import elastic_etcd.train.sampler  # noqa: F401, PLC0415
+    import elastic_etcd.train.data.sampler  # noqa: F401, PLC0415
 
     torch.set_num_threads(1)
     torch.randperm(1000)

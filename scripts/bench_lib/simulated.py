@@ -22,15 +22,15 @@ from elastic_etcd.agent import membership
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers.recorder import FlightRecorder, Step
 from elastic_etcd.agent.inbox import Inbox, Incoming, Tasks
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.recorder import FlightRecorder, Step
 from elastic_etcd.core.lifecycle import Event, State, WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 
 from .crowd import Crowd
@@ -38,7 +38,7 @@ from .crowd import Crowd
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from elastic_etcd.protocol import Change, Interrupt
+    from elastic_etcd.protocol.messages import Change, Interrupt
 
 
 PATIENCE = 600.0

@@ -18,8 +18,8 @@ from typing import Never, TextIO
 from elastic_etcd.core.txn import Get
 from elastic_etcd.etcd import wire
 from elastic_etcd.etcd._grpc import WATCH
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.faults import Unanswered
 from elastic_etcd.etcd.mirror import HAS_LEADER
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb

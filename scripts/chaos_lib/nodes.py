@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from elastic_etcd import trampoline
 from elastic_etcd.core.schema import PREFIX
+from elastic_etcd.system import trampoline
 from tests.support.disks import loop_disk, stand_still, turn_again
 from tests.support.etcd import FAST, EtcdCluster, EtcdServer
 from tests.support.job import FORKSERVER, ROOT, Agent, Job

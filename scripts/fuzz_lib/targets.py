@@ -10,11 +10,11 @@ import struct
 import torch
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.agent.file_timers import request_of
+from elastic_etcd.agent.followers.file_timers import request_of
 from elastic_etcd.core import schema
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.messages import (
     LONGEST_TEXT,
     AskCurrent,
     CannotImport,
@@ -31,8 +31,8 @@ from elastic_etcd.protocol import (
     from_forked,
     from_worker,
 )
-from elastic_etcd.train import encoding, snapshot
-from elastic_etcd.train.digest import digest_of
+from elastic_etcd.train.state import encoding, snapshot
+from elastic_etcd.train.state.digest import digest_of
 from tests.support.spoilt import JOBS, LOCAL, acts
 
 HELLO = encode(Hello(1, 1, 0, 7))

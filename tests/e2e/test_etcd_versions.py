@@ -9,8 +9,8 @@ import pytest
 
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdDenied, EtcdRefused
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, put
 from tests.support.debian import NotToBeHad

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.notices import METADATA
+from elastic_etcd.agent.followers.notices import METADATA
 from tests.support.job import Agent, Job
 from tests.support.metadata import metadata_service
 from tests.support.processes import send

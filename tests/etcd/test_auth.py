@@ -9,8 +9,8 @@ import pytest
 
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdDenied
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, Login, Token
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, elapse, put

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import EtcdUnreachable, UsageError
 from elastic_etcd.etcd import embedded
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from tests.support.aio import asynchronous, put
 from tests.support.etcd import tool

@@ -9,8 +9,8 @@ import pytest
 from elastic_etcd.core.txn import Compare, Get, Put, Txn
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd._grpc import WATCH, target
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.connection import Connection
 from elastic_etcd.etcd.embedded import free_ports
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered

@@ -14,7 +14,7 @@ import asyncio, os, sys
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import ForkedClient
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
 

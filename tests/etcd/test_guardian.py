@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.core.txn import Get
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import free_ports
 from tests.support.aio import Copy, asynchronous, put
 from tests.support.etcd import FAST, EtcdCluster, EtcdServer

@@ -13,8 +13,8 @@ from urllib.error import URLError
 import pytest
 import yaml
 
-from elastic_etcd import trampoline
 from elastic_etcd.etcd.embedded import free_ports
+from elastic_etcd.system import trampoline
 from tests.support.debian import NotToBeHad
 from tests.support.etcd import START_TIMEOUT, debian_etcd
 from tests.support.job import ROOT

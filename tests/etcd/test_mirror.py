@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_etcd.core.txn import Delete, Get, Put, Snapshot, Txn
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, Listing
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.connection import Stream
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb

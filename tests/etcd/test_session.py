@@ -7,8 +7,8 @@ import pytest
 
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import EtcdUnreachable
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, elapse, put
 from tests.support.etcd import EtcdCluster, EtcdServer

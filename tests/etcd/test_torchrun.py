@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_etcd.protocol import Wanted
-from elastic_etcd.torchrun import NAME, EtcdV3Handler, etcd_v3
+from elastic_etcd.plugin.torchrun import NAME, EtcdV3Handler, etcd_v3
+from elastic_etcd.protocol.messages import Wanted
 from tests.support.etcd import EtcdServer
 from tests.support.processes import MARK, command, marked, send
 from tests.support.tls import Authority, asking, shows

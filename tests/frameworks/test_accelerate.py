@@ -62,7 +62,7 @@ accelerator.end_training()
 """
 ENTRY_POINT = """
 [torchrun.handlers]
-etcd-v3 = elastic_etcd.torchrun:etcd_v3
+etcd-v3 = elastic_etcd.plugin.torchrun:etcd_v3
 """
 REFUSED = {
     "nowhere.yaml": (None, "--config-file nowhere.yaml: no such file (looked from "),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_etcd.train import sync
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state import sync
+from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group
 from tests.support.places import Place, places
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elastic_etcd.core import lifecycle, rules, suspects, view, wanted, writes
+from elastic_etcd.core import lifecycle, requests, rules, suspects, view, writes
 from elastic_etcd.core.lifecycle import (
     Action,
     Event,
@@ -450,11 +450,11 @@ def a_drain_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_is_told_to_stop_goes_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wanted, "halted", lambda *_: None)
+    patch.setattr(requests, "halted", lambda *_: None)
 
 
 def nobody_scales(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wanted, "scaled", lambda *given: given[-1])
+    patch.setattr(requests, "scaled", lambda *given: given[-1])
 
 
 TWO, ONE = limits(1, 2), limits(1, 1)

@@ -20,8 +20,8 @@ if len(sys.argv) > 3:
 from elastic_etcd.core.lifecycle import Action, StartWorkers, from_json, to_json
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, decode, encode
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.session import Session
 

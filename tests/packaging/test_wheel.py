@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SMOKE = Path(__file__).with_name("smoke.py")
-EXTRAS = "embedded,metrics,web,notebook,completion"
+EXTRAS = "embedded,metrics,web,notebook"
 TRAIN = """\
 import os
 import torch.distributed as dist
@@ -33,7 +33,10 @@ dist.init_process_group("gloo")
 print("a world of", dist.get_world_size(), "in generation", os.environ["ELASTIC_ETCD_GENERATION"])
 dist.destroy_process_group()
 """
-LOADED = "elastic_etcd.agent.metrics, elastic_etcd.cli.web, elastic_etcd.launcher, shtab, uvicorn"
+LOADED = (
+    "elastic_etcd.agent.followers.metrics, elastic_etcd.cli.live.web, elastic_etcd.launcher, "
+    "uvicorn"
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +135,7 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
 def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> None:
     """It was built from the sdist, so that has them, too."""
     tracked = run("git", "ls-files", "elastic_etcd", cwd=ROOT).split()
-    assert {"elastic_etcd/py.typed", "elastic_etcd/cli/page/page.html"} < set(tracked)
+    assert {"elastic_etcd/py.typed", "elastic_etcd/cli/live/page/page.html"} < set(tracked)
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert sorted(names) == sorted(tracked)
@@ -165,7 +168,6 @@ def test_a_new_user_without_a_network(user: tuple[Path, Path]) -> None:
     (folder / "train.py").write_text(TRAIN)
     assert run("elastic-etcd", "--version", env=env) == f"elastic-etcd {__version__}\n"
     assert "--nnodes" in run("python", "-m", "elastic_etcd.launch", "--help", env=env)
-    assert "undrain" in run("elastic-etcd", "completion", "bash", env=env)
     run("python", "-W", "error", "-c", f"import {LOADED}", env=env)
     told = run("elastic-etcd", "launch", "train.py", cwd=folder, env=env)
     assert "a world of 1 in generation 1" in told

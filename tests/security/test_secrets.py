@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.launch import parse
 from tests.support.etcd import FAST, EtcdServer, tool
 from tests.support.job import Job

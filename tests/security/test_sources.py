@@ -26,26 +26,29 @@ ALLOWED = {
     ("__main__.py", "import_module"): "commands of its own, from a list of its own",
     **dict.fromkeys(
         (
-            *(("pickled.py", f"import {name}") for name in ("pickle", "cloudpickle")),
-            *(("pickled.py", f"pickle.{name}") for name in ("load", "dumps", "Pickler")),
-            *(("pickled.py", f"pickle.{name}") for name in ("HIGHEST_PROTOCOL", "PicklingError")),
-            ("pickled.py", "cloudpickle.dumps"),
+            *(("api/functions.py", f"import {name}") for name in ("pickle", "cloudpickle")),
+            *(("api/functions.py", f"pickle.{name}") for name in ("load", "dumps", "Pickler")),
+            *(
+                ("api/functions.py", f"pickle.{name}")
+                for name in ("HIGHEST_PROTOCOL", "PicklingError")
+            ),
+            ("api/functions.py", "cloudpickle.dumps"),
         ),
         "a function that the caller passes, and what its own workers wrote into its own folder",
     ),
     **dict.fromkeys(
         (
-            *(("children/run_function.py", f"import {name}") for name in ("pickle", "cloudpickle")),
-            *(("children/run_function.py", f"pickle.{name}") for name in ("load", "dump")),
-            ("children/run_function.py", "pickle.HIGHEST_PROTOCOL"),
-            ("children/run_function.py", "pickle.PicklingError"),
-            ("children/run_function.py", "cloudpickle.dump"),
+            *(("api/run_function.py", f"import {name}") for name in ("pickle", "cloudpickle")),
+            *(("api/run_function.py", f"pickle.{name}") for name in ("load", "dump")),
+            ("api/run_function.py", "pickle.HIGHEST_PROTOCOL"),
+            ("api/run_function.py", "pickle.PicklingError"),
+            ("api/run_function.py", "cloudpickle.dump"),
         ),
         "the function that the program wrote which has started this agent, and its value",
     ),
-    ("train/encoding.py", "import pickle"): "the user's own allow_pickle=True, and only then",
-    ("train/encoding.py", "pickle.dumps"): "as above",
-    ("train/encoding.py", "pickle.loads"): "as above",
+    ("train/state/encoding.py", "import pickle"): "the user's own allow_pickle=True, and only then",
+    ("train/state/encoding.py", "pickle.dumps"): "as above",
+    ("train/state/encoding.py", "pickle.loads"): "as above",
     ("children/entry.py", "compile"): "the user's script, named on the command line",
     ("children/entry.py", "exec"): "as above",
     ("children/entry.py", "import runpy"): "the same with -m",
@@ -109,7 +112,7 @@ def test_what_would_be_found(source: str) -> None:
 
 def test_unpickling_stands_behind_the_users_word() -> None:
     """The one call is in the branch that asks for allow_pickle."""
-    tree = ast.parse((ROOT / "train" / "encoding.py").read_text())
+    tree = ast.parse((ROOT / "train/state/encoding.py").read_text())
     branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     behind = [
         call

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.protocol import LONGEST, Interrupt, Parked, encode, from_agent, from_worker
+from elastic_etcd.protocol.messages import (
+    LONGEST,
+    Interrupt,
+    Parked,
+    encode,
+    from_agent,
+    from_worker,
+)
 
 TRACEBACK = b"Traceback (most recent call last):\nRuntimeError: the cause\n"
 

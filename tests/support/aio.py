@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, Self
 
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.mirror import Mirror
 
 P = ParamSpec("P")

@@ -5,7 +5,7 @@ import threading
 from typing import Self
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.protocol import AskCurrent, Current, Disconnected, FromWorker
+from elastic_etcd.protocol.messages import AskCurrent, Current, Disconnected, FromWorker
 
 
 class Job:

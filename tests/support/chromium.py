@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elastic_etcd import trampoline
+from elastic_etcd.system import trampoline
 from tests.support.debian import unpacked
 
 _ANSWERS = 120.0

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_etcd import trampoline
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.embedded import find_program, free_ports
+from elastic_etcd.system import trampoline
 from tests.support.debian import unpacked
 
 START_TIMEOUT = 60.0

@@ -18,7 +18,7 @@ from elastic_etcd.train.process_group import teardown_alone
 
 _last: list[Any] = []  # the latest group
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["torch.distributed", "elastic_etcd.train.state"])
+_forkserver.set_forkserver_preload(["torch.distributed", "elastic_etcd.train.state.elastic_state"])
 
 
 class Child:

@@ -1,11 +1,11 @@
-"""The lines between the agents of a job (elastic_etcd/agent/lines.py), as seen from outside."""
+"""The links between a job's agents (elastic_etcd/agent/peer_links.py), as seen from outside."""
 
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_etcd.agent.lines import HELLO_FORM
+from elastic_etcd.agent.peer_links import HELLO_FORM
 from elastic_etcd.core.schema import Contact, Member, decode, unhexed
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent, Job

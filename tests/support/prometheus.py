@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elastic_etcd import trampoline
 from elastic_etcd.etcd.embedded import free_ports
+from elastic_etcd.system import trampoline
 from tests.support.debian import unpacked
 from tests.support.job import ROOT, Agent, Job
 

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from elastic_etcd.agent.recorder import Head, Step
+from elastic_etcd.agent.followers.recorder import Head, Step
 from elastic_etcd.core.lifecycle import from_json, step
 
 

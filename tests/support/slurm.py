@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elastic_etcd import trampoline
 from elastic_etcd.etcd.embedded import free_ports
+from elastic_etcd.system import trampoline
 from tests.support.debian import NotToBeHad, unpacked
 from tests.support.job import PATIENCE
 from tests.support.processes import MARK, marked, send

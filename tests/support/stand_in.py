@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 
 DEADLINE = 60.0
 # A child and a grandchild in its group; none of the three listens to SIGTERM.

@@ -12,7 +12,7 @@ from typing import Self
 
 from elastic_etcd.agent.prefork import Prefork, imported
 from elastic_etcd.agent.worker import through_run_script
-from elastic_etcd.process import Process, exited, spawn
+from elastic_etcd.system.process import Process, exited, spawn
 
 DEADLINE = 120.0
 Start = Callable[[Sequence[str], Mapping[str, str], int, int], Awaitable[Process]]

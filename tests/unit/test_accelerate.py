@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 
 from elastic_etcd.__main__ import main
-from elastic_etcd.children.accelerate_environment import split
-from elastic_etcd.cli.accelerate import _sizes
+from elastic_etcd.frameworks.accelerate import _sizes
+from elastic_etcd.frameworks.accelerate_environment import split
 
 TOLD = {
     "num_machines": 4,

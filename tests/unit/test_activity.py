@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd import activity
-from elastic_etcd.activity import Activity, ActivityPage, ActivityPages, Doing
 from elastic_etcd.agent.config import LogConfig
-from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.protocol import activity
+from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages, Doing
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 

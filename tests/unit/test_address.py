@@ -19,7 +19,7 @@ from elastic_etcd.agent.address import (
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import EtcdUnreachable, UsageError
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 
 DEADLINE = 30.0
 LOCAL = "127.0.0.1:2379"

@@ -26,8 +26,8 @@ from elastic_etcd.agent import guardian, prefork
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import forkserver, guard, imported
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
-from elastic_etcd.etcd.config import EtcdConfig
-from elastic_etcd.protocol import (
+from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.protocol.messages import (
     Anew,
     AskCurrent,
     Bye,
@@ -48,8 +48,8 @@ from elastic_etcd.protocol import (
     from_agent,
     from_worker,
 )
-from elastic_etcd.train import channel as worker_end
-from elastic_etcd.train.channel import Channel
+from elastic_etcd.train import agent_channel as worker_end
+from elastic_etcd.train.agent_channel import Channel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
@@ -116,7 +116,7 @@ async def process(code: str) -> str:
 async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
     keep = """
         import os, signal
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
         fd = os.memfd_create("test")
         for text in (b"older", b"newer"):
             fd = os.memfd_create("test")
@@ -127,7 +127,7 @@ async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
     await agent.hears(Disconnected)
     recall = """
         import os
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
         print(os.pread(agent().recall("state"), 5, 0), agent().recall("other"))
     """
     assert await process(recall) == "b'newer' None\n"
@@ -145,7 +145,7 @@ async def test_r5_a_worker_can_ask_whether_its_node_is_leaving(
     ask = """
         import multiprocessing, signal
         import elastic_etcd as ee
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
 
         def on_alarm(*_):
             print(ee.leaving())
@@ -328,7 +328,7 @@ async def test_listening_ends_though_a_child_holds_its_descriptors(agent: Agent)
     assert (
         await process("""
         import os, signal
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
         with agent().listening(print):
             child = os.fork()
             if child == 0:
@@ -344,7 +344,7 @@ async def test_a_process_ends_though_nobody_has_ended_its_listening(agent: Agent
     """A signal's handler may raise just before `listening` is left, as a DataLoader's does."""
     assert (
         await process("""
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
         listening = agent().listening(print)
         listening.__enter__()
         print("over")
@@ -384,7 +384,7 @@ async def test_what_is_shared_is_the_first_one_s(agent: Agent) -> None:
     share = """
         import os
         os.environ["ELASTIC_ETCD_LOCAL_RANK"] = "{rank}"
-        from elastic_etcd.train.channel import agent
+        from elastic_etcd.train.agent_channel import agent
         fd = os.memfd_create("test")
         os.write(fd, b"{rank}")
         print(os.pread(agent().share("state", fd), 1, 0))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.messages import (
     AskCurrent,
     Current,
     Disconnected,

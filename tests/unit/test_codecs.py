@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.codecs import _copied_names, _uncast, load_values, save_values
-from elastic_etcd.train.encoding import MAX_DEPTH, decode, dumps, encode, loads
+from elastic_etcd.train.state.codecs import _copied_names, _uncast, load_values, save_values
+from elastic_etcd.train.state.encoding import MAX_DEPTH, decode, dumps, encode, loads
 
 SCALARS = (
     st.none()
@@ -174,7 +174,7 @@ def test_t17_what_schedules_and_configurations_have_in_them() -> None:
 
 def test_t17_a_set_is_written_alike_in_every_process() -> None:
     code = (
-        "from elastic_etcd.train.encoding import dumps, encode; "
+        "from elastic_etcd.train.state.encoding import dumps, encode; "
         "print(dumps(encode({'a', 'b', 'c', 3, None}, {})))"
     )
     said = {
@@ -193,7 +193,7 @@ def test_t17_numpy_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['numpy'] = None\n"
         "from elastic_etcd.errors import MalformedState\n"
-        "from elastic_etcd.train.encoding import decode, encode\n"
+        "from elastic_etcd.train.state.encoding import decode, encode\n"
         "assert decode(encode({'a': {1}, 'b': 2.5}, {}), {}) == {'a': {1}, 'b': 2.5}\n"
         "try: decode({'$numpy': ['<f8', 'AAAAAAAAAAA=']}, {})\n"
         "except MalformedState as error: print(error)"

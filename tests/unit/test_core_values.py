@@ -18,19 +18,19 @@ from elastic_etcd.core import (
     lifecycle,
     peers,
     ranks,
+    requests,
     rules,
     schema,
     stragglers,
     suspects,
     txn,
     view,
-    wanted,
     writes,
 )
 
 MODULES = (
     *(hangs, lifecycle, peers, ranks, rules, schema),
-    *(stragglers, suspects, txn, view, wanted, writes),
+    *(stragglers, suspects, txn, view, requests, writes),
 )
 # What is something though nothing is said; what is written another version may have left out.
 SAID = {

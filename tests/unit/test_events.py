@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from elastic_etcd.agent.events import event, news, past
+from elastic_etcd.agent.history import event, news, past
 from elastic_etcd.cli.events import _Told
-from elastic_etcd.cli.look import while_read
+from elastic_etcd.cli.query import while_read
 from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FAILURE, FINAL, FIRST, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view

@@ -18,9 +18,9 @@ import pytest
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.children import guard
 from elastic_etcd.errors import EtcdUnreachable
-from elastic_etcd.etcd.config import EtcdConfig
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.retry import boottime
-from elastic_etcd.process import discard
+from elastic_etcd.system.process import discard
 from elastic_etcd.times import GUARD_LIFE
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.activity import Activity, Doing
-from elastic_etcd.agent import hangs
-from elastic_etcd.agent.hangs import HangWatch
+from elastic_etcd.agent.followers import hang_watch
+from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
@@ -34,6 +33,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.protocol.activity import Activity, Doing
 
 # What a thread of NCCL's does, for gloo: torch records that, too, but nobody of its own writes it.
 RECORDS = """
@@ -169,8 +169,8 @@ async def running(node: Node) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangs, "_PACE", 0.01)
-    monkeypatch.setattr(hangs, "HANG_ALONE", 0.05)
+    monkeypatch.setattr(hang_watch, "_PACE", 0.01)
+    monkeypatch.setattr(hang_watch, "HANG_ALONE", 0.05)
 
 
 async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
@@ -292,10 +292,10 @@ async def test_the_flight_recorder_is_with_the_evidence(
 
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         pytest.skip("this torch writes no record of gloo's")
-    monkeypatch.setattr(hangs, "HANG_EVIDENCE", 60.0)
+    monkeypatch.setattr(hang_watch, "HANG_EVIDENCE", 60.0)
     node = Node(pid)
     node.folder = tmp_path / "evidence"
-    monkeypatch.setattr(hangs, "HANG_ASK", 60.0)
+    monkeypatch.setattr(hang_watch, "HANG_ASK", 60.0)
     pipe, trace = f"{tmp_path}/pipe_", f"{tmp_path}/trace_"
     node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipe
     node.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = trace
@@ -320,7 +320,7 @@ async def test_stacks_that_come_late_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without them a rank that waits looks like one that is behind."""
-    monkeypatch.setattr(hangs, "HANG_STACKS", 60.0)
+    monkeypatch.setattr(hang_watch, "HANG_STACKS", 60.0)
     node = Node(dumping_pid)
     head = b"Stack (most recent call first):\n"
     stack = b'  File "torch/autograd/graph.py", line 829 in _engine_run_backward\n'
@@ -334,15 +334,15 @@ async def test_stacks_that_come_late_are_waited_for(
 def test_a_worker_outlives_being_asked(dumping_pid: int) -> None:
     """Its other threads run on: what a handler reads of theirs may be gone meanwhile."""
     for _ in range(2000):
-        assert hangs._ask_for_stacks(dumping_pid)
-        assert hangs._status(dumping_pid, "State") != "Z", "it has died"
+        assert hang_watch._ask_for_stacks(dumping_pid)
+        assert hang_watch._status(dumping_pid, "State") != "Z", "it has died"
         time.sleep(0.001)
 
 
 async def test_it_is_the_main_thread_that_answers(dumping_pid: int, tmp_path: Path) -> None:
     """Whatever others begin and end."""
     for number in range(1, 51):
-        hangs._ask_for_stacks(dumping_pid)
+        hang_watch._ask_for_stacks(dumping_pid)
         async with asyncio.timeout(10):
             while (tmp_path / "stderr").read_text().count("in <module>\n") < number:  # noqa: ASYNC110 - a file
                 await asyncio.sleep(0.001)
@@ -356,5 +356,5 @@ async def test_a_worker_that_is_stopped_is_not_asked(
     node = Node(dumping_pid)
     task = asyncio.create_task(node.watch.watch())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
-    assert int(hangs._status(dumping_pid, "ShdPnd"), 16) == 0
+    assert int(hang_watch._status(dumping_pid, "ShdPnd"), 16) == 0
     task.cancel()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_etcd.agent.hangs import _kernel_state, _status
+from elastic_etcd.agent.followers.hang_watch import _kernel_state, _status
 
 # A name is cut at 15 bytes, here inside a character.
 NAMED = r"""

@@ -15,54 +15,64 @@ import elastic_etcd
 ROOT = Path(elastic_etcd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
-GROUND = {
-    *("errors", "init", "packets", "process", "activity", "protocol", "ran"),
-    *("threads", "times", "trampoline", "version"),
-}
+GROUND = {"errors", "times", "version", "system", "protocol"}
 BELOW_AGENT = {"etcd", "core", *GROUND}
-COMMANDS = {"cli", "launch"}
-# Each part with the parts that it may import: those below it.
+COMMANDS = {"cli", "launch", "frameworks"}
+# Each room with the rooms that it may import: those below it.
 MAY_IMPORT = {
-    **dict.fromkeys(GROUND, GROUND),
+    "errors": set[str](),
+    "times": set[str](),
+    "version": set[str](),
+    "system": {"system", "errors", "times"},
+    "protocol": {"protocol"},
     "core": {"core", "times", "errors"},
     "etcd": BELOW_AGENT,
     "agent": {"agent", "children", *BELOW_AGENT},
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
-    "train": {"train", "core", "packets", "activity", "protocol", "times", "errors", "version"},
+    "train": {"train", "core", "protocol", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
+    "frameworks": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "torchrun": {"packets", "protocol", "times"},  # loaded into torchrun's process
-    "torchrun_agent": {"launch", "agent", *BELOW_AGENT},
-    "launcher": {"pickled", "child_failed", "ran", "errors"},  # loaded into its user's program
-    "launcher_agent": {"launch", "agent", *BELOW_AGENT},
-    "pickled": {"errors"},
-    "child_failed": {"ran", "errors"},
+    "plugin": {"plugin", "launch", "agent", *BELOW_AGENT},
+    "launcher": {"api", "protocol", "errors"},  # loaded into its user's program
+    "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
+}
+# Modules that are loaded into somebody else's program, and all that they import of this package.
+IN_OTHER_PROGRAMS = {
+    "plugin/torchrun.py": {"protocol", "times"},
+    "api/functions.py": {"errors"},
+    "api/child_failed.py": {"protocol", "errors"},
 }
 # The programs that are run by their path, which no import shows, and who runs them.
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
-    "trampoline.py": "process.py",
-    "children/accelerate_environment.py": "cli/accelerate.py",
+    "system/trampoline.py": "system/process.py",
+    "frameworks/accelerate_environment.py": "frameworks/accelerate.py",
     "children/alone.py": "children/forkserver.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
     "children/imported.py": "children/forkserver.py",
     "children/variables.py": ("children/forkserver.py", "children/imported.py"),
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
-    "children/run_function.py": "launcher.py",
+    "api/run_function.py": "launcher.py",
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
 }
 # The programs that are run as `python -m`, and who runs them.
-RUN_BY_NAME = {"launcher_agent.py": "launcher.py", "torchrun_agent.py": "torchrun.py"}
+RUN_BY_NAME = {
+    "api/child.py": "launcher.py",
+    "plugin/torchrun_agent.py": "plugin/torchrun.py",
+}
 # Who starts a child without the trampoline says why; all others call process.spawn.
-STARTERS = {"process.py", "agent/guardian.py", "launcher.py", "torchrun.py"}
+STARTERS = {"system/process.py", "agent/guardian.py", "launcher.py", "plugin/torchrun.py"}
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
-    "children/accelerate_environment.py": {"accelerate", "torch"},
-    "children/entry.py": {"elastic_etcd.activity"},  # for the type checker, as the next two
+    "frameworks/accelerate_environment.py": {"accelerate", "torch"},
+    "children/entry.py": {
+        "elastic_etcd.protocol.activity"
+    },  # for the type checker, as the next two
     "children/forkserver.py": {
         "elastic_etcd.children.alone",
         "elastic_etcd.children.entry",
@@ -72,17 +82,17 @@ CHILDREN = {
     "children/alone.py": set[str](),
     "children/imported.py": {"elastic_etcd.children.variables"},
     "children/run_script.py": {"elastic_etcd.children.entry"},
-    "children/run_function.py": {"cloudpickle"},
+    "api/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),
     "children/guard.py": {
         "elastic_etcd.errors",
         "elastic_etcd.etcd.client",
-        "elastic_etcd.etcd.config",
-        "elastic_etcd.process",
+        "elastic_etcd.etcd.access",
+        "elastic_etcd.system.process",
         "elastic_etcd.times",
     },
     "children/store_server.py": {"torch"},
-    "trampoline.py": set[str](),
+    "system/trampoline.py": set[str](),
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
 SAME_CLASS = {
@@ -165,6 +175,11 @@ def test_parts_import_only_what_lies_below_them(file: Path) -> None:
     assert parts_of(imports(file)) <= MAY_IMPORT[part(file)]
 
 
+@pytest.mark.parametrize("file", IN_OTHER_PROGRAMS)
+def test_another_program_loads_little_of_this_one(file: str) -> None:
+    assert parts_of(imports(ROOT / file)) == IN_OTHER_PROGRAMS[file]
+
+
 def test_there_are_no_circles() -> None:
     """Not even of imports that come late or are the type checker's."""
     ours = {module_of(file): {name for name in imports(file) if name in MODULES} for file in FILES}
@@ -193,7 +208,7 @@ def test_the_ground_floor_needs_no_library_but_msgspec(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "only"),
-    [("grpc", {"etcd"}), ("torch", {"train", "children", "torchrun", "child_failed"})],
+    [("grpc", {"etcd"}), ("torch", {"train", "children", "plugin", "api", "frameworks"})],
 )
 def test_a_library_is_imported_by_some_parts_only(library: str, only: set[str]) -> None:
     assert {part(file) for file in users(library)} == only
@@ -208,10 +223,10 @@ def users(library: str) -> set[Path]:
     [
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
-        ("prometheus_client", "agent/metrics.py"),
-        ("starlette", "cli/web.py"),
-        ("uvicorn", "cli/serve.py"),
-        ("shtab", "cli/completion.py"),
+        ("prometheus_client", "agent/followers/metrics.py"),
+        ("starlette", "cli/live/web.py"),
+        ("uvicorn", "cli/live/serve.py"),
+        ("shtab", "__main__.py"),
     ],
 )
 def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
@@ -220,7 +235,12 @@ def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
 
 def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
     children = {named(f) for f in FILES if part(f) == "children" and f.stem != "__init__"}
-    assert RUN_BY_PATH.keys() == CHILDREN.keys() == children | {"trampoline.py"}
+    elsewhere = {
+        "api/run_function.py",
+        "frameworks/accelerate_environment.py",
+        "system/trampoline.py",
+    }
+    assert RUN_BY_PATH.keys() == CHILDREN.keys() == children | elsewhere
     for program, runners in RUN_BY_PATH.items():
         found = {named(file) for file in FILES if _names(file, ROOT / program)}
         assert found == ({runners} if isinstance(runners, str) else set(runners))
@@ -302,19 +322,19 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd", {"torch", "grpc", "asyncio", "msgspec", "elastic_etcd.train"}),
         ("elastic_etcd.errors", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
         ("elastic_etcd.times", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
-        ("elastic_etcd.protocol", {"torch", "grpc", "asyncio", "socket", "logging"}),
-        ("elastic_etcd.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
+        ("elastic_etcd.protocol.messages", {"torch", "grpc", "asyncio", "socket", "logging"}),
+        ("elastic_etcd.system.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
             {
                 *("torch", "numpy", "rich", "prometheus_client", "http.client"),
-                *("elastic_etcd.agent.events", "elastic_etcd.agent.report"),
+                *("elastic_etcd.agent.history", "elastic_etcd.agent.goodput"),
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
-        ("elastic_etcd.train.channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
+        ("elastic_etcd.train.agent_channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
     ],
 )
 def test_importing_does_not_load(module: str, without: set[str]) -> None:
@@ -324,7 +344,7 @@ def test_importing_does_not_load(module: str, without: set[str]) -> None:
 @pytest.mark.parametrize(
     ("program", "without"),
     [
-        ("trampoline.py", {"asyncio", "socket", "signal", "json", "typing", "elastic_etcd"}),
+        ("system/trampoline.py", {"asyncio", "socket", "signal", "json", "typing", "elastic_etcd"}),
         ("children/guard.py", {"asyncio", "socket", "json", "typing", "elastic_etcd"}),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from elastic_etcd import ElasticIterable
-from elastic_etcd.train.shards import Tail
+from elastic_etcd.train.data.shards import Tail
 
 pytestmark = [
     # Forking is how DataLoader starts workers; torch and pytest have threads.

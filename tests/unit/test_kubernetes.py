@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.endpoint import serving
+from elastic_etcd.agent.followers.metrics_server import serving
 from elastic_etcd.cli import options, steer
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.launch import parse

@@ -13,18 +13,18 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import api as torchs
 
-from elastic_etcd import launch, pickled
-from elastic_etcd.agent.account import Account
+from elastic_etcd import launch
 from elastic_etcd.agent.config import StreamChoice, Streams
-from elastic_etcd.child_failed import child_failed
-from elastic_etcd.children import run_function
+from elastic_etcd.agent.followers.run_writer import Account
+from elastic_etcd.api import functions, run_function
+from elastic_etcd.api.child_failed import child_failed
 from elastic_etcd.core.lifecycle import State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Failure, Ledger, Outcome
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
-from elastic_etcd.ran import WorkerFailure
+from elastic_etcd.protocol.run_record import WorkerFailure
 
 
 def add(a: int, b: int) -> int:
@@ -137,17 +137,17 @@ def test_a_filter_may_be_text_as_on_the_command_line() -> None:
 
 
 def test_a_function_goes_by_its_name_and_comes_back(worker: Path) -> None:
-    file = pickled.save_function(worker, add, (1, 2))
+    file = functions.save_function(worker, add, (1, 2))
     assert b"cloudpickle" not in file.read_bytes()
     run_function.main(file)
-    assert pickled.load_values(worker, 3) == {1: 3}
-    assert pickled.load_values(worker, 2) == {}, "of another generation"
+    assert functions.load_values(worker, 3) == {1: 3}
+    assert functions.load_values(worker, 2) == {}, "of another generation"
 
 
 def test_what_has_no_name_goes_by_value(worker: Path) -> None:
     much = list(range(1000))
-    run_function.main(pickled.save_function(worker, lambda n: sum(much) + n, (1,)))
-    assert pickled.load_values(worker, 3) == {1: 499501}
+    run_function.main(functions.save_function(worker, lambda n: sum(much) + n, (1,)))
+    assert functions.load_values(worker, 3) == {1: 499501}
 
 
 def test_without_cloudpickle_it_is_said_what_to_do(
@@ -155,7 +155,7 @@ def test_without_cloudpickle_it_is_said_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(UsageError, match=r"lambda.*(?s:.)*module that workers can import"):
-        pickled.save_function(tmp_path, lambda: 0, ())
+        functions.save_function(tmp_path, lambda: 0, ())
     with pytest.raises(UsageError, match=r"pip install 'elastic_etcd\[notebook\]'"):
         elastic_launch(LaunchConfig(), lambda: 0)()
 
@@ -167,7 +167,7 @@ def test_a_main_that_is_no_file_goes_by_value(
     main = SimpleNamespace(__spec__=None, get_ipython=None, add=add, __file__=__file__)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(add, "__module__", "__main__")
-    file = pickled.save_function(worker, add, (2, 2))
+    file = functions.save_function(worker, add, (2, 2))
     monkeypatch.undo()
     assert b"cloudpickle" in file.read_bytes()
 
@@ -179,7 +179,7 @@ def test_the_main_file_is_imported_again_only_where_it_is_needed(
     monkeypatch.setitem(sys.modules, "__main__", main)
 
     def prepared() -> Any:
-        file = pickled.save_function(tmp_path, add, (2, 2))
+        file = functions.save_function(tmp_path, add, (2, 2))
         return pickle.loads(file.read_bytes()).get("init_main_from_path")
 
     assert prepared() is None
@@ -189,7 +189,7 @@ def test_the_main_file_is_imported_again_only_where_it_is_needed(
 
 def test_an_argument_that_cant_be_pickled_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"add and its arguments.*lock(?s:.)*in the worker"):
-        pickled.save_function(tmp_path, add, (1, threading.Lock()))
+        functions.save_function(tmp_path, add, (1, threading.Lock()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,35 +200,35 @@ def test_a_worker_that_launches_itself_is_told_why(
 
     monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)
     with pytest.raises(UsageError, match='if __name__ == "__main__"'):
-        pickled.save_function(tmp_path, add, ())
+        functions.save_function(tmp_path, add, ())
 
 
 # --- values and exceptions
 
 
 def test_a_value_that_cant_be_pickled_names_its_rank(worker: Path) -> None:
-    run_function.main(pickled.save_function(worker, threading.Lock, ()))
+    run_function.main(functions.save_function(worker, threading.Lock, ()))
     with pytest.raises(UsageError, match=r"rank 1 returned what can't be pickled: TypeError.*lock"):
-        pickled.load_values(worker, 3)
+        functions.load_values(worker, 3)
 
 
 def test_a_value_that_cant_be_loaded_names_its_rank(worker: Path) -> None:
-    run_function.main(pickled.save_function(worker, add, (1, 2)))
+    run_function.main(functions.save_function(worker, add, (1, 2)))
     next((worker / "3").iterdir()).write_bytes(b"cut off")
     with pytest.raises(UsageError, match="what rank 1 returned can't be loaded here"):
-        pickled.load_values(worker, 3)
+        functions.load_values(worker, 3)
 
 
 def test_a_rank_that_exits_0_has_returned_nothing(worker: Path) -> None:
     with pytest.raises(SystemExit):
-        run_function.main(pickled.save_function(worker, sys.exit, (0,)))
-    assert pickled.load_values(worker, 3) == {1: None}
+        run_function.main(functions.save_function(worker, sys.exit, (0,)))
+    assert functions.load_values(worker, 3) == {1: None}
 
 
 def test_a_rank_that_exits_otherwise_has_no_value(worker: Path) -> None:
     with pytest.raises(SystemExit):
-        run_function.main(pickled.save_function(worker, sys.exit, (4,)))
-    assert pickled.load_values(worker, 3) == {}
+        run_function.main(functions.save_function(worker, sys.exit, (4,)))
+    assert functions.load_values(worker, 3) == {}
 
 
 def failure(rank: int, second: int, error_file: Path, **more: Any) -> WorkerFailure:
@@ -241,7 +241,7 @@ def failure(rank: int, second: int, error_file: Path, **more: Any) -> WorkerFail
 
 def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     with pytest.raises(TypeError):
-        run_function.main(pickled.save_function(worker, add, (1, "a")))
+        run_function.main(functions.save_function(worker, add, (1, "a")))
     torn = worker / "torn.json"
     torn.write_text('{"message":')
     first = failure(2, 1, torn, exitcode=-9, message="line\nlast")

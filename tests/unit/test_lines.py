@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.inbox import Tasks
-from elastic_etcd.agent.lines import HELLO_FORM, Lines
+from elastic_etcd.agent.peer_links import HELLO_FORM, Lines
 from elastic_etcd.core.schema import Contact, Ledger, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.times import PROOF

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
-from elastic_etcd.agent.console import ConsoleHandler, open_console
 from elastic_etcd.agent.failures import failure_message, last_traceback
-from elastic_etcd.agent.logs import LinePrefixer, Logs
-from elastic_etcd.agent.offload import Writer
+from elastic_etcd.agent.output.console import ConsoleHandler, open_console
+from elastic_etcd.agent.output.logs import LinePrefixer, Logs
+from elastic_etcd.agent.output.writer import Writer
 from elastic_etcd.errors import UsageError
 from tests.support.disks import small_disk
 from tests.unit.watched import Watched

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.activity import ActivityPage, Doing, _sealed_memory
-from elastic_etcd.agent.measure import Measure, cause_of
-from elastic_etcd.agent.metrics import CAUSES
+from elastic_etcd.agent.followers.metrics import CAUSES
+from elastic_etcd.agent.followers.time_accounting import Measure, cause_of
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.protocol.activity import ActivityPage, Doing, _sealed_memory
 from tests.support.aio import elapse
 
 OWN, OTHER = 0xA, 0xB

@@ -8,7 +8,7 @@ import pytest
 from msgspec import json
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.memory import (
+from elastic_etcd.train.checkpoint.memory_checkpoint import (
     MANIFEST,
     Checkpoint,
     check_intact,

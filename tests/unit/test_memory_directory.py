@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import memory
+from elastic_etcd.agent import directories
 from elastic_etcd.agent.channel import ChannelServer
-from elastic_etcd.agent.memory import memory_directory, own_directory
+from elastic_etcd.agent.directories import memory_directory, own_directory
 
-LEAVE_ONE = "import os, sys; from elastic_etcd.agent.memory import memory_directory; "
+LEAVE_ONE = "import os, sys; from elastic_etcd.agent.directories import memory_directory; "
 LEAVE_ONE += "print(memory_directory(sys.argv[1])[0]); os._exit(1)"
 
 
@@ -43,8 +43,8 @@ def test_only_what_a_dead_agent_left_is_removed(
     (tmp_path / "elastic_etcd-x").mkdir()
     (tmp_path / "elastic_etcd_memory-link").symlink_to(tmp_path / "elastic_etcd-x")
     (tmp_path / "elastic_etcd_memory-file").touch()
-    live, lock = memory._make(str(tmp_path), memory._MEMORY)
-    memory._remove_former(tmp_path, memory._MEMORY)
+    live, lock = directories._make(str(tmp_path), directories._MEMORY)
+    directories._remove_former(tmp_path, directories._MEMORY)
     remaining = {path.name for path in tmp_path.iterdir()}
     others = {"elastic_etcd-x", "elastic_etcd_memory-link", "elastic_etcd_memory-file"}
     assert remaining == others | {Path(live).name}
@@ -57,7 +57,7 @@ def test_another_user_s_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "elastic_etcd_memory-theirs"
     path.mkdir()
     os.chown(path, 12345, 12345)
-    memory._remove_former(tmp_path, memory._MEMORY)
+    directories._remove_former(tmp_path, directories._MEMORY)
     assert path.exists()
 
 
@@ -75,7 +75,7 @@ def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there for a moment without its lock."""
-    real, taken = memory._locked, list[str]()
+    real, taken = directories._locked, list[str]()
 
     def locked(path: str) -> int:
         if not taken:
@@ -83,8 +83,8 @@ def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
             Path(path).rmdir()
         return real(path)
 
-    monkeypatch.setattr(memory, "_locked", locked)
-    path, lock = memory._make(str(tmp_path), memory._MEMORY)
+    monkeypatch.setattr(directories, "_locked", locked)
+    path, lock = directories._make(str(tmp_path), directories._MEMORY)
     assert [str(each) for each in tmp_path.iterdir()] == [path] != taken
     os.close(lock)
 

@@ -14,15 +14,21 @@ import torch.distributed as dist
 from msgspec import json
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train import memory_sync
-from elastic_etcd.train.memory import (
+from elastic_etcd.train.checkpoint import latest_checkpoint as memory_sync
+from elastic_etcd.train.checkpoint.latest_checkpoint import (
+    Node,
+    Offer,
+    Sender,
+    latest_checkpoint,
+    pull,
+)
+from elastic_etcd.train.checkpoint.memory_checkpoint import (
     Checkpoint,
     describe,
     found_in,
     give_name,
     memory_checkpoint,
 )
-from elastic_etcd.train.memory_sync import Node, Offer, Sender, latest_checkpoint, pull
 from tests.support.disks import small_disk
 
 LONG = 30.0  # seconds

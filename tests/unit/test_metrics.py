@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.endpoint import serving
-from elastic_etcd.agent.metrics import Metrics, Recovery, nodes, unready
-from elastic_etcd.agent.watchdog import Watchdog
+from elastic_etcd.agent.followers.metrics import Metrics, Recovery, nodes, unready
+from elastic_etcd.agent.followers.metrics_server import serving
+from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.core.lifecycle import Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round

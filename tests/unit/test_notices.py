@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.notices import METADATA, SOURCES, Notice, Source, Watch
+from elastic_etcd.agent.followers.notices import METADATA, SOURCES, Notice, Source, Watch
 from elastic_etcd.etcd.embedded import free_ports
 from tests.support.metadata import Service, metadata_service
 

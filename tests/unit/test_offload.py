@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.offload import FULL, LOST, DiskFile, Writer
-from elastic_etcd.threads import in_thread
+from elastic_etcd.agent.output.writer import FULL, LOST, DiskFile, Writer
+from elastic_etcd.system.threads import in_thread
 
 DEADLINE = 30.0
 LINE = b"x" * 1023 + b"\n"

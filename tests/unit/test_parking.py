@@ -17,8 +17,8 @@ import pytest
 
 from elastic_etcd.agent import workers as agent_workers
 from elastic_etcd.agent.config import LogConfig
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.protocol import Change, Interrupt
+from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.protocol.messages import Change, Interrupt
 from tests.unit.watched import Watched
 
 # Parks when it is told to, or at once; what it hears goes to its file, a line each.

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_etcd.train.permutation import Exact, Keyed, order_of
+from elastic_etcd.train.data.permutation import Exact, Keyed, order_of
 
 
 def chi_squared(observed: torch.Tensor, expected: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_etcd.agent.channel import ChannelServer
 from elastic_etcd.agent.prefork import _RETIRES_AFTER, Prefork, imported
-from elastic_etcd.process import exited
+from elastic_etcd.system.process import exited
 from tests.unit.prefork import DEADLINE, BothWays
 
 pytestmark = pytest.mark.timeout(600)

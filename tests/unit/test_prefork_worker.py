@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.activity import DUMP_STACKS
+from elastic_etcd.protocol.activity import DUMP_STACKS
 from tests.unit.prefork import BothWays, Outcome, python
 
 pytestmark = pytest.mark.timeout(600)

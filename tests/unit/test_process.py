@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd import process as process_module
-from elastic_etcd.process import (
+from elastic_etcd.system import process as process_module
+from elastic_etcd.system.process import (
     ExitWatch,
     LastWords,
     ProcessGroups,

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_etcd import protocol
 from elastic_etcd.children import imported
 from elastic_etcd.core import schema
-from elastic_etcd.packets import receive
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol import messages as protocol
+from elastic_etcd.protocol.messages import (
     LONGEST,
     LONGEST_TEXT,
     Anew,
@@ -57,6 +56,7 @@ from elastic_etcd.protocol import (
     from_worker,
     to_torchrun,
 )
+from elastic_etcd.protocol.packets import receive
 
 BIGGEST = (1 << 63) - 1
 # (what reads it, the message, how it looks)

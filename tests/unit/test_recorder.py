@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import tests.support.replay
-from elastic_etcd.agent import recorder
-from elastic_etcd.agent.recorder import FlightRecorder
+from elastic_etcd.agent.followers import recorder
+from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.core.lifecycle import (
     Action,
     Event,

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.report import at_end, lines, of_run
+from elastic_etcd.agent.goodput import at_end, lines, of_run
 from elastic_etcd.cli.report import describe
 from elastic_etcd.core.schema import History, Keys, Spent, decode, encode
 from elastic_etcd.errors import ElasticEtcdError

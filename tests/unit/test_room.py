@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train import room
-from elastic_etcd.train.room import UNKNOWN, Free, free_memory
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train.state import free_memory as room
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.free_memory import UNKNOWN, Free, free_memory
 from tests.support.disks import memory_limit
 from tests.support.forked import Child
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elastic_etcd as ee
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.errors import AgentGone, MalformedState, UsageError
-from elastic_etcd.protocol import (
+from elastic_etcd.protocol.messages import (
     Bye,
     Change,
     Disconnected,
@@ -33,12 +33,13 @@ from elastic_etcd.protocol import (
     Interrupt,
     Parked,
 )
-from elastic_etcd.protocol import World as Onward
-from elastic_etcd.train import channel, process_group, state, sync_point
+from elastic_etcd.protocol.messages import World as Onward
+from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
 from elastic_etcd.train.run import is_communication_failure
+from elastic_etcd.train.state import elastic_state as state
 from elastic_etcd.train.sync_point import WorldChanged
 
 Heard = TypeVar("Heard", Elastic, Parked, Finished, Disconnected)
@@ -126,13 +127,13 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
     for name, value in (variables | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(channel, "_channel", None)
+    monkeypatch.setattr(agent_channel, "_channel", None)
     gc.collect()
     monkeypatch.setattr(state, "_kept", set())
     monkeypatch.setattr(state, "_closed", [])
     yield agent
-    if channel._channel:
-        channel._channel._socket.close()
+    if agent_channel._channel:
+        agent_channel._channel._socket.close()
     agent.channels.close()
     gc.collect()  # a group that were freed in a process forked from this one would end it
 
@@ -316,7 +317,7 @@ async def test_t11_more_states_than_the_agent_keeps_are_an_error_of_the_script(
 
     with pytest.raises(UsageError, match="8 ElasticStates"):
         await asyncio.to_thread(all_at_once)
-    assert channel._channel
+    assert agent_channel._channel
     await asyncio.to_thread(ee.leaving)
 
 
@@ -396,9 +397,9 @@ async def test_g1_the_agent_hears_of_it_when_the_group_s_threads_are_gone(
 ) -> None:
     """What a group leaves, a DDP module in its cycles holds."""
     before, at_parked = len(gloo_threads()), list[int]()
-    parked = channel.Channel.parked
+    parked = agent_channel.Channel.parked
 
-    def park(self: channel.Channel, error: str = "") -> None:
+    def park(self: agent_channel.Channel, error: str = "") -> None:
         at_parked.append(len(gloo_threads()))
         parked(self, error)
 
@@ -408,7 +409,7 @@ async def test_g1_the_agent_hears_of_it_when_the_group_s_threads_are_gone(
         assert len(gloo_threads()) > before
         steps(agent)(state)
 
-    monkeypatch.setattr(channel.Channel, "parked", park)
+    monkeypatch.setattr(agent_channel.Channel, "parked", park)
     worker = begin(State(), train)
     await agent.hears(Elastic)
     await agent.trains.wait()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from elastic_etcd import ElasticSampler
-from elastic_etcd.train.shards import Tail
+from elastic_etcd.train.data.shards import Tail
 
 
 def sampler(length: int = 100, **arguments: Any) -> ElasticSampler:

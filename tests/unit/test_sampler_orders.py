@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticBatchSampler, ElasticSampler
-from elastic_etcd.train.shards import Tail
+from elastic_etcd.train.data.shards import Tail
 
 LENGTHS = [len(str(n * n * 7919)) for n in range(203)]  # of the samples, as texts have them
 

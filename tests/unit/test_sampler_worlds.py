@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_etcd import ElasticSampler
-from elastic_etcd.train.shards import Tail
+from elastic_etcd.train.data.shards import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

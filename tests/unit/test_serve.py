@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from elastic_etcd.cli.jobs import MOST_POINTS, Jobs, Series
-from elastic_etcd.cli.web import MOST_STREAMS
+from elastic_etcd.cli.live.jobs import MOST_POINTS, Jobs, Series
+from elastic_etcd.cli.live.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
     Doing,
     Failure,

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from elastic_etcd.train.shards import TAILS, Progress, Shards, Tail, slots_of
+from elastic_etcd.train.data.shards import TAILS, Progress, Shards, Tail, slots_of
 
 
 @pytest.mark.parametrize("tail", TAILS)

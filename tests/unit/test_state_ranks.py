@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train import collectives, sync
-from elastic_etcd.train.snapshot import Version
-from elastic_etcd.train.state import ElasticState
+from elastic_etcd.train import collectives
+from elastic_etcd.train.state import sync
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.snapshot import Version
 from tests.support.forked import Child, group, ranks
 
 

@@ -29,10 +29,10 @@ from elastic_etcd.core.schema import (
     encode,
 )
 from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.config import EtcdConfig
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
-from elastic_etcd.protocol import UNCOUNTED
+from elastic_etcd.protocol.messages import UNCOUNTED
 from tests.support.jobs import KEYS, view
 
 FINAL = Round(

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from elastic_etcd import ElasticSampler, ElasticState, WorldChanged, steps_per_epoch
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
-from elastic_etcd.train.sampler import Indices
+from elastic_etcd.train.data.sampler import Indices
 from elastic_etcd.train.sync_point import SyncPoint
 
 LENGTH, BATCH = 43, 5

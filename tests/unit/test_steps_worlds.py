@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
 from elastic_etcd import ElasticSampler, ElasticState
-from elastic_etcd.train.shards import Tail
+from elastic_etcd.train.data.shards import Tail
 
 COLLATES: list[Any] = [list, tuple, lambda items: {"index": items}, lambda items: [items, items]]
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.activity import Activity, Doing
-from elastic_etcd.agent import stragglers
-from elastic_etcd.agent.stragglers import StragglerWatch
+from elastic_etcd.agent.followers import straggler_watch
+from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
 from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
@@ -25,6 +24,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Narrow, View
+from elastic_etcd.protocol.activity import Activity, Doing
 
 NOW = Round(1, Phase.FINAL, 0xA, "why", "r", "n1", 2, 2, Master("n1", 80))
 MEASURED = Activity(Doing.STEP, 0.1, 60, 0.6, usual=0.6, outside=0.5, measured=10)
@@ -67,8 +67,8 @@ def state(nodes: int = 2, factor: float = 1.5, found: Stragglers | None = None) 
 
 @asynccontextmanager
 async def telling(node: Node, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    monkeypatch.setattr(stragglers, "_PERIOD", 0.01)
-    monkeypatch.setattr(stragglers, "_A_SECOND", 1000)
+    monkeypatch.setattr(straggler_watch, "_PERIOD", 0.01)
+    monkeypatch.setattr(straggler_watch, "_A_SECOND", 1000)
     task = asyncio.create_task(node.watch.tell())
     yield
     task.cancel()

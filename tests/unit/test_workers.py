@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from elastic_etcd import process
 from elastic_etcd.agent import workers
 from elastic_etcd.agent.config import LogConfig
-from elastic_etcd.agent.logs import Logs
-from elastic_etcd.process import MARK, Process, is_gone
+from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.system import process
+from elastic_etcd.system.process import MARK, Process, is_gone
 from elastic_etcd.times import STUCK
 from tests.unit.watched import Watched
 
@@ -329,7 +329,7 @@ async def test_workers_die_with_a_killed_agent(fifo: Path) -> None:
     code = """
         import asyncio, sys
         from elastic_etcd.agent.config import LogConfig
-        from elastic_etcd.agent.logs import Logs
+        from elastic_etcd.agent.output.logs import Logs
         from tests.unit.watched import Watched
 
         async def main() -> None:

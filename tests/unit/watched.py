@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
-from elastic_etcd.agent.logs import Logs
+from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import (
@@ -19,7 +19,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersHang,
 )
 from elastic_etcd.core.schema import Failure, Limits
-from elastic_etcd.process import MARK
+from elastic_etcd.system.process import MARK
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.guardian import Guardian

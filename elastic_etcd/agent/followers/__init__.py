@@ -1,0 +1,1 @@
+"""All that looks at an agent's life and decides nothing."""

@@ -1,0 +1,368 @@
+"""What --metrics-addr shows of this agent, its workers and its job. Loaded with that flag only.
+
+The agent's loop hands in each state; a scrape comes in another thread and only reads. What is
+counted is kept here: prometheus-client's own counters would write into PROMETHEUS_MULTIPROC_DIR,
+which is the workers'.
+"""
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers.time_accounting import Measure, is_spare
+from elastic_etcd.agent.followers.watchdog import Watchdog
+from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Phase
+from elastic_etcd.core.view import Everything, View
+from elastic_etcd.protocol.activity import Activity, ActivityPage
+from elastic_etcd.version import __version__
+
+PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
+CAUSES = ("failure", "lost", "leave", "join", "scale")
+_RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
+_REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+
+class Histogram:
+    """How many seconds something took, counted by these upper bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._names = [*map(str, bounds), "+Inf"]
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one more."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def buckets(self) -> list[tuple[str, int]]:
+        """As Prometheus has them: each with all that are below its bound."""
+        return list(zip(self._names, accumulate(self._counts), strict=True))
+
+
+class Recovery:
+    """How long each phase of a change of world takes on this node, and what was lost by its cause.
+
+    The first world of an agent is none, nor is the time in which it is a spare.
+    """
+
+    def __init__(self) -> None:
+        self.phases = {phase: Histogram(_RECOVERY) for phase in PHASES}
+        self.lost = dict.fromkeys(CAUSES, 0.0)
+        self.restarts = dict.fromkeys(CAUSES, 0)
+        self._since: float | None = None  # when the phase of now began
+        self._lost = 0.0
+        self._cause = ""
+
+    def end_world(self, now: float, idle: float) -> None:
+        """The world is over; the last step ended `idle` seconds ago."""
+        if self._since is not None and self._cause:  # it has had no step
+            self.lost[self._cause] += self._lost
+        self._since, self._lost, self._cause = now, 0.0, ""
+        self._observe("detect", idle)
+
+    def forget(self) -> None:
+        """No world follows for now."""
+        self._since = None
+
+    def pass_phase(self, phase: str, now: float) -> None:
+        """This phase ends now, and the next one begins."""
+        if self._since is not None:
+            self._observe(phase, now - self._since)
+            self._since = now
+
+    def begin_world(self, cause: str, now: float) -> None:
+        """A world begins because of `cause`, which is charged with the seconds lost until now."""
+        if self._since is None:
+            return
+        self.pass_phase("rendezvous", now)
+        self.restarts[cause] += 1
+        self.lost[cause] += self._lost
+        self._cause, self._lost = cause, 0.0
+
+    def train(self, now: float) -> None:
+        """The first step of the world is done."""
+        if self._since is not None:
+            self.pass_phase("first_step", now)
+            self.lost[self._cause] += self._lost
+            self._since = None
+
+    def _observe(self, phase: str, seconds: float) -> None:
+        self.phases[phase].observe(seconds)
+        self._lost += seconds
+
+
+class StepCounts:
+    """What the workers' pages say, added up over all worlds of this agent.
+
+    A scrape in the middle of `end` would count a world twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: tuple[ActivityPage, ...] = ()
+        self._before = (0, 0, 0.0)
+
+    def begin(self, pages: tuple[ActivityPage, ...]) -> None:
+        """Another world; these were cleared for it."""
+        self._pages = pages
+
+    def end(self) -> None:
+        """The world is over, and its pages are about to be used again."""
+        with self._lock:
+            self._before, self._pages = self._sum(), ()
+
+    def read(self) -> list[Activity]:
+        """What the workers of this world do."""
+        return [page.read() for page in self._pages]
+
+    def total(self) -> tuple[int, int, float]:
+        """Steps of the slowest worker here; commits of all of them, and what these took."""
+        with self._lock:
+            return self._sum()
+
+    def _sum(self) -> tuple[int, int, float]:
+        pages, (steps, commits, seconds) = self.read(), self._before
+        return (
+            steps + min((page.steps for page in pages), default=0),
+            commits + sum(page.commits for page in pages),
+            seconds + sum(page.commit_seconds for page in pages),
+        )
+
+
+class Metrics(Collector):
+    """What a scrape reads, and the answers to probes.
+
+    `address` is where they are served; `requests` is told how long etcd took for each answer.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.address = ""
+        self.requests = Histogram(_REQUESTS)
+        self._config = config
+        self._own = {"job": config.job, "node": config.node}
+        self._watchdog: Watchdog | None = None
+        self._membership: Membership | None = None
+        self._workers: Workers | None = None
+        self._state = State(Local(run=""), config.nproc)
+        self._recovery = Recovery()
+        self._steps = StepCounts()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    # --- in the agent's loop --------------------------------------------------------------
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """From here on it knows whether the loop turns."""
+        self._watchdog = watchdog
+
+    def follow(self, membership: Membership, workers: Workers, measure: Measure) -> None:
+        """From here on these are read, and changes of world are counted."""
+        self._membership, self._workers = membership, workers
+        measure.followers.append(self._recovery)
+
+    def see(self, state: State) -> None:
+        """Take note of the agent's new state."""
+        was, self._state, own = self._state.local, state, state.local
+        if was.running and not own.running:
+            self._steps.end()
+        if own.running and own.running != was.running:
+            assert self._workers
+            self._steps.begin(self._workers.pages)
+
+    # --- in any thread --------------------------------------------------------------------
+
+    def stuck(self) -> str:
+        """Why this agent had better be started again, "" if its loop turns."""
+        seconds = self._watchdog.stands if self._watchdog else 0.0
+        return f"the loop stands for {seconds:.0f} s" if seconds > self._config.lease_ttl else ""
+
+    def unready(self) -> str:
+        """Why this node is neither in a world nor a spare, "" if it is."""
+        return unready(self._state)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' own format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus-client asks for it."""
+        yield self._info()
+        yield from self._world()
+        yield from self._changes()
+        yield from self._activity()
+        yield self._histogram(
+            "etcd_request_seconds", "From a request to the answer of etcd.", {"": self.requests}
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "lease_ttl_remaining_seconds",
+            "Until the lease ends if nothing renews it.",
+            {"": self._membership.lease_left} if self._membership else {},
+        )
+
+    def _info(self) -> Metric:
+        about = {"version": __version__, "nnodes": self._config.limits.nnodes}
+        info = InfoMetricFamily(f"{_PREFIX}job", "This agent and its job.", labels=self._names(""))
+        info.add_metric([*self._own.values()], about)
+        return info
+
+    def _world(self) -> Iterator[Metric]:
+        state = self._state
+        now = state.view.round if state.view else None
+        takes_part = now is not None and state.local.running == now.generation
+        ranks = now.world_size if now and takes_part else 0
+        yield self._family(
+            GaugeMetricFamily,
+            "generation",
+            "The newest generation of the job.",
+            {"": now.generation if now else 0},
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "world_size",
+            "Ranks of the world that trains here; 0: none.",
+            {"": ranks},
+        )
+        counts = nodes(state.view) if state.view else {}
+        yield self._family(
+            GaugeMetricFamily,
+            "nodes",
+            "Nodes by state; the coordinator tells all of them.",
+            counts,
+            "state",
+        )
+
+    def _changes(self) -> Iterator[Metric]:
+        recovery = self._recovery
+        yield self._family(
+            CounterMetricFamily,
+            "restarts",
+            "Worlds that followed another on this node.",
+            recovery.restarts,
+            "cause",
+        )
+        yield self._family(
+            CounterMetricFamily,
+            "lost_seconds",
+            "From the last step of a world to the first of the next.",
+            recovery.lost,
+            "cause",
+        )
+        yield self._histogram(
+            "recovery_seconds",
+            "Each phase of a change of world on this node.",
+            recovery.phases,
+            "phase",
+        )
+
+    def _activity(self) -> Iterator[Metric]:
+        (steps, commits, seconds), pages = self._steps.total(), self._steps.read()
+        yield self._family(
+            CounterMetricFamily,
+            "steps",
+            "Steps of all worlds, of the slowest worker here.",
+            {"": steps},
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "step",
+            "Steps of this world, of the slowest worker here.",
+            {"": min(p.steps for p in pages)} if pages else {},
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "step_seconds",
+            "The slowest of the last 64 steps of the workers here.",
+            {"": max(p.slowest for p in pages)} if pages else {},
+        )
+        commit = SummaryMetricFamily(
+            f"{_PREFIX}commit_seconds",
+            "Commits of the state by the workers here.",
+            labels=self._names(""),
+        )
+        commit.add_metric([*self._own.values()], commits, seconds)
+        yield commit
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        label: str = "",
+    ) -> Metric:
+        family = kind(_PREFIX + name, text, labels=self._names(label))
+        for value, number in values.items():
+            family.add_metric(self._labels(value), number)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, values: Mapping[str, Histogram], label: str = ""
+    ) -> Metric:
+        family = HistogramMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        for value, histogram in values.items():
+            family.add_metric(self._labels(value), histogram.buckets, histogram.sum)
+        return family
+
+    def _names(self, label: str) -> list[str]:
+        return [*self._own, *filter(None, [label])]
+
+    def _labels(self, value: str) -> list[str]:
+        return [*self._own.values(), *filter(None, [value])]
+
+
+_PREFIX = "elastic_etcd_"
+
+
+def unready(state: State) -> str:
+    """Why a node is neither in a world nor a spare, "" if it is."""
+    own, now = state.local, state.view.round if state.view else None
+    if own.leaving or state.life is not Life.MEMBER:
+        return "leaving" if own.leaving else state.life.value
+    if now is None or now.phase is not Phase.FINAL or own.stopping:
+        return f"generation {now.generation}: {now.phase}" if now else "no round"
+    finished = isinstance(state.result, Finished)
+    if own.running == now.generation or (finished and own.ran == now.generation):
+        return ""
+    return "" if is_spare(state) else f"not in generation {now.generation}"
+
+
+def nodes(view: View) -> dict[str, float]:
+    """How many nodes are in which state; only a coordinator sees more than the training ones."""
+    now = view.round
+    final = now is not None and now.phase is Phase.FINAL
+    if view.coverage != Everything():
+        return {"training": now.nodes if now and final else 0}
+    world = {p.lease for p in view.world} if final else set[int]()
+    found = Counter(_member_state(m.leaving, m.lease in world, final) for m in view.members)
+    return {state: found[state] for state in ("training", "spare", "waiting", "leaving")}
+
+
+def _member_state(leaving: bool, taken: bool, final: bool) -> str:
+    if leaving:
+        return "leaving"
+    if taken:
+        return "training"
+    return "spare" if final else "waiting"

@@ -1,0 +1,245 @@
+"""Where the seconds of this node's worlds go: for the job's history, and for --metrics-addr.
+
+It reads the workers' pages when a world begins and when it ends, and not while it trains. All
+times are of this agent's clock.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from elastic_etcd.core.lifecycle import Finished, State
+from elastic_etcd.core.rules import Local
+from elastic_etcd.core.schema import Phase, Round, Spent
+from elastic_etcd.protocol.activity import Activity, ActivityPage, Doing
+
+_SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
+_FINER = 0.1  # than so much of what is measured
+_NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training all the same
+
+
+class HasPages(Protocol):
+    """Who runs the workers."""
+
+    @property
+    def pages(self) -> Sequence[ActivityPage]: ...
+
+
+class Phases(Protocol):
+    """Who is told of each phase: metrics.Recovery."""
+
+    def end_world(self, now: float, idle: float) -> None: ...
+
+    def pass_phase(self, phase: str, now: float) -> None: ...
+
+    def begin_world(self, cause: str, now: float) -> None: ...
+
+    def train(self, now: float) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class Measure:
+    """Measures one world after the other; `of` is what is known of the last one.
+
+    `see` is told of every state, before what follows from it is done. `followers` are told
+    of each phase.
+    """
+
+    def __init__(self, workers: HasPages) -> None:
+        self.followers: list[Phases] = []
+        self._workers = workers
+        self._loop = asyncio.get_running_loop()
+        self._state = State(Local(run=""), 0)
+        self._since = self._loop.time()  # when began what is under way
+        self._generation = 0  # of the world that has ended last
+        self._spent = Spent()  # on it, or on the one that trains
+        self._other: Round | None = None  # a world that trains without this node
+        self._began = self._ended = 0.0
+        self._trains = False  # here
+        self._finished = False  # and was done with it
+        self._started = False
+        self._first: float | None = None  # when the first step of the world was done
+        self._last: float | None = None  # when the newest step here was done, in any world
+        self._commits = False  # ever
+        self._looking: asyncio.TimerHandle | None = None
+
+    def of(self, generation: int) -> Spent | None:
+        """Where the seconds of this world went; None if it is not the last one that this node saw.
+
+        Of one whose workers are still stopping it is what is known by now.
+        """
+        return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
+
+    def see(self, state: State) -> None:
+        """Take note of the agent's new state."""
+        before, self._state = self._state, state
+        was, own, now = before.local, state.local, self._loop.time()
+        if own.lease and not was.lease and not was.ran and not self._other:
+            self._since = now
+        over = own.stopping or not own.running or isinstance(state.result, Finished)
+        if self._trains and over:
+            self._end_world(was.running, now)
+        elif self._finished and (final := _final(before)) and final.generation == self._generation:
+            self._spent = replace(self._spent, trained=self._spent.trained + now - self._since)
+            self._since = now  # the others have trained on
+        if was.running and not own.running:
+            ended = replace(self._spent, stop=now - self._since)
+            self._spent = ended if self._finished else self._measured(now)
+            self._since = now
+            for each in self.followers:
+                each.pass_phase("stop", now)
+        if own.running and own.running != was.running:
+            self._begin_world(now)
+        if not own.running:
+            self._follow_others(now)
+
+    def _follow_others(self, now: float) -> None:
+        """A world without this node's workers; of that only its seconds are known."""
+        if is_spare(self._state):
+            for each in self.followers:
+                each.forget()
+        if self._state.view is None:  # it joins again
+            return
+        final = _final(self._state)
+        if final and final.generation == self._generation:
+            final = None
+        before, self._other = self._other, final
+        if before and (final is None or final.generation != before.generation):
+            self._generation = before.generation
+            self._spent = Spent(planned=int(before.planned), unknown=now - self._since)
+            self._since = now
+        if final and (before is None or before.generation != final.generation):
+            self._since = now
+
+    # --- a world of this node's -----------------------------------------------------------
+
+    def _begin_world(self, now: float) -> None:
+        assert self._state.view
+        begun = self._state.view.round
+        assert begun
+        for each in self.followers:
+            each.begin_world(cause_of(begun), now)
+        self._other = None
+        self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
+        self._since = self._began = now
+        self._trains, self._started, self._first = True, False, None
+        self._finished = False
+        self._look_later(now)
+
+    def _look_for_step(self) -> None:
+        """Look for the first step again and again, the less often the longer it takes."""
+        now = self._loop.time()
+        self._look_now(now)
+        if self._first is None:
+            self._look_later(now)
+
+    def _look_later(self, now: float) -> None:
+        pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
+        self._looking = self._loop.call_later(pause, self._look_for_step)
+
+    def _look_now(self, now: float) -> None:
+        pages = self._activities()
+        if not self._started and pages and all(page.doing is not Doing.STARTING for page in pages):
+            self._started = True
+            entered = max(self._since, now - min(page.since_init for page in pages))
+            self._spent = replace(self._spent, start=entered - self._since)
+            self._since = entered
+            for each in self.followers:
+                each.pass_phase("start", entered)
+        if pages and all(page.steps for page in pages):
+            pause = now - self._last if self._last is not None else 0.0
+            self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
+            self._first = self._since = now
+            for each in self.followers:
+                each.train(now)
+
+    def _end_world(self, generation: int, now: float) -> None:
+        if self._looking:
+            self._looking.cancel()
+        if self._first is None:
+            self._look_now(now)
+        self._trains, self._generation, self._ended = False, generation, now
+        self._finished = isinstance(self._state.result, Finished)
+        self._spent = self._measured(now)
+        if self._finished:
+            self._since = now
+        idle = now - _trained_until(self._activities(), now, now)
+        for each in self.followers:
+            if self._finished:
+                each.forget()
+            else:
+                each.end_world(now, idle)
+
+    def _measured(self, now: float) -> Spent:
+        """On the world that has ended, of which some workers may still run."""
+        pages, end, finished = self._activities(), self._ended, self._finished
+        if self._first is None:
+            return self._without_step(end - self._since, finished=finished, stop=now - end)
+        last = end if finished else max(self._first, _trained_until(pages, now, end))
+        self._last = last
+        commits = [page for page in pages if page.commits]
+        self._commits = self._commits or bool(commits)
+        trained, again = last - self._first, 0.0
+        if commits and not finished:
+            again = min(trained, max(0.0, min(page.since_commit for page in commits) - now + last))
+        elif self._commits and not finished:
+            again = trained
+        return replace(
+            self._spent,
+            steps=min(page.steps for page in pages),
+            commits=max(page.commits for page in pages),
+            trained=trained,
+            again=again,
+            detect=max(0.0, end - last),
+            stop=now - max(end, last),
+        )
+
+    def _without_step(self, seconds: float, *, finished: bool, stop: float) -> Spent:
+        """One that has done what it has to; a script whose steps nobody sees; or a bad start."""
+        spent = replace(self._spent, stop=stop)
+        if finished:
+            return replace(spent, trained=seconds)
+        if self._last is None and not self._started:
+            return replace(spent, unknown=seconds)
+        if self._started:
+            return replace(spent, first_step=seconds)
+        return replace(spent, start=seconds)
+
+    def _activities(self) -> list[Activity]:
+        return [page.read() for page in self._workers.pages]
+
+
+def _trained_until(pages: Sequence[Activity], now: float, end: float) -> float:
+    """When the newest step was done; what is no step, and under way at the end, is until then."""
+    trained = [page for page in pages if page.steps]
+    last = now - min((page.seconds for page in trained), default=0.0)
+    return max(last, end) if any(page.doing in _NO_STEP for page in trained) else last
+
+
+def _final(state: State) -> Round | None:
+    """The round whose world trains."""
+    now = state.view.round if state.view else None
+    return now if now and now.phase is Phase.FINAL else None
+
+
+def cause_of(begun: Round) -> str:
+    """What ended the world before this one: failure, lost, leave, join or scale."""
+    if begun.planned:
+        if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
+            return "scale"
+        return "leave" if begun.reason.endswith(" leaving") else "join"
+    return "lost" if begun.reason.endswith(" lost") else "failure"
+
+
+def is_spare(state: State) -> bool:
+    """Whether a world trains that has no place for this node."""
+    own, view = state.local, state.view
+    now = view.round if view else None
+    if view is None or now is None or now.phase is not Phase.FINAL:
+        return False
+    # A page may come after its round.
+    known = view.page.generation == now.generation if view.page else len(view.world) == now.nodes
+    return known and own.acked == now.generation and view.part(own.lease) is None

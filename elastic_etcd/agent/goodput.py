@@ -1,0 +1,66 @@
+"""Where the time of a run went: for `elastic-etcd report`, and for the log at the job's end."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_etcd.agent.history import total
+from elastic_etcd.core.schema import History, Spent
+
+LOST = ("detect", "hang", "stop", "rendezvous", "start", "first_step", "again")
+_SHOWN = {"first_step": "first step", "again": "trained again"}
+
+
+def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
+    """The shape of `report --json`, from the history of a run's newest world.
+
+    going_on: how many seconds that world has trained by now, if it has not ended.
+    """
+    spent = entry.spent_until_now or Spent(worlds=0)
+    worlds = spent.worlds + (0 if entry.spent else 1)
+    lost = {cause: round(getattr(spent, cause), 3) for cause in LOST}
+    trained = max(0.0, spent.trained - spent.again) + going_on
+    known = total(spent) - spent.unknown + going_on
+    outcome = entry.outcome or None
+    return {
+        "run": entry.run or "",
+        "generation": entry.generation,
+        "state": outcome.state if outcome else "going on" if going_on else "",
+        "goodput": round(trained / known, 4) if known > 0 else None,
+        "seconds": round(known, 3),
+        "trained": round(trained, 3),
+        "going_on": round(going_on, 3),
+        "lost": lost,
+        "unknown": round(spent.unknown, 3),
+        "worlds": worlds,
+        "restarts": max(0, worlds - 1),
+        "planned": spent.planned,
+        "pause": round(spent.pause, 3),
+        "steps": spent.steps,
+        "commits": spent.commits,
+    }
+
+
+def at_end(entry: History) -> Iterator[str]:
+    """What is said of the run by whose agent had rank 0 in this world, if that was the last one."""
+    return lines(of_run(entry)) if entry.outcome else iter(())
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """What `of_run` has found, in words, a line each."""
+    if found["goodput"] is None:
+        yield "goodput: nothing is known yet"
+    else:
+        share = f"{found['trained']:.1f} of {found['seconds']:.1f} s"
+        yield f"goodput {100 * found['goodput']:.1f} %: trained for {share}"
+    some = [f"{_SHOWN.get(cause, cause)} {s:.1f} s" for cause, s in found["lost"].items() if s]
+    yield f"lost: {', '.join(some) or 'nothing'}"
+    if found["unknown"]:
+        yield f"unknown: {found['unknown']:.1f} s of worlds of which no steps were seen"
+    ended = found["lost"]["detect"] or found["lost"]["hang"]  # a world, and not by its success
+    if ended and found["trained"] and not found["commits"]:
+        yield "no commits were seen: what was trained again is not known, and counted as trained"
+    if found["restarts"]:
+        restarts = "1 restart" if found["restarts"] == 1 else f"{found['restarts']} restarts"
+        planned = f", {found['planned']} of them planned" if found["planned"] else ""
+        known = found["pause"]
+        yield f"{restarts}{planned}" + (f"; longest pause {known:.1f} s" if known else "")

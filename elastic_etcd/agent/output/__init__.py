@@ -1,0 +1,1 @@
+"""The workers' output and the agent's log."""

@@ -1,0 +1,386 @@
+"""Workers' output: to the console with a prefix, and to one file per generation, rank and stream.
+
+The agent reads the workers' pipes itself, so that a full disk or a terminal that nobody reads
+never reaches the training, and so that the last traceback is at hand when a worker fails. Files
+and folders are a thread's (offload.py), because a disk may stand still.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import tempfile
+import termios
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from string import Template
+from typing import Self
+
+from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
+from elastic_etcd.agent.output.console import Console, open_consoles
+from elastic_etcd.agent.output.writer import DiskFile, Writer
+from elastic_etcd.errors import UsageError
+
+DEFAULT_TEMPLATE = "[${node} ${rank}]: "
+
+_LONGEST_LINE = 1 << 16
+_CHUNK = 1 << 15
+_TAIL = 1 << 16
+_DRAIN = 1 << 21
+_OUTPUT = 1  # among a terminal's attributes
+
+log = logging.getLogger(__name__)
+
+
+class WorkerStream:
+    """One output pipe of one worker, read whenever there is something in it.
+
+    With `terminal` it is a terminal to the worker. What it writes is shown as it is then, also
+    what has no line end yet: a debugger's prompt.
+    """
+
+    def __init__(
+        self,
+        prefix: bytes,
+        console: Console | None,
+        file: DiskFile | None,
+        *,
+        terminal: bool = False,
+    ) -> None:
+        self._console = console
+        self._file = file
+        self._lines = LinePrefixer(prefix)
+        self._as_it_is = terminal
+        self._tail = bytearray()
+        self._read, self.child_fd = _terminal() if terminal else os.pipe()
+        os.set_blocking(self._read, False)
+
+    def begin(self) -> None:
+        """Close our copy of the worker's end, which the worker has by now, and begin to read."""
+        os.close(self.child_fd)
+        asyncio.get_running_loop().add_reader(self._read, self._readable)
+
+    def tail(self) -> bytes:
+        """The last 64 KiB that were read."""
+        return bytes(self._tail[-_TAIL:])
+
+    def move(self, prefix: bytes, file: DiskFile | None) -> None:
+        """What comes from here on is another generation's."""
+        self.drain()
+        if self._read < 0:
+            return
+        rest = self._lines.rename(prefix)
+        if self._console is not None:
+            self._console.write(rest)
+        if self._file is not None:
+            self._file.close()
+        self._file = file
+
+    def drain(self) -> None:
+        """Take what lies in the pipe now, however full the console is.
+
+        Bounded, because a process that left the group may hold the pipe open and go on writing.
+        """
+        taken = 0
+        while self._read >= 0 and taken < _DRAIN:
+            size = self._take_chunk()
+            if not size:
+                return
+            taken += size
+
+    def close(self) -> None:
+        """Stop reading, whoever still holds the other end, and write out the last line."""
+        if self._read < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._read)
+        os.close(self._read)
+        self._read = -1
+        if self._console is not None:
+            self._console.write(self._lines.finish())
+        if self._file is not None:
+            self._file.close()
+
+    def _readable(self) -> None:
+        self._take_chunk()
+        full = next((to for to in (self._console, self._file) if to is not None and to.full), None)
+        if self._read >= 0 and full is not None:
+            asyncio.get_running_loop().remove_reader(self._read)
+            full.when_room(self._resume)
+
+    def _resume(self) -> None:
+        if self._read >= 0:
+            asyncio.get_running_loop().add_reader(self._read, self._readable)
+
+    def _take_chunk(self) -> int:
+        try:
+            chunk = os.read(self._read, _CHUNK)
+        except BlockingIOError:
+            return 0
+        except OSError:  # a terminal that nobody has any more
+            chunk = b""
+        if not chunk:
+            self.close()
+            return 0
+        self._tail += chunk
+        del self._tail[: -2 * _TAIL]
+        if self._file is not None:
+            self._file.write(chunk)
+        if self._console is not None:
+            self._console.write(chunk if self._as_it_is else self._lines.feed(chunk))
+        return len(chunk)
+
+
+def _terminal() -> tuple[int, int]:
+    """Our end and the worker's of a terminal as large as our own, which changes no bytes."""
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[_OUTPUT] &= ~termios.OPOST
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    with contextlib.suppress(OSError):
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(1))
+    return ours, theirs
+
+
+class WorkerLog:
+    """The standard streams of one worker. `stdin` is a descriptor, or subprocess.DEVNULL."""
+
+    def __init__(self, out: WorkerStream, err: WorkerStream, stdin: int) -> None:
+        self.out = out
+        self.err = err
+        self.stdin = stdin
+
+    def begin(self) -> None:
+        """Begin to read both: the worker has its ends, or could not be started."""
+        self.out.begin()
+        self.err.begin()
+
+    def drain(self) -> None:
+        """Take what lies in both pipes."""
+        self.out.drain()
+        self.err.drain()
+
+    def close(self) -> None:
+        """Stop reading both."""
+        self.out.close()
+        self.err.close()
+
+
+class Logs:
+    """Where the output of an agent's workers goes, for its whole life.
+
+    `async with Logs.open(...) as logs`; leaving it writes out what waits, and gives up on what does
+    not move for a second.
+    """
+
+    def __init__(
+        self,
+        config: LogConfig,
+        prefix: Callable[..., str],
+        directory: Path | None,
+    ) -> None:
+        self._config = config
+        self._prefix = prefix
+        self.directory = directory
+        # Of their own, so that the console tells it when the disk of the log files stands still.
+        self._disk, self._console_disk = Writer(), Writer()
+        self.stdout, self.stderr = open_consoles(self._console_disk)
+        self._told = self._has_evidence = False
+
+    @classmethod
+    def open(
+        cls, config: LogConfig, *, job: str, node: str, role: str, template: str | None = None
+    ) -> Self:
+        """Make this run's own directory `<log_dir>/<job>_<random>`.
+
+        `template` is torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: `${role_name}`, `${rank}`,
+        `${local_rank}`, and here also `${node}` and `${generation}`. Raises UsageError when the
+        directory can't be made.
+        """
+        text = DEFAULT_TEMPLATE if template is None else template
+        prefix = partial(Template(text).safe_substitute, node=node, role_name=role)
+        logs = cls(config, prefix, _make_directory(config.log_dir, job))
+        if logs.directory is not None and logs._keeps_files:
+            log.info("the workers' output is kept in %s", logs.directory)
+        return logs
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.directory is not None and not (self._keeps_files or self._has_evidence):
+            self._disk.put(partial(rmtree, self.directory, ignore_errors=True))
+        await self._disk.close(patience=1)  # first: the console may have to tell of it
+        await self.stdout.close(timeout=1)
+        await self.stderr.close(timeout=1)
+        await self._console_disk.close(patience=1)
+
+    @property
+    def _keeps_files(self) -> bool:
+        """Without --log-dir, --redirects or --tee the directory only holds error files."""
+        config = self._config
+        nothing = StreamChoice()
+        return config.log_dir is not None or config.redirects != nothing or config.tee != nothing
+
+    def error_file(self, generation: int, rank: int) -> str:
+        """The worker's TORCHELASTIC_ERROR_FILE, whose folder is soon made; "" without a folder."""
+        folder = self._folder(generation, rank)
+        if folder is None:
+            return ""
+        self._disk.put(partial(self._make_folder, folder))
+        return str(folder / "error.json")
+
+    def keep(self) -> None:
+        """Leave the error files where they are at the end, for who has started this agent."""
+        self._has_evidence = True
+
+    def evidence_file(self, generation: int, rank: int) -> Path | None:
+        """For what is found out about a worker that hangs; None without a folder. It is kept."""
+        folder = self._folder(generation, rank)
+        if folder is None:
+            return None
+        self._has_evidence = True
+        return folder / "hang.txt"
+
+    def worker(
+        self, generation: int, rank: int, local_rank: int, *, at_terminal: bool = False
+    ) -> WorkerLog:
+        """Pipes for one worker, and the files and consoles that they lead to.
+
+        One that is `at_terminal` has the agent's stdin, and a terminal as stdout.
+        """
+        prefix = self._prefix_of(generation, rank, local_rank)
+
+        def stream(which: Streams, console: Console, *, terminal: bool = False) -> WorkerStream:
+            file = self._file_of(which, generation, rank, local_rank)
+            shown = console if self._destinations(which, local_rank)[0] else None
+            return WorkerStream(prefix, shown, file, terminal=terminal)
+
+        out = stream(Streams.OUT, self.stdout, terminal=at_terminal)
+        stdin = 0 if at_terminal else subprocess.DEVNULL
+        return WorkerLog(out, stream(Streams.ERR, self.stderr), stdin)
+
+    def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
+        """The worker behind `output` goes on in another generation."""
+        prefix = self._prefix_of(generation, rank, local_rank)
+        output.out.move(prefix, self._file_of(Streams.OUT, generation, rank, local_rank))
+        output.err.move(prefix, self._file_of(Streams.ERR, generation, rank, local_rank))
+
+    def _prefix_of(self, generation: int, rank: int, local_rank: int) -> bytes:
+        return self._prefix(generation=generation, rank=rank, local_rank=local_rank).encode()
+
+    def _file_of(
+        self, which: Streams, generation: int, rank: int, local_rank: int
+    ) -> DiskFile | None:
+        folder = self._folder(generation, rank)
+        if folder is None or not self._destinations(which, local_rank)[1]:
+            return None
+        path = folder / ("stdout.log" if which is Streams.OUT else "stderr.log")
+        failed = partial(self._tell_file_error, path)
+        return DiskFile(self._disk, str(path), partial(self._open_file, path), failed)
+
+    def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
+        """Whether a stream goes to (the console, a file)."""
+        config = self._config
+        teed = bool(config.tee[local_rank] & which)
+        redirected = bool(config.redirects[local_rank] & which)
+        shown = config.local_ranks_filter is None or local_rank in config.local_ranks_filter
+        to_file = teed or redirected or config.log_dir is not None
+        return shown and (teed or not redirected), to_file
+
+    def _folder(self, generation: int, rank: int) -> Path | None:
+        if self.directory is None:
+            return None
+        return self.directory / f"generation_{generation}" / str(rank)
+
+    # --- in the writer's thread
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._tell_file_error(folder, error)
+
+    def _open_file(self, path: Path) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _tell_file_error(self, path: Path, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            cure = "make room there, or name another --log-dir at the next start"
+            text = "can't write %s (%s): training goes on without log files; %s"
+            log.warning(text, path, error.strerror, cure)
+
+
+def _make_directory(log_dir: str | None, job: str) -> Path | None:
+    if log_dir == os.devnull:
+        return None
+    base = Path(tempfile.gettempdir() if log_dir is None else log_dir)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))
+    except OSError as error:
+        raise UsageError(
+            f"can't write logs under {base}: {error.strerror}. "
+            "Name a directory that can be written with --log-dir, or --log-dir /dev/null for none."
+        ) from error
+
+
+class LinePrefixer:
+    r"""Turns the chunks of one stream into whole lines that each begin with the prefix.
+
+    A line ends with \n, \r\n or \r; a progress bar's \r stays as it is, so that the bar shows. A
+    line longer than 64 KiB is cut into pieces, each a line of its own.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._rest = bytearray()
+        self._after_return = False
+
+    def rename(self, prefix: bytes) -> bytes:
+        """Begin the lines from here on with another prefix; gives the unfinished one."""
+        rest = self.finish()
+        self._prefix = prefix
+        return rest
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The lines that are complete with this chunk, prefixed; may be empty."""
+        cut = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+        if not cut:
+            self._rest += chunk
+            return self._cut_long()
+        lines = bytes(self._rest) + chunk[:cut]
+        self._rest = bytearray(chunk[cut:])
+        head = b""
+        if self._after_return and lines.startswith(b"\n"):  # the other half of a \r\n
+            head, lines = b"\n", lines[1:]
+        self._after_return = chunk[cut - 1 : cut] == b"\r"
+        return head + self._prefixed(lines) + self._cut_long()
+
+    def finish(self) -> bytes:
+        """The last line if it had no line end, which it gets."""
+        last = bytes(self._rest)
+        self._rest.clear()
+        return self._prefix + last + b"\n" if last else b""
+
+    def _cut_long(self) -> bytes:
+        if len(self._rest) < _LONGEST_LINE:
+            return b""
+        self._after_return = False
+        return self.finish()
+
+    def _prefixed(self, lines: bytes) -> bytes:
+        prefix = self._prefix
+        if not lines or not prefix:
+            return lines
+        out = prefix + lines
+        if b"\r" in lines:
+            out = out.replace(b"\r", b"\r" + prefix).replace(b"\r" + prefix + b"\n", b"\r\n")
+        out = out.replace(b"\n", b"\n" + prefix)
+        if b"\r" in lines:  # the empty line before a bar that begins with \r needs no prefix
+            out = out.replace(prefix + b"\r" + prefix, b"\r" + prefix)
+        return out[: -len(prefix)]

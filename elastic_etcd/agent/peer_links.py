@@ -1,0 +1,453 @@
+"""Idle connections between agents, whose end shows at once that a node is dead.
+
+Of a node whose processes all die, the others would hear when its lease ends. Its kernel, or its
+host's, knows at once, and ends its connections. So every member calls the coordinator of a final
+round and keeps the line open. All that is ever said on it is a hello of fixed size, an answer of
+one byte, and a goodbye of one byte before an orderly end.
+
+A line that ends without a goodbye is checked by calling again. When nobody is there any more the
+lease is revoked: a member's by the coordinator, the coordinator's by a member of the last world's
+first two ranks. That ends no more than the lease's own end would, only sooner; whoever is revoked
+by mistake joins again. A line that is silent shows nothing, nor does a call that is taken and not
+answered: its agent may be stopped. Nothing that goes wrong here is an error of the job.
+"""
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import logging
+import os
+import resource
+import socket
+import struct
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+
+from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.core.schema import Contact, Member, Phase
+from elastic_etcd.core.view import View
+from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.etcd.retry import jitter
+from elastic_etcd.system.threads import in_thread
+from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, OWN_LOOK_UP, PROOF
+
+HELLO_FORM = struct.Struct(">16sQ")  # the nonce of who is called, and the caller's lease
+_ASKING = 0  # a caller's lease: it only wants to know who is there
+_HERE, _GOODBYE = b"\x06", b"\x04"
+_BACKLOG = 256
+_STRANGERS = 64  # connections that have not said hello yet; from there on the oldest is cut
+_BACK = 16  # calls to callers at a time
+_FIRST = 2  # ranks of the last world that revoke the coordinator's lease
+_SPREAD = 0.001  # seconds for each participant: the coordinator is not called by all at once
+_QUIET = (60, 15, 4)  # the kernel asks a quiet line after 60 s, and 4 times each 15 s
+
+log = logging.getLogger(__name__)
+
+
+class Found(Enum):
+    """What came of a call."""
+
+    HERE = "here"
+    SILENT = "silent"  # nothing is known
+    GONE = "gone"
+
+
+class End(Enum):
+    """How a line ended."""
+
+    GOODBYE = "goodbye"
+    SILENT = "silent"  # as the network does
+    BROKEN = "broken"  # as a kernel ends what a process leaves behind
+
+
+class Line:
+    """A line to an agent that was called and has answered."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def end(self) -> End:
+        """Wait for its end."""
+        try:
+            said = await self._reader.read(1)
+        except OSError as error:
+            return _end_of(error)
+        return End.GOODBYE if said else End.BROKEN
+
+    def hang_up(self) -> None:
+        """End it in order."""
+        if not self._writer.is_closing():
+            self._writer.write(_GOODBYE)
+            self._writer.close()
+
+
+async def call(contact: Contact, lease: int, within: float) -> Line | Found:
+    """Call an agent as the member with `lease`; what came of it within so many seconds."""
+    deadline = asyncio.get_running_loop().time() + within
+    try:
+        async with asyncio.timeout_at(deadline):
+            sock = await _connected(contact)
+    except (OSError, ValueError) as error:
+        return Found.GONE if _not_there(error) else Found.SILENT
+    reader, writer = await asyncio.open_connection(sock=sock)
+    found = Found.SILENT
+    try:
+        writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
+        found = await _read_answer(reader, deadline)
+    finally:
+        if found is not Found.HERE:
+            writer.close()
+    return Line(reader, writer) if found is Found.HERE else found
+
+
+async def _read_answer(reader: asyncio.StreamReader, deadline: float) -> Found:
+    try:
+        async with asyncio.timeout_at(deadline):
+            answer = await reader.read(1)
+    except TimeoutError:  # somebody's kernel took the call: the agent may be stopped
+        return Found.SILENT
+    except OSError as error:
+        return Found.GONE if _not_there(error) else Found.SILENT
+    return Found.HERE if answer == _HERE else Found.GONE  # another one has its port
+
+
+async def ask(contact: Contact) -> Found:
+    """Whether the agent is there, as far as that can be known in a moment."""
+    found = await call(contact, _ASKING, PROOF)
+    if isinstance(found, Line):
+        found.hang_up()
+        return Found.HERE
+    return found
+
+
+async def _connected(contact: Contact) -> socket.socket:
+    """A connection. Raises OSError, and ValueError for what is no IP address."""
+    version = ipaddress.ip_address(contact.addr).version
+    sock = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        _keep_alive(sock)
+        await asyncio.get_running_loop().sock_connect(sock, (contact.addr, contact.port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _not_there(error: OSError | ValueError) -> bool:
+    """Whether a call failed for want of who was called, not for want of something here.
+
+    The network of a container goes with it, so that nobody is there who could refuse.
+    """
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH
+
+
+def _end_of(error: Exception | None) -> End:
+    """How a line ended that was not said goodbye to."""
+    return End.BROKEN if error is None or isinstance(error, ConnectionError) else End.SILENT
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the kernel ask, so that a line to what vanished in silence does not stay for ever."""
+    idle, pause, count = _QUIET
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens at `address`, which may be a name, and nowhere else.
+
+    Raises OSError, also when the address is not this machine's.
+    """
+    found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _Caller(asyncio.BufferedProtocol):
+    """A connection that was made to this agent; no more than a hello and a goodbye is read."""
+
+    def __init__(self, lines: "Lines") -> None:
+        self.lease = _ASKING
+        self.answers = False  # it can be called, too: else its silence would show nothing
+        self.over = False  # its end shows nothing
+        self._lines = lines
+        self._buffer = bytearray(HELLO_FORM.size + len(_GOODBYE))
+        self._filled = 0
+        self._transport: asyncio.Transport | None = None
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        _keep_alive(transport.get_extra_info("socket"))
+        self._late = asyncio.get_running_loop().call_later(HELLO, self.cut)
+        self._lines.came(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        del sizehint
+        return memoryview(self._buffer)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        before, self._filled = self._filled, self._filled + nbytes
+        if before < HELLO_FORM.size <= self._filled:
+            self._hear_hello()
+        if self._filled > HELLO_FORM.size:  # goodbye, or what nobody has to say
+            self.cut()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._done_waiting()
+        self._lines.ended(self, _end_of(error))
+
+    def hang_up(self) -> None:
+        """End it in order."""
+        if self._transport and not self._transport.is_closing():
+            self.over = True
+            self._transport.write(_GOODBYE)
+            self._transport.close()
+
+    def cut(self) -> None:
+        """End it at once."""
+        if self._transport:
+            self.over = True
+            self._transport.abort()
+
+    def _hear_hello(self) -> None:
+        self._done_waiting()
+        nonce, self.lease = HELLO_FORM.unpack_from(self._buffer)
+        if not self._lines.greeted(self, nonce):
+            self.cut()
+        elif self._transport:
+            self._transport.write(_HERE)
+            if self.lease == _ASKING:
+                self._transport.close()
+
+    def _done_waiting(self) -> None:
+        if self._late:
+            self._late.cancel()
+            self._late = None
+
+
+class Lines:
+    """This agent's line to its coordinator, and those of the agents that call it.
+
+    `open`, then `follow(...)` at each step of the agent, and `close`. `revoke` ends a lease, and
+    may raise ElasticEtcdError.
+    """
+
+    def __init__(self, tasks: Tasks, revoke: Callable[[int], Awaitable[None]]) -> None:
+        self._tasks = tasks
+        self._revoke = revoke
+        self._view: View | None = None
+        self._lease = 0
+        self._server: asyncio.Server | None = None
+        self._nonce = b""
+        self._strangers: dict[_Caller, None] = {}  # the oldest first
+        self._callers: dict[int, _Caller] = {}  # by lease
+        self._new: dict[int, _Caller] = {}  # of them, those that have not been called back
+        self._back = asyncio.Semaphore(_BACK)
+        self._called: Contact | None = None
+        self._calling: asyncio.Task[None] | None = None
+        self._line: Line | None = None
+        self._told = False
+
+    async def open(self, address: str) -> Contact | None:
+        """Listen at `address`, with a nonce for a new lease; None where that can't be done."""
+        self.close()
+        try:
+            sock = await in_thread(partial(_listen, address), OWN_LOOK_UP)
+        except OSError as error:
+            why = error.strerror or "its name is not known"
+            log.info("no proof of death: this node can't be called at %s: %s", address, why)
+            return None
+        self._nonce = os.urandom(16)
+        loop = asyncio.get_running_loop()
+        caller = partial(_Caller, self)
+        self._server = await loop.create_server(caller, sock=sock, backlog=_BACKLOG)
+        addr, port = sock.getsockname()[:2]
+        return Contact(addr, port, self._nonce.hex())
+
+    def follow(self, view: View | None, lease: int) -> None:
+        """Call whom the member with `lease` sees coordinate a final round."""
+        if view and view.newer:  # then this agent may not write, nor revoke
+            view = None
+        self._view, self._lease = view, lease
+        now = view.round if view else None
+        if view is None or now is None:
+            self._call(None, 0.0)
+        elif now.phase is Phase.FINAL:
+            other = None if now.coordinator == lease else view.coordinator
+            self._call(other, _SPREAD * now.nodes)
+        self._call_back_new()
+
+    def close(self) -> None:
+        """Say goodbye to all."""
+        self._call(None, 0.0)
+        self._nonce = b""
+        if self._server:
+            self._server.close()
+            self._server = None
+        for caller in self._callers.values():
+            caller.hang_up()
+        for stranger in [*self._strangers]:
+            stranger.cut()
+        self._callers, self._new = {}, {}
+
+    # --- the line to the coordinator
+
+    def _call(self, other: Member | None, spread: float) -> None:
+        contact = other.contact if other else None
+        if contact == self._called:
+            return
+        self._called = contact
+        if self._line:
+            self._line.hang_up()
+        if self._calling:
+            self._calling.cancel()
+        self._line = self._calling = None
+        if other and contact:
+            self._calling = self._tasks.create(self._keep_line(other, contact, spread))
+
+    async def _keep_line(self, to: Member, contact: Contact, spread: float) -> None:
+        """Keep a line to an agent: when it breaks call again at once, and else now and then."""
+        await asyncio.sleep(jitter.uniform(0.0, spread))
+        checking = False
+        while True:
+            found = await call(contact, self._lease, PROOF if checking else CALL)
+            if isinstance(found, Line):
+                end, lasted = await self._hold(found)
+                if end is End.GOODBYE:
+                    return
+                checking = end is End.BROKEN and not (checking and lasted < CALL_AGAIN)
+                if checking:
+                    continue
+            elif not checking:
+                self._tell_once(to, contact)
+            elif found is Found.GONE and self._in_charge_of_coordinator(to):
+                await self._prove_dead(to, contact)
+            checking = False
+            await asyncio.sleep(CALL_AGAIN * jitter.uniform(0.5, 1.0))
+
+    async def _hold(self, line: Line) -> tuple[End, float]:
+        """How a line ended, and after how many seconds."""
+        loop = asyncio.get_running_loop()
+        began, self._line = loop.time(), line
+        try:
+            end = await line.end()
+        finally:
+            line.hang_up()
+        self._line = None
+        return end, loop.time() - began
+
+    def _tell_once(self, to: Member, contact: Contact) -> None:
+        where = (to.node, contact.addr, contact.port)
+        text = "no proof of death: the coordinator, %s, can't be called at %s, port %d"
+        log.log(logging.DEBUG if self._told else logging.INFO, text, *where)
+        self._told = True
+
+    def _in_charge_of_coordinator(self, coordinator: Member) -> bool:
+        view = self._view
+        if view is None or view.coordinator is None or view.coordinator.lease != coordinator.lease:
+            return False
+        part = view.part(self._lease)
+        return part is not None and part.group_rank < _FIRST
+
+    # --- those who call
+
+    def came(self, caller: _Caller) -> None:
+        """Somebody has connected."""
+        self._strangers[caller] = None
+        if len(self._strangers) > _STRANGERS:
+            next(iter(self._strangers)).cut()
+
+    def greeted(self, caller: _Caller, nonce: bytes) -> bool:
+        """Somebody has said hello; whether that is answered."""
+        self._strangers.pop(caller, None)
+        if not hmac.compare_digest(nonce, self._nonce):
+            return False
+        if caller.lease == _ASKING:
+            return True
+        if len(self._callers) >= _most():
+            return False
+        older = self._callers.pop(caller.lease, None)
+        if older:
+            older.cut()
+        self._callers[caller.lease] = self._new[caller.lease] = caller
+        self._call_back_new()
+        return True
+
+    def ended(self, caller: _Caller, end: End) -> None:
+        """A connection that was made to this agent is no more."""
+        self._strangers.pop(caller, None)
+        if self._callers.get(caller.lease) is not caller:
+            return
+        del self._callers[caller.lease]
+        self._new.pop(caller.lease, None)
+        member = self._in_charge_of(caller.lease)
+        if member and member.contact and caller.answers and not caller.over and end is End.BROKEN:
+            self._tasks.create(self._check(member, member.contact))
+
+    def _call_back_new(self) -> None:
+        for lease in [*self._new]:
+            member = self._in_charge_of(lease)
+            if member:
+                caller = self._new.pop(lease)
+                if member.contact:
+                    self._tasks.create(self._call_back(caller, member, member.contact))
+
+    async def _call_back(self, caller: _Caller, member: Member, contact: Contact) -> None:
+        """Find out whether a caller can be called: where a firewall refuses, nobody is dead."""
+        pause = 1.0
+        while not caller.over and self._callers.get(member.lease) is caller:
+            async with self._back:
+                caller.answers = await ask(contact) is Found.HERE
+            if caller.answers:
+                log.debug("%s would be missed at once", member.node)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, CALL_AGAIN)
+
+    async def _check(self, member: Member, contact: Contact) -> None:
+        if await ask(contact) is Found.GONE and self._in_charge_of(member.lease):
+            await self._prove_dead(member, contact)
+
+    def _in_charge_of(self, lease: int) -> Member | None:
+        """The member with this lease, where this agent is the coordinator and sees it."""
+        view = self._view
+        now = view.round if view else None
+        if view is None or now is None or now.coordinator != self._lease:
+            return None
+        at = bisect_left(view.members, lease, key=attrgetter("lease"))
+        found = view.members[at : at + 1]
+        return found[0] if found and found[0].lease == lease else None
+
+    async def _prove_dead(self, member: Member, contact: Contact) -> None:
+        where = (contact.addr, contact.port)
+        text = "%s is dead: its connection has ended, and it is not at %s, port %d, any more"
+        log.warning(text, member.node, *where)
+        try:
+            await self._revoke(member.lease)
+        except ElasticEtcdError as error:
+            log.debug("the lease of %s is left to its end: %s", member.node, error)
+
+
+def _most() -> int:
+    """How many lines this agent takes: workers and disks need descriptors, too."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft // 2 if soft > 0 else 1 << 20  # no limit is -1

@@ -1,0 +1,1 @@
+"""`elastic_launch` and the agent that is its child."""

@@ -1,0 +1,71 @@
+"""The agent beside a Python program that has called `elastic_launch` (launcher.py).
+
+`python -m elastic_etcd.api.child PID FOLDER FLAG...` is the launcher with these flags. It
+leaves the job when the process PID ends, and writes into FOLDER how it went.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from elastic_etcd import launch
+from elastic_etcd.agent.followers.run_writer import Account
+from elastic_etcd.errors import ElasticEtcdError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Be the agent until the job, or the program, has ended; gives the exit code."""
+    program, folder = int(argv[0]), Path(argv[1])
+    launch.open_standard_streams()
+    account = Account()
+    ran = account.ran
+    # Until the agent handles it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        _leave_with(program)
+        ran.exit_code = launch.run(argv[2:], _environment(), account=account)
+        if not ran.outcome:
+            ran.outcome = "left" if ran.exit_code else "succeeded"
+            ran.reason = "this node has left" if ran.exit_code else "it had succeeded before"
+    except ElasticEtcdError as error:
+        ran.exit_code, ran.error = error.exit_code, str(error)
+    except BaseException as error:
+        ran.exit_code, ran.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
+        raise
+    finally:
+        with suppress(OSError):  # the program has ended, or will hear that nothing was said
+            (folder / "ran.json").write_bytes(msgspec.json.encode(ran))
+        if os.getppid() != program:  # nobody else would
+            shutil.rmtree(folder, ignore_errors=True)
+    return ran.exit_code
+
+
+def _leave_with(program: int) -> None:
+    """Get SIGTERM when the thread of `program` that waits for this process ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != program:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _environment() -> dict[str, str]:
+    """Without what is for a command line, or for scripts: LaunchConfig says it, and this Python."""
+    ours = os.environ.items()
+    return {k: v for k, v in ours if not k.startswith("PET_") and k != "PYTHON_EXEC"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

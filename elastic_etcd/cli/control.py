@@ -1,0 +1,324 @@
+"""What people want of a job, told through etcd: nodes drained, other numbers of nodes, its end.
+
+Each changes the one key that says it, as long as nobody else has changed it since it was read. It
+takes the right to read the job and to write that key; what follows is in core/requests.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import random
+from argparse import Namespace
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from elastic_etcd.cli import options, query
+from elastic_etcd.core import requests
+from elastic_etcd.core.lifecycle import Outdated
+from elastic_etcd.core.schema import (
+    MOST_DRAINS,
+    MOST_SCALED,
+    Drain,
+    Halt,
+    Phase,
+    Scale,
+    Sizes,
+    Wanted,
+    encode,
+    hexed,
+)
+from elastic_etcd.core.txn import Compare, Delete, Put, Txn
+from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
+from elastic_etcd.etcd.mirror import first
+from elastic_etcd.etcd.retry import now
+from elastic_etcd.times import SCALE_PATIENCE, STOP_PATIENCE, UNKILLABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_etcd.core.schema import Limits, Member, Spec
+    from elastic_etcd.core.txn import Snapshot
+    from elastic_etcd.core.view import View
+
+_NAMED = 8  # nodes, in a line
+_PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
+
+
+class Job(query.Job):
+    """A job that is steered."""
+
+    async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
+        """Write what `change` makes of a view; gives that view, and whether there was a change.
+
+        `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
+        change the key again and again.
+        """
+        end = now() + self.timeout
+        while True:
+            seen = await self.read()
+            view = self.view_of(seen)
+            if view.newer:
+                raise UsageError(Outdated(view.newer).reason)
+            then, there = change(view), view.wanted or Wanted()
+            if then == there or await self._written(seen, then):
+                return view, then != there
+            if now() > end:
+                raise NotInTime(f"others change {self.keys.wanted} again and again: try later")
+            await asyncio.sleep(random.uniform(0, _PAUSE))  # noqa: S311 - no secret
+
+    async def wait(self, what: str, until: Callable[[View], bool], seconds: float) -> View:
+        """The first view for which `until` holds. Raises NotInTime."""
+
+        def fits(snapshot: Snapshot) -> View | None:
+            view = self.view_of(snapshot)
+            return view if until(view) else None
+
+        try:
+            async with asyncio.timeout(seconds):
+                return await first(self.client, self.ranges, fits)
+        except asyncio.CancelledError:  # by Ctrl-C
+            query.note(f"{what}; what was asked for stands")
+            raise
+        except TimeoutError:
+            raise NotInTime(f"after {seconds:g} s {what}; what was asked for stands") from None
+
+    def run_of(self, view: View) -> Spec:
+        """The run that goes on. Raises ElasticEtcdError where there is none."""
+        if view.outcome:
+            outcome = view.outcome
+            when = f" at {outcome.at}" if outcome.at else ""
+            raise ElasticEtcdError(f"job {self.name} is over: {outcome.state}{when}")
+        if view.spec is None:
+            raise ElasticEtcdError(f"job {self.name} has no run that goes on")
+        return view.spec
+
+    def limits_of(self, view: View) -> Limits:
+        """The limits of the run that goes on. Raises ElasticEtcdError where there is none."""
+        spec = self.run_of(view)
+        return requests.scaled(view, spec.run, spec.limits)
+
+    async def _written(self, seen: Snapshot, then: Wanted) -> bool:
+        keys = self.keys
+        known = {key: kv.mod for key, kv in seen.kvs.items()}
+        fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
+        put = Put(keys.wanted, encode(then)) if then != Wanted() else Delete(keys.wanted)
+        return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
+
+
+# --- drain and undrain --------------------------------------------------------------------
+
+
+async def drain(job: Job, args: Namespace) -> dict[str, Any]:
+    """Do what `elastic-etcd drain` asks for; gives the object that `--json` prints."""
+    node = node_of(args)
+    asked = Drain(node, args.deadline, by=user(), at=_timestamp())
+
+    def change(view: View) -> Wanted:
+        job.run_of(view)
+        there = [m for m in view.members if m.node == node]
+        if args.self and not there:
+            told = f"this machine's node, {node}, is not in job {job.name}"
+            raise ElasticEtcdError(f"{told}{_meant(view, node)}")
+        limits = job.limits_of(view)
+        for member in (m for m in there if m.leaving and args.deadline is not None):
+            stands = requests.leave_deadline(view, member, limits)
+            if stands != args.deadline:
+                raise ElasticEtcdError(f"node {node} leaves already, its {stands:g} s stand")
+        if args.self:
+            return _with(view, [replace(asked, lease=hexed(m.lease)) for m in there])
+        if (known := requests.drained(view, node)) and args.deadline in (None, known.deadline):
+            return view.wanted or Wanted()
+        if not (there or known):
+            raise ElasticEtcdError(f"job {job.name} has no node {node}{_meant(view, node)}")
+        return _with(view, [asked])
+
+    view, changed = await job.change(change)
+    limits = job.limits_of(view)
+    leases = {m.lease for m in view.members if m.node == node}
+    seconds = limits.leave_deadline if args.deadline is None else args.deadline
+    if args.wait:
+        late = seconds + UNKILLABLE + STOP_PATIENCE
+        await job.wait(f"{node} is still there", lambda v: _gone(v, leases), late)
+    told = "has left" if args.wait or not leases else f"is to leave within {seconds:g} s"
+    if not changed:
+        told += "; it was drained before"
+    return {
+        "node": node,
+        "changed": changed,
+        "deadline": seconds,
+        "left": args.wait or not leases,
+        "told": f"node {node} of job {job.name} {told}",
+        "note": _too_few(view, node, limits),
+    }
+
+
+def _gone(view: View, leases: set[int]) -> bool:
+    return leases.isdisjoint(m.lease for m in view.members)
+
+
+def _too_few(view: View, node: str, limits: Limits) -> str:
+    """What follows for the others, where they are too few."""
+    left = [m for m in _staying(view) if m.node != node]
+    if not left:
+        return "no other node is there: the job ends as stopped"
+    if limits.largest(len(left)):
+        return ""
+    least = f"{len(left)} of at least {limits.min_nodes} nodes are left"
+    return f"{least}: training stops until more come, or ends after {limits.join_timeout:g} s"
+
+
+def _staying(view: View) -> list[Member]:
+    return [m for m in view.members if not (m.leaving or requests.drained(view, m.node))]
+
+
+def _meant(view: View, node: str) -> str:
+    names = sorted({m.node for m in view.members})
+    if near := get_close_matches(node, names, n=1):
+        return f" (did you mean {near[0]}?)"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"; there are {', '.join(names[:_NAMED])}{more}" if names else "; nobody is there"
+
+
+def _with(view: View, drains: list[Drain]) -> Wanted:
+    """What is wanted with these, instead of others of the same node or member."""
+    there = _pruned(view)
+    same = {(d.node, d.lease) for d in drains}
+    kept = [d for d in there.drains if (d.node, d.lease) not in same]
+    if len(kept) + len(drains) > MOST_DRAINS:
+        raise ElasticEtcdError(f"{len(kept)} nodes are drained, and no more can be: undrain some")
+    return replace(there, drains=(*kept, *drains))
+
+
+def _pruned(view: View) -> Wanted:
+    """What is wanted, without what means nothing any more."""
+    there = view.wanted or Wanted()
+    members = {hexed(m.lease) for m in view.members}
+    drains = tuple(d for d in there.drains if not d.lease or d.lease in members)
+    run = view.spec.run if view.spec and not view.outcome else ""
+    halt = there.stop if there.stop and there.stop.run == run else None
+    scale = there.scale if there.scale and there.scale.run == run else None
+    return Wanted(drains, halt, scale)
+
+
+async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
+    """Do what `elastic-etcd undrain` asks for; gives the object that `--json` prints."""
+
+    def change(view: View) -> Wanted:
+        if not requests.drained(view, args.node):
+            names = sorted({d.node for d in _pruned(view).drains if not d.lease})
+            drained = f"; drained are {', '.join(names)}" if names else ""
+            raise ElasticEtcdError(f"node {args.node} of job {job.name} is not drained{drained}")
+        if any(m.node == args.node for m in view.members):
+            wait = "undrain it when it has left (drain --wait waits for that)"
+            raise ElasticEtcdError(f"node {args.node} of job {job.name} is still leaving: {wait}")
+        there = _pruned(view)
+        return replace(there, drains=tuple(d for d in there.drains if d.node != args.node))
+
+    await job.change(change)
+    told = f"node {args.node} of job {job.name} may come back"
+    return {"node": args.node, "changed": True, "told": told}
+
+
+# --- scale and stop -----------------------------------------------------------------------
+
+
+async def scale(job: Job, args: Namespace) -> dict[str, Any]:
+    """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
+    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
+    by, at = user(), _timestamp()
+
+    def change(view: View) -> Wanted:
+        spec = job.run_of(view)
+        there, own = _pruned(view), spec.limits
+        if own.max_nodes == 1:
+            meets = "its agent meets no others (--nnodes 1)"
+            raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
+        if asked.max_nodes > (most := own.pages * MOST_SCALED):
+            told = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
+            raise ElasticEtcdError(f"job {job.name} was begun with {told}")
+        if requests.scaled(view, spec.run, own).nnodes == asked.nnodes:
+            return view.wanted or Wanted()
+        sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
+        scale = Scale(**sizes, run=spec.run, instead_of=own.nnodes, by=by, at=at)
+        return replace(there, scale=None if asked.nnodes == own.nnodes else scale)
+
+    view, changed = await job.change(change)
+    if args.wait:
+        late = job.run_of(view).limits.patience + SCALE_PATIENCE
+        await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
+    there = len(_staying(view))
+    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
+    return {
+        "nnodes": asked.nnodes,
+        "changed": changed,
+        "nodes": there,
+        "told": f"job {job.name} {'trains' if args.wait else 'is to train'} on {asked.nnodes} nodes"
+        + ("" if changed else "; it was scaled so before"),
+        "note": "" if asked.largest(there) else few,
+    }
+
+
+def _fits(view: View, asked: Limits) -> bool:
+    """Whether a world trains that has an allowed number of nodes."""
+    now = view.round
+    trains = now is not None and now.phase is Phase.FINAL
+    return trains and now is not None and asked.largest(now.nodes) == now.nodes
+
+
+async def stop(job: Job, args: Namespace) -> dict[str, Any]:
+    """Do what `elastic-etcd stop` asks for; gives the object that `--json` prints."""
+    by, at = user(), _timestamp()
+
+    def change(view: View) -> Wanted:
+        run = job.run_of(view).run
+        if requests.halted(view, run):
+            return view.wanted or Wanted()
+        return replace(_pruned(view), stop=Halt(run, args.save, by, at))
+
+    view, changed = await job.change(change)
+    spec, state = job.run_of(view), ""
+    if args.wait:
+        leaving = [requests.leave_deadline(view, m, spec.limits) for m in view.members]
+        late = spec.limits.patience + max(leaving, default=0.0)
+        ended = await job.wait("it goes on", lambda v: _is_over(v, spec.run), late)
+        state = ended.outcome.state if ended.outcome else "stopped"
+    told = f"is over: {state}" if state else "is to stop"
+    if not changed:
+        told += "; it was to stop before"
+    return {"changed": changed, "state": state or None, "told": f"job {job.name} {told}"}
+
+
+def _is_over(view: View, run: str) -> bool:
+    """Whether it has an outcome, or nobody is left to write one."""
+    return bool(view.outcome and view.outcome.run == run) or not view.members
+
+
+def node_of(args: Namespace) -> str:
+    """The node that is meant."""
+    given: str | None = args.node or os.environ.get("PET_NODE_NAME")
+    return given or options.this_node(os.environ)
+
+
+def user() -> str:
+    """Who asks, and where."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # no such user in this container
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
+
+
+def _timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
+    """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
+    args = Namespace(node=node, deadline=None, wait=False)
+    args.self = False
+    return await {"drain": drain, "undrain": undrain}[command](job, args)

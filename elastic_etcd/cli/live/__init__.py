@@ -1,0 +1,1 @@
+"""A job that is followed on a screen and in a browser."""

@@ -1,0 +1,151 @@
+"""`elastic-etcd serve`: pages for a browser, of all jobs under the prefix or of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from elastic_etcd.cli import options, query
+from elastic_etcd.errors import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Sequence
+
+    import uvicorn
+
+    from elastic_etcd.cli.live.jobs import Jobs
+    from elastic_etcd.etcd.client import Client
+
+_LISTEN = "127.0.0.1:8484"
+_MOST_CONNECTIONS = 256
+_GRACE = 1  # seconds, for answers under way at the end
+_EPILOG = """\
+Nobody is asked who he is, and everything is only read: names and addresses of nodes, and the last
+tracebacks. So it listens on the loopback only, unless told otherwise; docs/operate.md has a reverse
+proxy. While a job's page is open its nodes say how fast they are, which takes the right to write
+JOB/watched.
+
+examples:
+  elastic-etcd serve --etcd etcd1:2379
+  elastic-etcd serve resnet-7                only that job, also where you may read no other
+  ssh -L 8484:127.0.0.1:8484 login1      and then http://127.0.0.1:8484 in the browser here
+
+exit codes:
+  2 wrong usage, the address is taken, or the extra is missing     5 etcd unreachable, or denied
+  130, 143 ended by Ctrl-C, by SIGTERM
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes; gives the exit code."""
+    return query.with_etcd(parser, argv, _serve)
+
+
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd serve`."""
+    text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
+    every = "each job under --prefix, as without JOB"
+    made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every)
+    made.set_defaults(check=query.not_both)
+    made.add_argument(
+        "--listen",
+        type=options.listening,
+        default=options.listening(_LISTEN),
+        metavar="[HOST:]PORT",
+        help=f"where (default: {_LISTEN}; port 0: any that is free)",
+    )
+    made.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this server in browsers' requests, as behind a reverse proxy; may be "
+        "given again (those for its address, this machine's name and localhost are answered)",
+    )
+    told = "say in one JSON object where it is shown"
+    made.add_argument("--json", action="store_true", help=told)
+    return made
+
+
+async def _serve(client: Client, args: Namespace) -> int:
+    try:
+        import uvicorn  # noqa: PLC0415 - loaded by this command only
+
+        from elastic_etcd.cli.live import jobs, web  # noqa: PLC0415 - as above
+    except ModuleNotFoundError as error:
+        raise UsageError(f"serve: {error}; pip install 'elastic_etcd[web]'") from error
+    host, _ = args.listen
+    hosts = {"localhost", socket.gethostname(), host, *args.allow_host}
+    with _listening(*args.listen) as listener:
+        async with jobs.Jobs(client, args.prefix, args.timeout, args.job or "") as known:
+            config = uvicorn.Config(
+                web.application(known, hosts),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=_MOST_CONNECTIONS,
+                timeout_graceful_shutdown=_GRACE,
+            )
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve([listener]))
+            _say(listener, args)
+            return await _until_a_signal(server, serving, known)
+
+
+def _say(listener: socket.socket, args: Namespace) -> None:
+    url, shown = f"http://{_url(listener)}/", args.prefix
+    if args.job:
+        url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
+    line = json.dumps({"url": url, "shown": shown}) if args.json else f"{shown} is shown at {url}"
+    print(line, flush=True)
+
+
+async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], jobs: Jobs) -> int:
+    ended: list[int] = []
+
+    def end(number: signal.Signals) -> None:
+        ended.append(128 + number)
+        server.should_exit = True
+        jobs.end()
+
+    server.capture_signals = _nothing  # type: ignore[method-assign]  # it would raise them again
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    await asyncio.wait({serving, jobs.keeper}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        server.should_exit = True
+        jobs.end()
+        await serving
+        jobs.keeper.result()
+    serving.result()
+    return ended[0]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"--listen {host}:{port}: {reason}; port 0 is any that is free") from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

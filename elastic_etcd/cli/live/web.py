@@ -1,0 +1,228 @@
+"""The pages of `elastic-etcd serve` and their data, as an ASGI application. It is only read.
+
+Whatever is shown came from others: pages put it in as text, and a strict Content-Security-Policy
+leaves nothing to run but our own script. Loaded with that command only: extra [web].
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext, suppress
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from elastic_etcd.core.schema import valid_job
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from elastic_etcd.cli.live.jobs import Jobs
+
+MOST_STREAMS = 64
+_SOONEST = 0.4  # seconds between two messages of a stream, for each _PER_MESSAGE bytes of them
+_PER_MESSAGE = 200_000
+_QUIET = 15.0  # seconds, then a stream says that it is there
+_STUCK = 30.0  # seconds for a client to take a message
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_FILES = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def application(jobs: Jobs, hosts: Iterable[str]) -> ASGIApp:
+    """For requests to `hosts`, and to the address of the connection."""
+    pages = _Pages(jobs)
+    routes = [
+        Route("/", pages.overview),
+        Route("/jobs/{job}", pages.job),
+        *(Route(f"/{name}", _file(name, kind)) for name, kind in _FILES.items()),
+        Route("/api/jobs", pages.api_jobs),
+        Route("/api/events", pages.api_events),
+        Route("/api/jobs/{job}", pages.api_job),
+        Route("/api/jobs/{job}/events", pages.api_job_events),
+    ]
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False
+    return _Guard(app, frozenset(host.lower() for host in hosts))
+
+
+def _read_page(name: str) -> str:
+    return (files("elastic_etcd.cli.live") / "page" / name).read_text("utf-8")
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Response]:
+    text = _read_page(name)
+
+    def answer(request: Request) -> Response:
+        del request
+        return Response(text, media_type=kind)
+
+    return answer
+
+
+class _Guard:
+    """Refuses what writes, what was meant for another site, and what another site asks for."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refused = self._refused(scope)
+        await (refused or self._app)(scope, receive, send_guarded)
+
+    def _refused(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("only GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
+        host = _name_in(headers.get("host", ""))
+        if host not in self._hosts and host != scope["server"][0].lower():
+            told = "This is not the host that is asked for; see elastic-etcd serve --allow-host.\n"
+            return PlainTextResponse(told, 421)
+        site = headers.get("sec-fetch-site", "none")
+        if scope["path"].startswith("/api/") and site not in ("none", "same-origin"):
+            return PlainTextResponse("not for other sites\n", 403)
+        return None
+
+
+def _name_in(host: str) -> str:
+    """What is before the port in a Host header, without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+class _Pages:
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._html = _read_page("page.html")
+        self._streams = 0
+
+    async def overview(self, request: Request) -> Response:
+        del request
+        return Response(self._html.replace("{root}", "./"), media_type="text/html")
+
+    async def job(self, request: Request) -> Response:
+        name = request.path_params["job"]
+        found = 200 if self._jobs.known(name) else 404
+        return Response(self._html.replace("{root}", "../"), found, media_type="text/html")
+
+    async def api_jobs(self, request: Request) -> Response:
+        del request
+        return Response(self._jobs.overview(), media_type="application/json")
+
+    async def api_job(self, request: Request) -> Response:
+        known = self._jobs.known(request.path_params["job"])
+        if known is None:
+            return PlainTextResponse(f"no such job under {self._jobs.prefix}\n", 404)
+        return Response(known.text, media_type="application/json")
+
+    async def api_events(self, request: Request) -> Response:
+        return self._stream(request, "")
+
+    async def api_job_events(self, request: Request) -> Response:
+        job = request.path_params["job"]
+        if not valid_job(job):
+            return PlainTextResponse("a job can't be called so\n", 404)
+        return self._stream(request, job)
+
+    def _stream(self, request: Request, job: str) -> Response:
+        if self._streams >= MOST_STREAMS:
+            told = f"{MOST_STREAMS} pages are open: no more are followed\n"
+            return PlainTextResponse(told, 503, {"Retry-After": "10"})
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return _Stream(self._counted(job), media_type="text/event-stream")
+
+    async def _counted(self, job: str) -> AsyncGenerator[bytes]:
+        self._streams += 1
+        try:
+            async with self._jobs.looking(job) if job else nullcontext():
+                async for message in self._messages(job):
+                    yield message
+        finally:
+            self._streams -= 1
+
+    async def _messages(self, job: str) -> AsyncGenerator[bytes]:
+        """What has changed since the last one, as server-sent events."""
+        told: dict[str, bytes] = {}
+        while not self._jobs.over.is_set():
+            news, now = self._jobs.news, self._now(job)
+            changed = [_event(name, now[name]) for name in now if told.get(name) != now[name]]
+            told = now
+            if changed:
+                yield b"".join(changed)
+            pause = max(1.0, sum(map(len, changed)) / _PER_MESSAGE) * _SOONEST
+            await _is_set_in(self._jobs.over, pause)
+            if not await _is_set_in(news, _QUIET):
+                yield b":\n\n"
+
+    def _now(self, job: str) -> dict[str, bytes]:
+        jobs = self._jobs
+        if not job:
+            return {"etcd": jobs.etcd(), "jobs": jobs.overview()}
+        known = jobs.known(job)
+        state = known.text if known else b"null"
+        return {"etcd": jobs.etcd(), "job": state, "chart": jobs.chart(job)}
+
+
+class _Stream(StreamingResponse):
+    """One that ends as soon as its client is gone, or takes nothing any more."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_STUCK):
+                await send(message)
+
+        streams = asyncio.create_task(self.stream_response(send_in_time))
+        leaves = asyncio.create_task(self.listen_for_disconnect(receive))
+        try:
+            await asyncio.wait({streams, leaves}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            streams.cancel()
+            leaves.cancel()
+            await asyncio.wait({streams, leaves})
+        if not streams.cancelled():
+            with suppress(OSError):  # TimeoutError among them
+                streams.result()
+
+
+def _event(name: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+async def _is_set_in(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it was set in so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

@@ -1,0 +1,248 @@
+"""What the commands that look at a job or steer it have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import sys
+from argparse import ArgumentTypeError
+from contextlib import suppress
+from io import UnsupportedOperation
+from typing import TYPE_CHECKING, Any
+
+from elastic_etcd.cli import options
+from elastic_etcd.cli.options import shown
+from elastic_etcd.core.schema import PARTS, Keys, valid_job
+from elastic_etcd.core.txn import Get, Snapshot
+from elastic_etcd.core.view import Everything, View, covered, view_of
+from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.etcd.client import Client
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+
+    from elastic_etcd.core.txn import KeyValue
+    from elastic_etcd.etcd.access import EtcdConfig
+
+MOST_KEYS = 100_000  # of all jobs together
+WIDE = 240  # columns where there is no terminal
+CODES = """\
+exit codes:
+  0 shown, with --all also if there is no job     1 no such job     2 wrong usage
+  5 etcd unreachable, or denied     130 ended by Ctrl-C
+"""
+
+
+def parser(
+    command: str,
+    description: str,
+    epilog: str,
+    arguments: str = "JOB | --all",
+    *,
+    one: Callable[[str], str] = options.job_id,
+    every: str = "",
+) -> options.Parser:
+    """For a command that takes a job or --all, and etcd's flags; the rest is added later.
+
+    one: what the job's text may be. every: what --all is; without it there is no such flag.
+    """
+    made = options.Parser(
+        prog=f"elastic-etcd {command}",
+        usage=f"elastic-etcd {command} [options] {arguments}".rstrip(),
+        description=description,
+        epilog=epilog,
+        formatter_class=options.Help,
+    )
+    made.set_defaults(all=False, check=_one_or_all)
+    made.add_argument(
+        "job", metavar="JOB", nargs="?" if every else None, type=one, help="the job's id"
+    )
+    if every:
+        made.add_argument("--all", action="store_true", help=every)
+    group = options.FlagGroup(made, "etcd", os.environ)
+    options.connection(group)
+    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
+    return made
+
+
+def not_both(args: Namespace) -> None:
+    """Raises ArgumentTypeError where a job is given beside --all."""
+    if args.job and args.all:
+        raise ArgumentTypeError(f"{args.job} and --all: give one of both")
+
+
+def _one_or_all(args: Namespace) -> None:
+    """Raises ArgumentTypeError where that is not clear."""
+    not_both(args)
+    if not (args.job or args.all):
+        raise ArgumentTypeError("no job given: give its id, or --all")
+
+
+def by_job(kvs: Mapping[str, KeyValue], prefix: str) -> dict[str, dict[str, KeyValue]]:
+    """The keys of each job; what else lies under the prefix is left out."""
+    found: dict[str, dict[str, KeyValue]] = {}
+    start = len(prefix) + 1
+    for key, kv in kvs.items():
+        job, _, rest = key[start:].partition("/")
+        if rest.partition("/")[0] in PARTS:
+            found.setdefault(job, {})[key] = kv
+    return {job: own for job, own in sorted(found.items()) if valid_job(job)}
+
+
+def views_of(seen: Snapshot, prefix: str) -> dict[str, View]:
+    """Each job under the prefix, in the order of their names."""
+    views = {
+        job: view_of(Snapshot(seen.revision, own), Keys(f"{prefix}/{job}"), Everything())
+        for job, own in by_job(seen.kvs, prefix).items()
+    }
+    return {job: view for job, view in views.items() if is_known(view)}
+
+
+def everything(args: Namespace) -> Get:
+    """The keys of all jobs under the prefix."""
+    return Get(f"{args.prefix}/", prefix=True)
+
+
+async def all_views(client: Client, args: Namespace) -> dict[str, View]:
+    """Each job under the prefix as it is now; where there is none a note says so."""
+    asked = everything(args)
+    found = await client.list(asked, timeout=args.timeout, most=MOST_KEYS)
+    views = views_of(found.snapshot, args.prefix)
+    if not views:
+        note(f"{client.endpoint} has no job under {args.prefix}")
+    return views
+
+
+def width() -> int | None:
+    """Columns of what is printed: None as many as the terminal has, where there is one."""
+    return None if sys.stdout.isatty() else WIDE
+
+
+def note(text: str) -> None:
+    """Tell it beside what is printed."""
+    print(f"note: {shown(text)}", file=sys.stderr)
+
+
+def is_known(view: View) -> bool:
+    """Whether there is a job of that name."""
+    return bool(view.round or view.outcome or view.members or view.history or view.wanted)
+
+
+class Job:
+    """A job as it is in etcd."""
+
+    def __init__(self, client: Client, args: Namespace) -> None:
+        self.client, self.name = client, str(args.job)
+        self.keys = Keys(f"{args.prefix}/{args.job}")
+        self.ranges = covered(self.keys, Everything())
+        self.timeout = args.timeout
+
+    async def read(self) -> Snapshot:
+        """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
+        seen = await self.client.range(*self.ranges, timeout=self.timeout)
+        if not is_known(self.view_of(seen)):
+            raise ElasticEtcdError(
+                f"{self.client.endpoint} has no job at {self.keys.root}; elastic-etcd status --all "
+                "shows those under --prefix"
+            )
+        return seen
+
+    async def view(self) -> View:
+        """All of the job as a view, as `read` reads it."""
+        return self.view_of(await self.read())
+
+    def view_of(self, seen: Snapshot) -> View:
+        return view_of(seen, self.keys, Everything())
+
+
+def run(
+    made: Callable[[], options.Parser],
+    argv: Sequence[str],
+    one: Callable[[Job, Any], Awaitable[None]],
+    every: Callable[[Client, Any], Awaitable[None]],
+) -> int:
+    """Run a command that looks at jobs; gives its exit code.
+
+    The command line is `argv`, which `made()` parses. `one(job, args)` is called for one job, and
+    `every(client, args)` with --all; each prints what it finds.
+    """
+
+    async def of_job(client: Client, args: Namespace) -> int:
+        await (every(client, args) if args.all else one(Job(client, args), args))
+        return 0
+
+    return with_etcd(made, argv, of_job)
+
+
+def with_etcd(
+    made: Callable[[], options.Parser],
+    argv: Sequence[str],
+    command: Callable[[Client, Any], Awaitable[int]],
+) -> int:
+    """Run `command(client, args)` while connected to etcd; gives the exit code that it gives.
+
+    The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
+    their exit code.
+    """
+    try:
+        args = _parsed(made(), argv)
+        config = options.etcd_of(args, os.environ)
+        if config is None:
+            raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
+        code = asyncio.run(_with_client(config, args, command))
+        sys.stdout.flush()
+    except ElasticEtcdError as error:
+        print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except KeyboardInterrupt:
+        return 130
+    else:
+        return code
+    return 0
+
+
+def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
+    args = parser.parse_intermixed_args(argv)  # a flag may stand between JOB and NODE
+    try:
+        args.check(args)
+    except ArgumentTypeError as error:
+        parser.error(str(error))
+    return args
+
+
+async def _with_client(
+    config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
+) -> int:
+    async with Client(config) as client:
+        return await command(client, args)
+
+
+async def while_read(doing: Coroutine[Any, Any, object]) -> None:
+    """Do this until it ends, or nobody reads any more what it prints, as after `| head`."""
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(doing)
+    with select.epoll() as output:
+
+        def end() -> None:
+            loop.remove_reader(output.fileno())  # it would be called at each turn, in all clean-ups
+            task.cancel()
+
+        with suppress(PermissionError, UnsupportedOperation):  # a file or string is never closed
+            if sys.stdout:
+                output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
+        loop.add_reader(output.fileno(), end)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not output.poll(0):  # it was Ctrl-C
+                raise
+        finally:
+            loop.remove_reader(output.fileno())
+
+
+def in_one_line(text: str) -> str:
+    """A text of somebody else's that neither steers a terminal nor begins another line."""
+    return shown(text.replace("\n", "\\n").replace("\t", " "))

@@ -1,0 +1,125 @@
+"""`elastic-etcd accelerate`: command line and file of `accelerate launch`, for an elastic job.
+
+accelerate itself says what it would set in the environment (frameworks/accelerate_environment.py);
+the rest is the launcher's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_etcd import launch
+from elastic_etcd.cli import options
+from elastic_etcd.errors import ElasticEtcdError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_PROG = "elastic-etcd accelerate"
+_PROGRAM = Path(__file__).with_name("accelerate_environment.py")
+_EPILOG = f"""\
+Takes the flags of `elastic-etcd launch`, and those of `accelerate launch` before the script. The
+workers get the environment that `accelerate launch` would set (ACCELERATE_..., FSDP_...), which
+accelerate itself makes of its file and its flags; everything else is the launcher's. Where both
+have a flag (--role, --tee, --max-restarts, ...) it is the launcher's.
+
+  num_machines     --nnodes, a fixed number of nodes, where --nnodes is not given
+  num_processes    of all machines: --nproc-per-node, where that is not given
+  machine_rank, main_process_ip, main_process_port, rdzv_backend     no meaning; a line says why
+
+TPUs, SageMaker and mpirun are refused. See docs/frameworks.md.
+
+examples:
+  the same line on every node, at any time:
+    {_PROG} --etcd etcd1:2379 --job resnet-7 --nnodes 2:8 \\
+        --config-file fsdp.yaml train.py --lr 0.1
+  one machine, without a file and without an etcd of your own:
+    {_PROG} --nproc-per-node 2 --mixed-precision bf16 train.py
+
+{options.EXIT_CODES}"""
+_WITHOUT_MEANING = {
+    "machine_rank": options.WITHOUT_MEANING["node_rank"],
+    "main_process_ip": options.WITHOUT_MEANING["master_addr"],
+    "main_process_port": options.WITHOUT_MEANING["master_port"],
+    "rdzv_backend": options.WITHOUT_MEANING["rdzv_backend"],
+}
+
+
+def parser() -> options.Parser:
+    """The command line of `elastic-etcd accelerate`, without what accelerate itself knows."""
+    made = options.build_parser({}, _PROG)
+    made.description = "Runs a script of accelerate's as an elastic job."
+    made.epilog = _EPILOG
+    options.FlagGroup(made, "accelerate", {}).flag(
+        "--config-file",
+        metavar="FILE",
+        help="what `accelerate config` has written (default: accelerate's own, if it is there)",
+    )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run this node's agent as `accelerate launch` would run its workers; gives the exit code."""
+    try:
+        told = _ask(argv)
+        sizes, remarks = _sizes(told, os.environ)
+    except ElasticEtcdError as error:
+        print(f"error: {options.shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    os.environ.update(told["environment"])
+    return launch.main([*sizes, *told["flags"], *told["script"]], _PROG, remarks)
+
+
+def _ask(argv: Sequence[str]) -> dict[str, Any]:
+    """What accelerate makes of this command line. Raises UsageError."""
+    made = parser()
+    if not argv or argv[0] in ("-h", "--help"):
+        made.parse_args(argv)
+    actions = made._actions  # noqa: SLF001 - argparse has no other way
+    flags = {name: each.nargs != 0 for each in actions for name in each.option_strings}
+    del flags["--config-file"], flags["--config_file"]  # that one is accelerate's
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    try:
+        done = subprocess.run(
+            [python, "-P", str(_PROGRAM)],
+            input=json.dumps({"argv": [*argv], "flags": flags}).encode(),
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"{python} can't load accelerate: {error}") from error
+    told: dict[str, Any] = json.loads(done.stdout)
+    if "error" in told:
+        hint = f"\npip install {told['missing']} there" if "missing" in told else ""
+        raise UsageError(f"{told['error']}{hint}\nSee {_PROG} --help.")
+    return told
+
+
+def _sizes(told: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Flags for the numbers of nodes and workers, and a line for each thing of no meaning here."""
+    made = parser()
+    made.set_defaults(nnodes=None, nproc_per_node=None)
+    args = made.parse_args([*told["flags"], *told["script"]])
+    of_meeting = told["told"]
+    machines, processes = of_meeting.get("num_machines", 1), of_meeting.get("num_processes", -1)
+    flags, remarks = [], [*_remarks(of_meeting)]
+    if not (args.nproc_per_node or env.get("PET_NPROC_PER_NODE")) and processes > 0:
+        flags.append(f"--nproc-per-node={max(1, processes // machines)}")
+    if args.nnodes or args.standalone or env.get("PET_NNODES"):
+        if "num_machines" in of_meeting:
+            remarks.append(f"num_machines {machines} has no meaning here: --nnodes counts")
+    elif machines > 1:
+        flags.append(f"--nnodes={machines}")
+        remarks.append(f"num_machines {machines} is --nnodes {machines}: give MIN:MAX instead")
+    return flags, remarks
+
+
+def _remarks(of_meeting: Mapping[str, Any]) -> Iterator[str]:
+    for name, reason in _WITHOUT_MEANING.items():
+        if name in of_meeting:
+            yield f"{name} {of_meeting[name]} has no meaning here: {reason}"

@@ -1,0 +1,1 @@
+"""torchrun's handler for etcd v3, and the agent beside it."""

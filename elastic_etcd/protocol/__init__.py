@@ -1,0 +1,1 @@
+"""The messages between an agent and its children."""

@@ -1,0 +1,200 @@
+"""Processes that workers have started and that have left their process groups: found and killed.
+
+A daemon has a session of its own, no parent that is known here, and none of its starter's
+descriptors (subprocess closes them). Its environment it inherits, so there is a mark in it, which
+also says after an agent's death whose it was; Jenkins finds what a build leaves in the same way. A
+process whose environment is another one, or was written over (setproctitle), is not found.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.system.process import (
+    GUARDS,
+    MARK,
+    environment,
+    gone,
+    is_gone,
+    kill,
+    marked,
+    open_if,
+    pids,
+    stat,
+)
+from elastic_etcd.system.threads import in_thread
+from elastic_etcd.times import STUCK
+
+_AGAIN = 0.2  # seconds, while no descriptor is free
+_NAMED = 5
+_DEAD = "ZX"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Which agent: its pid, when it was started, and its node and job."""
+
+    pid: int
+    started: int
+    node: str
+    job: str
+
+    @classmethod
+    def own(cls, node: str, job: str) -> Self:
+        """This process's."""
+        seen = stat(os.getpid())
+        return cls(os.getpid(), seen.started if seen else 0, node, job)
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """What `str` made; None of anything else."""
+        pid, started, rest = [*text.split(":", 2), "", ""][:3]
+        node, _, job = rest.rpartition("@")
+        if not (pid.isdecimal() and started.isdecimal()):
+            return None
+        return cls(int(pid), int(started), node, job)
+
+    def __str__(self) -> str:
+        return f"{self.pid}:{self.started}:{self.node}@{self.job}"
+
+    @property
+    def lives(self) -> bool:
+        """Whether that agent still runs."""
+        seen = stat(self.pid)
+        return seen is not None and seen.started == self.started and seen.state not in _DEAD
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    pid: int
+    pidfd: int
+    name: str
+    guards: bool  # a guardian, which ends by itself
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.name})"
+
+
+class Strays:
+    """`await end(generation)` when the groups of a generation's workers are empty, none parked.
+
+    What then has the mark, and does not descend from this process, was left by a worker.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = str(mark)
+
+    async def end(self, generation: int) -> None:
+        """SIGKILL to all of them; returns when none is left, however long the kernel takes."""
+        while found := await _find(self._is_stray):
+            log.warning(
+                "generation %d left processes in sessions of their own, which are killed; what is "
+                "to be kept has to be started with %s empty: %s",
+                *(generation, MARK, _names(found)),
+            )
+            await _end(found, f"generation {generation}")
+
+    def _is_stray(self, pid: int) -> bool:
+        return marked(pid, self._mark) and not _descends(pid, os.getpid())
+
+
+async def end_former(own: Mark, patience: float) -> None:
+    """End what a dead agent of this node and job has left, and wait for its guardian to end.
+
+    Raises ElasticEtcdError when something is still there after `patience` seconds.
+    """
+    names = ""
+    try:
+        async with asyncio.timeout(patience):
+            while found := await _find(partial(_is_former, own)):
+                names = _names(found)
+                log.info("waiting for what a former agent of this node left: %s", names)
+                await _end(found, "a former agent")
+    except TimeoutError:
+        raise ElasticEtcdError(
+            f"what a former agent of this node left is still there after {patience:g} s: {names} "
+            "(a hung driver or file system?).\nWorkers would meet it at their devices: end it, or "
+            "start the machine anew"
+        ) from None
+
+
+def _is_former(own: Mark, pid: int) -> bool:
+    """Whether it was started by an agent as this one is, which is dead."""
+    found = environment(pid, {MARK, GUARDS})
+    mark = Mark.parse(found.get(MARK) or found.get(GUARDS, ""))
+    if mark is None or (mark.node, mark.job) != (own.node, own.job):
+        return False
+    return _pid_namespace(pid) == _pid_namespace(os.getpid()) and not mark.lives
+
+
+def _pid_namespace(pid: int) -> str:
+    """Another one's pids say nothing here."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:  # gone meanwhile
+        return ""
+
+
+async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
+    """Those that are `wanted`; none if the kernel does not say in time."""
+    while True:
+        try:
+            return await in_thread(partial(_look_for_strays, wanted), STUCK)
+        except TimeoutError:
+            log.warning("what workers have left can't be seen: /proc does not answer")
+            return []
+        except OSError as error:  # no descriptor is free, and what can't be seen may still run
+            log.warning("what workers have left can't be seen: %s; trying again", error.strerror)
+            await asyncio.sleep(_AGAIN)
+
+
+def _look_for_strays(wanted: Callable[[int], bool]) -> list[_Found]:
+    found = []
+    for pid in pids():
+        if (pidfd := open_if(pid, wanted)) >= 0:
+            seen = stat(pid)
+            guards = bool(environment(pid, {GUARDS}))
+            found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+    return found
+
+
+async def _end(found: Collection[_Found], whose: str) -> None:
+    """Kill all but guardians, and wait until they are gone."""
+    pidfds = [each.pidfd for each in found]
+    try:
+        for each in found:
+            if not each.guards:
+                kill(each.pidfd)
+        if not await gone(pidfds, STUCK):
+            left = _names([each for each in found if not is_gone(each.pidfd)])
+            log.warning(
+                "%s: still there %g s after SIGKILL, stuck in the kernel (a hung device or network "
+                "file system?); this node waits for it: %s",
+                *(whose, STUCK, left),
+            )
+            await gone(pidfds, None)
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid > 1 and (seen := stat(pid)):
+        if seen.parent == ancestor:
+            return True
+        pid = seen.parent
+    return False
+
+
+def _names(found: Collection[_Found]) -> str:
+    named = [str(each) for each in found][:_NAMED]
+    more = len(found) - len(named)
+    return ", ".join([*named, *([f"{more} more"] if more else [])])

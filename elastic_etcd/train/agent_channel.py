@@ -1,0 +1,358 @@
+"""A worker's end of the channel to its agent: what it asks, and what it is told meanwhile.
+
+Requests are answered in the calling thread; only while something listens
+(`listening`, which ee.run uses) a thread reads, and hears what comes unasked. A process that is
+forked from a worker, such as a DataLoader's, has no channel. docs/channel.md has the messages.
+"""
+
+import multiprocessing
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
+from elastic_etcd.protocol.messages import (
+    VERSION,
+    Answer,
+    AskCurrent,
+    AskLeaving,
+    Change,
+    Current,
+    Drop,
+    Elastic,
+    Finished,
+    FromAgent,
+    FromWorker,
+    Gone,
+    Hello,
+    Keep,
+    Kept,
+    Leaving,
+    Parked,
+    Recall,
+    Recalled,
+    Share,
+    Welcome,
+    encode,
+    from_agent,
+)
+from elastic_etcd.protocol.packets import receive
+from elastic_etcd.times import ANSWER_TIMEOUT
+
+Heard: TypeAlias = Callable[[FromAgent | Gone], None]
+
+
+class Channel:
+    """One connection to the agent. Its methods may be called from any thread.
+
+    Everything ends in bounded time: each method raises AgentGone when the agent has gone, says
+    what it must not, or does not answer.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
+        local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
+        self.local_rank = int(local_rank)
+        self.reason = ""  # why this generation was begun
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = threading.Lock()  # one at a time
+        self._sending = threading.Lock()
+        self._answered = threading.Condition()
+        self.listens = False  # by a thread
+        self._leaving = False  # as far as it has heard
+        self._answer: tuple[Answer, int] | None = None
+        self._number = 0
+        self._gone = ""
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise AgentGone(f"no agent answers at {path}: {error.strerror}") from error
+        self._socket.setblocking(False)
+        self._greet()
+
+    def keep(self, name: str, fd: int) -> None:
+        """Let the agent keep a descriptor (a memfd) beyond this process's end; `fd` stays ours.
+
+        It replaces what this local rank has kept by that name.
+        """
+        self._request(Keep(0, name), fd)
+
+    def drop(self, name: str) -> None:
+        """Let the agent let go of what it keeps by that name for this local rank."""
+        self.send(Drop(name))
+
+    def recall(self, name: str) -> int | None:
+        """What this local rank has kept, also before this process: a descriptor of ours, now."""
+        answer, fd = self._request(Recall(0, name))
+        if not isinstance(answer, Recalled) or not answer.found:
+            return None
+        if fd < 0:
+            raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
+        return fd
+
+    def share(self, name: str, fd: int) -> int:
+        """What this node's workers share by that name, a descriptor of ours: `fd`'s if none did.
+
+        It outlives this process, until all local ranks that share it have dropped it.
+        """
+        answer, shared = self._request(Share(0, name), fd)
+        if not isinstance(answer, Recalled) or shared < 0:
+            raise AgentGone(f"the agent at {self._path} did not send {name!r}")
+        return shared
+
+    def current(self, timeout: float = ANSWER_TIMEOUT) -> None:
+        """Return if this generation is still the job's: the agent asks etcd, linearizably.
+
+        Raises StaleGeneration if it is not, EtcdUnreachable when that can't be told in time.
+        """
+        try:
+            answer, _ = self._request(AskCurrent(0), timeout=timeout)
+        except _Silent as error:
+            text = f"the agent could not ask etcd within {timeout:g} s"
+            raise EtcdUnreachable(f"{text} whether this generation is still current") from error
+        if not isinstance(answer, Current) or answer.current is None:
+            raise EtcdUnreachable(getattr(answer, "reason", "the agent answered something else"))
+        if not answer.current:
+            raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
+
+    def leaving(self) -> bool:
+        """Whether this node has been told to leave; who listens is told without asking."""
+        if self.listens:
+            return self._leaving
+        answer, _ = self._request(AskLeaving(0))
+        return isinstance(answer, Leaving) and answer.leaving
+
+    def elastic(self) -> None:
+        """From here on this worker is asked to park, not killed, when its world ends."""
+        self.send(Elastic())
+
+    def parked(self, error: str = "") -> None:
+        """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
+        self.send(Parked(self.generation, error))
+
+    def finished(self) -> None:
+        """This worker does not park any more: from here on it is told to stop by SIGTERM."""
+        self.send(Finished())
+
+    def send(self, message: FromWorker, fd: int = -1) -> None:
+        """Send one message. Raises AgentGone."""
+        packet = encode(message)
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        with self._sending:
+            while not self._gone:
+                try:
+                    socket.send_fds(self._socket, [packet], [fd] if fd >= 0 else [])
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline)
+                except OSError as error:
+                    raise self._lost(f"has gone: {error.strerror}") from error
+                else:
+                    return
+            raise AgentGone(self._gone)
+
+    @contextmanager
+    def listening(self, heard: Heard) -> Iterator[None]:
+        """While this is open, `heard(message)` is called for what comes unasked, in a thread.
+
+        Its last message is Gone if the agent goes. The thread keeps no process that ends: what a
+        signal's handler raises may skip the end of this.
+        """
+        wake, stop = os.pipe()
+        listen = partial(self._listen, heard, wake)
+        thread = threading.Thread(target=listen, name="elastic_etcd", daemon=True)
+        with self._requests:  # nobody else reads now
+            self.listens = True
+            thread.start()
+        try:
+            yield
+        finally:
+            if not sys.is_finalizing():  # then no thread runs that could be joined
+                with self._requests:
+                    os.write(stop, b"\0")  # a forked child may hold it open
+                    thread.join()
+                    os.close(stop)
+                    os.close(wake)
+                    self.listens = False
+
+    def detach(self) -> None:
+        """In a forked child: the socket is the parent's."""
+        self._gone = "this process was forked from a worker: only the worker has a channel"
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _greet(self) -> None:
+        self.send(Hello(VERSION, os.getpid(), self.local_rank, self.generation))
+        message, _ = self._receive(time.monotonic() + ANSWER_TIMEOUT)
+        if isinstance(message, Welcome):
+            self.reason = message.reason
+
+    def _request(
+        self,
+        request: Keep | Recall | Share | AskCurrent | AskLeaving,
+        fd: int = -1,
+        timeout: float = ANSWER_TIMEOUT,
+    ) -> tuple[Answer, int]:
+        """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
+        deadline = time.monotonic() + timeout
+        with self._requests:
+            self._number += 1
+            self._answer = None
+            self.send(replace(request, id=self._number), fd)
+            if self.listens:
+                left = max(0.0, deadline - time.monotonic())
+                with self._answered:
+                    self._answered.wait_for(lambda: self._answer or self._gone, left)
+            else:
+                while self._answer is None:
+                    self._take(*self._receive(deadline))
+            return self._result(timeout)
+
+    def _result(self, timeout: float) -> tuple[Answer, int]:
+        if self._answer is not None:
+            return self._answer
+        raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
+
+    def _listen(self, heard: Heard, wake: int) -> None:
+        try:
+            while not self._wait(select.POLLIN, None, wake):
+                message, fd = self._receive(None)
+                if isinstance(message, Change):
+                    self._leaving = self._leaving or message.leaving
+                if not self._take(message, fd):
+                    heard(message)
+        except AgentGone as error:
+            with self._answered:
+                self._answered.notify_all()
+            heard(Gone(str(error)))
+
+    def _take(self, message: FromAgent, fd: int) -> bool:
+        """Whether it was an answer; one that comes too late for its request is dropped."""
+        if not isinstance(message, Kept | Recalled | Current | Leaving):
+            return False
+        with self._answered:
+            if message.id == self._number and self._answer is None:
+                self._answer = message, fd
+                self._answered.notify_all()
+            elif fd >= 0:
+                os.close(fd)
+        return True
+
+    def _receive(self, deadline: float | None) -> tuple[FromAgent, int]:
+        """The next message, with the descriptor that came with it or -1. Raises AgentGone."""
+        while True:
+            try:
+                packet, fds, _ = receive(self._socket, 1)
+                if not packet:
+                    raise self._lost("has hung up")
+                return from_agent(packet), fds[0] if fds else -1
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+            except (OSError, ValueError) as error:
+                raise self._lost(f"has gone: {error}") from error
+
+    def _wait(self, event: int, deadline: float | None, wake: int = -1) -> bool:
+        """Until the socket is ready; True for a byte in `wake`. Raises _Silent."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if wake >= 0:
+            poll.register(wake, select.POLLIN)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = poll.poll(None if left is None else left * 1000)
+        if not ready:
+            raise _Silent(self._silence(ANSWER_TIMEOUT))
+        return any(fd == wake for fd, _ in ready)
+
+    def _silence(self, timeout: float) -> str:
+        return f"the agent at {self._path} did not answer within {timeout:g} s"
+
+    def _lost(self, why: str) -> AgentGone:
+        self._gone = self._gone or f"the agent at {self._path} {why}"
+        return AgentGone(self._gone)
+
+
+class _Silent(AgentGone):
+    """No answer in time, but the channel may still be good."""
+
+
+_channel: Channel | None = None
+_forked = False
+
+
+def agent() -> Channel | None:
+    """This process's one channel, connected at its first use.
+
+    None where there is none: without our launcher, and in what a worker has forked or spawned
+    with multiprocessing. Raises AgentGone.
+    """
+    global _channel  # noqa: PLW0603 - one process, one worker, one channel
+    if _channel is None:
+        path = os.environ.get("ELASTIC_ETCD_SOCKET")
+        if not path or _forked or multiprocessing.parent_process() is not None:
+            return None
+        _channel = Channel(path)
+    return _channel
+
+
+def leaving() -> bool:
+    """Whether this worker's node has been told to leave the job (SIGTERM to its agent, or a drain).
+
+    True from then until the end of this process, which the agent kills ELASTIC_ETCD_LEAVE_DEADLINE
+    seconds after that (an environment variable; a drain may give others). Until then no next world
+    begins: what is saved now is what it finds. A plain script gets SIGTERM at every change of the
+    world, and asks this to know whether it has to save for all; ee.run stops its loop as at any
+    planned change and then raises SystemExit, so that a `finally` around it can save.
+
+    In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. It may be
+    asked in a signal's handler, by any thread, and in what a worker has started. False without our
+    launcher. Raises AgentGone.
+    """
+    if _channel is not None and _channel.listens:
+        return _channel.leaving()
+    path = os.environ.get("ELASTIC_ETCD_SOCKET")
+    if not path:
+        return False
+    channel = Channel(path)  # another one: a handler may have interrupted a request on ours
+    try:
+        return channel.leaving()
+    finally:
+        channel.close()
+
+
+def current() -> bool:
+    """True if the world of this process is still the job's: its agent asks etcd, linearizably.
+
+    For a script that is about to replace a file that newer worlds write, too. Raises
+    StaleGeneration if the job has gone on without this worker, EtcdUnreachable when that can't be
+    told in time, AgentGone, and UsageError where no agent of ours has started this process.
+    """
+    channel = agent()
+    if channel is None:
+        text = "ee.current(): this process is no worker of `python -m elastic_etcd.launch`"
+        raise UsageError(f"{text}, or was forked by one: call it in the worker itself")
+    channel.current()
+    return True
+
+
+def _after_fork_in_child() -> None:
+    global _channel, _forked  # noqa: PLW0603
+    if _channel is not None:
+        _forked = True
+        _channel.detach()
+        _channel = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""Checkpoints of any format in the memory of the nodes."""

@@ -1,0 +1,364 @@
+"""`ee.memory_checkpoint`: checkpoints in any format, as folders in memory that outlives the worker.
+
+A checkpoint is written into a folder whose name begins with a dot. Its manifest is written last,
+and then it gets its name at once: what has a name is complete. The agent made the directory, and
+removes it at its end. What is in it is the node's own; memory_sync.py brings nodes together.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Self
+
+from msgspec import Meta, MsgspecError, Struct, json
+
+from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.state.files import flush
+from elastic_etcd.train.state.free_memory import Free, free_memory, shown
+
+MANIFEST = "elastic_etcd.json"
+LONGEST_MANIFEST = 1 << 24  # bytes
+CHUNK = 1 << 20
+_NAME = re.compile(r"step-([0-9]{1,18})-([0-9]{1,18})")
+_FULL = 1 << 16  # bytes: where fewer are free no more can be written
+_last: dict[Path, int] = {}  # by directory in memory: the step of what was written or read last
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class File(Struct, frozen=True):
+    """A file of a checkpoint: its path in it, its size in bytes, and its CRC-32."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    size: Number
+    crc: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+class Manifest(Struct, frozen=True):
+    """What a checkpoint is made of."""
+
+    step: Number
+    generation: Number
+    files: Annotated[list[File], Meta(min_length=1, max_length=1 << 16)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """Which one: the newest has the most steps, and among those of as many the latest world's."""
+
+    step: int
+    generation: int
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return f"step-{self.step}-{self.generation}"
+
+    @classmethod
+    def named(cls, name: str) -> Self | None:
+        """The one whose folder is called so; None if it is none's."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+@contextmanager
+def memory_checkpoint(
+    step: int,
+    *,
+    every: int = 1,
+    disk: str | os.PathLike[str] | None = None,
+    disk_every: int | None = None,
+) -> Iterator[Path | None]:
+    """A folder for a checkpoint in this node's memory; None if none is due after `step` steps.
+
+        with ee.memory_checkpoint(step, every=10, disk="checkpoints", disk_every=1000) as folder:
+            if folder and os.environ["LOCAL_RANK"] == "0":
+                torch.save(state, folder / "state.pt")
+
+    One is due when `step` is a multiple of `every`, but not the step that training began with or
+    that was written last: where gradients are accumulated a callback comes several times after the
+    same step. What the first worker of a node (local rank 0) has written into its folder, in any
+    format, is a checkpoint of that node when the block ends; what other workers write into theirs
+    is dropped, and so is everything when the block raises. One that is written on one node only
+    goes with that node. The node keeps the newest, and the one before it until the next is begun,
+    so that it takes twice its size. When `step` is a multiple of `disk_every`, rank 0 copies its
+    checkpoint to a folder in `disk`, too, where nothing is ever removed. `ee.latest_checkpoint`
+    finds the newest after a restart.
+
+    Without our launcher there is no such memory, and only what goes to `disk` is due. Raises
+    UsageError where there is neither, and with the figures when the memory is too small.
+    """
+    target = _target(step, every, disk, disk_every)
+    if target is None:
+        yield None
+        return
+    target.begin()
+    try:
+        with _telling_shortage(target.folder):
+            yield target.folder
+            target.finish()
+        remember(target.folder.parent, step)
+    finally:
+        shutil.rmtree(target.folder, ignore_errors=True)
+
+
+def remember(root: Path, step: int) -> None:
+    """The checkpoint of this step is there, or training goes on from it: it is not due again."""
+    _last[root] = step
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a rank writes: into `folder`, which is dropped unless it gets its name in a `root`."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    memory: Path | None = None  # a root
+    disk: Path | None = None  # another
+
+    def begin(self) -> None:
+        """Make the folder, and first room for it. Raises UsageError and OSError."""
+        if self.disk:
+            self.disk.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a worker that was killed
+        if self.memory:
+            _make_room(self.memory)
+        self.folder.mkdir()
+
+    def finish(self) -> None:
+        """Give what was written its name; nothing was written on a node that does not save."""
+        manifest = describe(self.folder, self.checkpoint)
+        if not manifest.files:
+            return
+        if self.memory:
+            path = give_name(self.folder, manifest, self.memory)
+            if self.disk:
+                copy_to_disk(path, self.disk / path.name)
+            older = [*found_in(self.memory).items()][1:]  # which go before the next is begun
+            needed = manifest.size - sum(_size_of(*each) for each in older)
+            check_room(self.memory, needed, "the next checkpoint")
+        elif self.disk:
+            _flush_all(self.folder)
+            give_name(self.folder, manifest, self.disk)
+            flush(self.disk)
+
+
+def _target(
+    step: int, every: int, disk: str | os.PathLike[str] | None, disk_every: int | None
+) -> _Target | None:
+    memory = memory_of(os.environ)
+    due_on_disk = _due_on_disk(step, every, disk, disk_every)
+    if memory is None and disk is None:
+        raise UsageError(
+            "ee.memory_checkpoint: there is no memory that outlives this process without "
+            "`python -m elastic_etcd.launch`; give disk= to write checkpoints there instead"
+        )
+    if step % every or _last.get(memory, 0) == step if memory else not due_on_disk:
+        return None
+    checkpoint = Checkpoint(step, int(os.environ.get("ELASTIC_ETCD_GENERATION", "0")))
+    local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK", "0")
+    first = os.environ.get("RANK", "0") == "0"
+    root = Path(disk).absolute() if first and due_on_disk and disk else None
+    if memory:
+        saves = memory if local_rank == "0" else None
+        return _Target(checkpoint, memory / f".{local_rank}", saves, root)
+    folder = (root or Path(tempfile.gettempdir())) / _aside(checkpoint.name)
+    return _Target(checkpoint, folder, disk=root)
+
+
+def _due_on_disk(
+    step: int, every: int, disk: str | os.PathLike[str] | None, disk_every: int | None
+) -> bool:
+    of_disk = every if disk_every is None else disk_every
+    if step < 0 or every < 1 or of_disk < 1 or of_disk % every:
+        raise UsageError(
+            f"ee.memory_checkpoint({step}, every={every}, disk_every={disk_every}): steps are "
+            "counted from 0, every is at least 1, and disk_every a multiple of it"
+        )
+    return disk is not None and step % of_disk == 0
+
+
+def memory_of(env: Mapping[str, str]) -> Path | None:
+    """This node's directory; None where no agent of ours has started this process.
+
+    Raises UsageError where the agent could make none.
+    """
+    path = env.get("ELASTIC_ETCD_MEMORY")
+    if path == "":
+        raise UsageError(
+            "this node has no directory in memory, its agent's log says why: give all agents "
+            "--memory-dir, a directory in a tmpfs with room for two checkpoints"
+        )
+    return None if path is None else Path(path)
+
+
+# --- folders ------------------------------------------------------------------------------
+
+
+def found_in(root: Path) -> dict[Checkpoint, Path]:
+    """All that are complete there, the newest first."""
+    found = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        checkpoint = Checkpoint.named(path.name)
+        if checkpoint and (path / MANIFEST).is_file():
+            found[checkpoint] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def describe(folder: Path, checkpoint: Checkpoint) -> Manifest:
+    """The manifest of what lies in the folder; reads all of it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [
+        File(str(path.relative_to(folder)), path.stat().st_size, crc_of(path)) for path in paths
+    ]
+    return Manifest(checkpoint.step, checkpoint.generation, files)
+
+
+def give_name(folder: Path, manifest: Manifest, root: Path) -> Path:
+    """Make a folder the checkpoint that its manifest describes, at once; gives its path."""
+    (folder / MANIFEST).write_bytes(json.encode(manifest))
+    target = root / Checkpoint(manifest.step, manifest.generation).name
+    shutil.rmtree(target, ignore_errors=True)  # the same one, written again
+    folder.rename(target)
+    return target
+
+
+def read_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
+    """A manifest that somebody else may have written. Raises MalformedState."""
+    try:
+        manifest = json.decode(data, type=Manifest)
+    except (MsgspecError, RecursionError) as error:
+        raise MalformedState(f"not a checkpoint's manifest: {error}") from None
+    if Checkpoint(manifest.step, manifest.generation) != checkpoint:
+        raise MalformedState(f"the manifest is another checkpoint's than {checkpoint.name}")
+    for file in manifest.files:
+        if not _is_inside(file.name):
+            raise MalformedState(f"{file.name!r} is no name of a file in a checkpoint")
+    return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path leads to a file below, by the one name that it has."""
+    parts = PurePosixPath(name).parts
+    plain = "/".join(parts) == name and "\0" not in name and name != MANIFEST
+    return plain and ".." not in parts and not name.startswith("/")
+
+
+def check_intact(folder: Path, checkpoint: Checkpoint) -> None:
+    """Compare all files with the manifest. Raises MalformedState and OSError."""
+    with (folder / MANIFEST).open("rb") as file:
+        manifest = read_manifest(file.read(LONGEST_MANIFEST), checkpoint)
+    for each in manifest.files:
+        path = folder / each.name
+        if path.stat().st_size != each.size or crc_of(path) != each.crc:
+            raise MalformedState(f"{path} is damaged: it is not what was written")
+
+
+def crc_of(path: Path) -> int:
+    """Of a whole file."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def copy_to_disk(source: Path, target: Path) -> None:
+    """Copy a checkpoint: a reader, also after a power failure, finds all of it or none."""
+    folder = target.with_name(_aside(target.name))
+    try:
+        shutil.copytree(source, folder)
+        _flush_all(folder)
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+        flush(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _aside(name: str) -> str:
+    """A folder's name while it is being written."""
+    return f".{name}.{secrets.token_hex(4)}"
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what a killed worker has left on a disk; nobody may be writing there."""
+    for path in root.glob(".step-*-*.*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+
+
+def keep_only(root: Path, keep: Checkpoint | None) -> None:
+    """Remove all others."""
+    for checkpoint, path in found_in(root).items():
+        if checkpoint != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# --- room ---------------------------------------------------------------------------------
+
+
+def _make_room(memory: Path) -> None:
+    """Keep the newest only, and see that another one fits beside it. Raises UsageError."""
+    found = found_in(memory)
+    keep_only(memory, next(iter(found), None))
+    for checkpoint, path in [*found.items()][:1]:
+        check_room(memory, _size_of(checkpoint, path), "the next checkpoint")
+
+
+def _size_of(checkpoint: Checkpoint, path: Path) -> int:
+    return read_manifest((path / MANIFEST).read_bytes(), checkpoint).size
+
+
+@contextmanager
+def _telling_shortage(folder: Path) -> Iterator[None]:
+    """Say so where what was raised comes of a memory that is full; torch's writer does not."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        free = free_in(folder.parent)
+        if free.size >= _FULL or memory_of(os.environ) is None:
+            raise
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        raise UsageError(_too_small(folder.parent, "this checkpoint", written, free)) from error
+
+
+def free_in(root: Path) -> Free:
+    """What can be written there: of the file system, and of what memory is free."""
+    disk = os.statvfs(root)
+    whole = shown(disk.f_blocks * disk.f_frsize)
+    return min(Free(disk.f_bavail * disk.f_frsize, whole), free_memory(), key=lambda f: f.size)
+
+
+def check_room(root: Path, size: int, what: str) -> None:
+    """Raise UsageError, with the figures, when `what`, of so many bytes, does not fit there."""
+    free = free_in(root)
+    if free.size < size:
+        raise UsageError(_too_small(root, what, size, free))
+
+
+def _too_small(root: Path, what: str, size: int, free: Free) -> str:
+    return (
+        f"{root} is too small: {what} takes {shown(size)} or more, {shown(free.size)} of "
+        f"{free.of} are free. It has to hold two checkpoints: make "
+        "the tmpfs larger (docker run --shm-size, an emptyDir of medium Memory at /dev/shm) and "
+        "the memory limit that it counts for, or give --memory-dir"
+    )

@@ -1,0 +1,1 @@
+"""Which rank trains on which sample."""

@@ -1,0 +1,443 @@
+"""ElasticIterable: samples that are streamed from files, each once in an epoch over all worlds.
+
+Positions of an epoch, and who reads which, are in pieces. The batches of a loader carry with them
+how far their worker had come, so that what is prefetched does not count. docs/stream.md says what
+is guaranteed.
+"""
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import index
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import default_convert as convert
+from torch.utils.data._utils import worker as torch_worker
+
+from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.data.permutation import Shuffle, order_of
+from elastic_etcd.train.data.shards import TAILS, Tail
+from elastic_etcd.train.data.stream_layout import MOST_FILES, Layout, Piece, Ranges, from_position
+
+_AHEAD = 8  # batches that ranks have ready between two questions whether all have more
+
+_Mark = tuple[int, int]  # a worker, and the position after the last sample that it has read
+
+
+class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read by mypy
+    """This rank's samples of a list of shards; record() counts what has been trained on.
+
+    shards: what `open` takes: paths, URLs, numbers; the same list on all ranks. open: called with
+    one of them and a number, it gives the samples from that one on, always in the same order; one
+    that can't seek reads and drops those before. lengths: how many samples each shard has; with it
+    shards are split, and all ranks get equally many samples. shuffle: the shards' order, by seed
+    and epoch. buffer: samples of a shard that are shuffled with each other; 0: none are.
+
+    tail: with lengths, what becomes of the samples that the world does not divide, as for
+    ElasticSampler. Without, "drop" ends the epoch on all ranks when the first one has no more;
+    with "uneven" each reads all that it has. rank, world_size: as for ElasticSampler.
+
+    All ranks make it with the same arguments but rank, and batches of the same size by the same
+    number of workers. `loader` makes the loader. The state is a few integers for each worker.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[Any],
+        open: Callable[[Any, int], Iterable[Any]],  # noqa: A002 - the best name for it
+        *,
+        lengths: Sequence[int] | None = None,
+        shuffle: bool = True,
+        buffer: int = 0,
+        seed: int = 0,
+        tail: Tail = "drop",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.shards = list(shards)
+        self.lengths = None if lengths is None else [index(length) for length in lengths]
+        _check_shards(self.shards, self.lengths)
+        if tail not in TAILS or (tail == "pad" and lengths is None):
+            known = ", ".join(TAILS) if lengths is not None else "drop, uneven (pad: with lengths)"
+            raise ValueError(f"tail is one of {known}, not {tail!r}")
+        if buffer < 0:
+            raise ValueError(f"a buffer holds 0 or more samples, not {buffer}")
+        if (rank is None) != (world_size is None):
+            raise ValueError("give both rank and world_size, or neither")
+        self.tail, self.shuffle, self.buffer = tail, shuffle, buffer
+        self._open, self._seed, self._epoch = open, seed, 0
+        self._follows = rank is None
+        self._warned = False
+        self.current: object = None  # what loader() has begun with last
+        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
+        self.rank, self.world_size = world
+        self._begin_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; see set_epoch."""
+        return self._epoch
+
+    def loader(
+        self, batch_size: int | None = 1, *, kind: Any = DataLoader, **arguments: Any
+    ) -> Any:
+        """A loader whose batches can be recorded; it takes what a DataLoader takes.
+
+        kind: DataLoader, or what is made like one, as torchdata's StatefulDataLoader. Raises
+        ValueError for persistent workers, who would read the first epoch again and again.
+        """
+        return StreamLoader(self, batch_size, kind, arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What this rank has yet to read, without marks: for a look. Train with loader()."""
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        own = self._split_own(workers)[number]
+        return (sample for _, sample in self.read(own))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch; nothing changes if it is the current one, which may be half used."""
+        if epoch != self._epoch:
+            self.settle()
+            if self._ended and self._delivered and not self._warned:
+                self._warned = True
+                said = f"{len(self._delivered)} batches of an epoch were not recorded"
+                text = f"ElasticIterable: {said}: call record() after each step"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._begin_epoch(epoch)
+
+    def record(self, batches: int = 1) -> None:
+        """This rank has trained on this many more of the batches that its loader has given.
+
+        Raises ValueError if they are not so many, TypeError for no number.
+        """
+        if self._in_hand:
+            raise RuntimeError("state.steps counts the batches of this loop: leave record() out")
+        count = index(batches)
+        if not 0 <= count <= len(self._delivered):
+            open_ = f"{len(self._delivered)} that data.loader(...) gave are open"
+            raise ValueError(f"recorded {count} batches, but {open_}")
+        for _ in range(count):
+            worker, position = self._delivered.popleft()
+            self._by_worker[worker] = from_position(self._by_worker[worker], position)
+        self._agreed &= not count
+
+    def take(self) -> None:
+        """A loop of state.steps goes on to the batch that was given last: it is in hand now.
+
+        The one before is trained on.
+        """
+        self.settle()
+        self._in_hand = self._warned = True
+
+    def settle(self) -> None:
+        """Count the batch in hand, if any, as trained on."""
+        if self._in_hand:
+            self._in_hand = False
+            self.record()
+
+    def shares_step(self) -> bool:
+        """Whether all ranks take part in the step that begins with the batch in hand."""
+        return self.tail != "uneven" or self.world_size == 1
+
+    def agree(self) -> None:
+        """Tell all ranks what each of them has yet to read; ElasticState.commit() calls it.
+
+        Collective, where there is a process group. Raises RuntimeError, on all ranks alike, if they
+        are in different epochs.
+        """
+        self.settle()
+        own = self._layout.join([part for ranges in self._by_worker for part in ranges])
+        if self.world_size == 1:
+            self._remaining = self._layout.join([*own, *self._left_over])
+        elif rank_and_size(launched=False) == (self.rank, self.world_size):
+            self._remaining = self._layout.join([*self._gather_own(own), *self._left_over])
+        else:
+            return  # nobody to ask; state_dict() says so where it matters
+        self._agreed = True
+
+    def reshard(self, rank: int | None = None, world_size: int | None = None) -> None:
+        """Split what remains of the epoch anew; all ranks call it at the same step.
+
+        rank, world_size: the new world; None: as they are. Loaders' iterators made before are void.
+        Raises RuntimeError where agree() is missing.
+        """
+        self._follow()
+        self._follows &= rank is None
+        rank = self.rank if rank is None else rank
+        self._begin_shard(
+            self._settled(), rank, self.world_size if world_size is None else world_size
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what is recorded: {"epoch": 3, "seed": 0, "remaining": [[start, stop]...
+
+        Global, and equal on all ranks. Its other values tell whether it fits. Raises RuntimeError
+        if something was recorded since agree(), unless this rank is alone.
+        """
+        remaining = [[part.start, part.stop] for part in self._settled()]
+        return {"epoch": self._epoch, "seed": self._seed, "remaining": remaining, **self._kind()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state, of whatever world and rank. Iterators made before are void.
+
+        Raises ValueError if it is of another number of shards or samples, or another order.
+        """
+        for name, mine in self._kind().items():
+            if state[name] != mine:
+                raise ValueError(f"the state's {name} is {state[name]!r}, the data's {mine!r}")
+        self._seed = state["seed"]
+        self._begin_epoch(state["epoch"])
+        remaining = tuple(range(start, stop) for start, stop in state["remaining"])
+        self._begin_shard(remaining, self.rank, self.world_size)
+
+    def begin(self, workers: int) -> object:
+        """A loader begins: its workers share what this rank has yet to read.
+
+        The value is `current` as long as no other one has begun. Raises RuntimeError for an epoch
+        that is used up.
+        """
+        self.settle()
+        self._follow()
+        if self._ended:
+            used_up = f"epoch {self._epoch} has been used up"
+            raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
+        self._by_worker = self._split_own(max(workers, 1))
+        self._delivered.clear()
+        self.current = object()
+        return self.current
+
+    def deliver(self, mark: _Mark) -> None:
+        """A loader gives a batch to its loop."""
+        self._delivered.append(mark)
+
+    def finish(self) -> None:
+        """A loader, or a loop of state.steps, has no more batches."""
+        self.settle()
+        self._ended = True
+
+    def sizes(self, workers: int) -> list[int] | None:
+        """How many samples each worker would read from now on; None if nobody knows."""
+        self._follow()
+        if self.lengths is None:
+            return None
+        return [sum(map(len, ranges)) for ranges in self._split_own(max(workers, 1))]
+
+    def ranges_of(self, worker: int) -> Ranges:
+        """What this worker has to read."""
+        return self._by_worker[worker]
+
+    def read(self, ranges: Ranges) -> Iterator[tuple[int, Any]]:
+        """The samples at these positions, each with the position after it."""
+        for piece in self._layout.pieces(ranges):
+            yield from _with_positions(piece, self._read_piece(piece))
+
+    def _read_piece(self, piece: Piece) -> Iterator[Any]:
+        shard, count = self.shards[piece.file], piece.stop - piece.start
+        length = None if self.lengths is None else self.lengths[piece.file]
+        source = self._read_shuffled if self.buffer else self._read_in_order
+        read = 0
+        for sample in islice(_alone(source(piece, length)), count):
+            read += 1
+            yield sample
+        if length is not None and read < count:
+            short = f"shard {shard!r} ended after {piece.start + read} samples"
+            raise ValueError(f"{short}, but its length was given as {length}")
+
+    def _read_in_order(self, piece: Piece, _length: int | None) -> Iterator[Any]:
+        yield from self._open(self.shards[piece.file], piece.start)
+
+    def _read_shuffled(self, piece: Piece, length: int | None) -> Iterator[Any]:
+        """Blocks of the shard, each shuffled by its place, from the piece's start on."""
+        first = piece.start - piece.start % self.buffer
+        samples = iter(self._open(self.shards[piece.file], first))
+        while first < piece.stop:
+            size = self.buffer if length is None else min(self.buffer, length - first)
+            block = list(islice(samples, size))
+            if not block:
+                return
+            key = f"{self._seed} {self._epoch} {piece.file} {first}"
+            random.Random(key).shuffle(block)  # noqa: S311 - no secret
+            yield from block[max(piece.start - first, 0) :]
+            first += self.buffer
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        numbers = torch.arange(len(self.shards))
+        shuffle: Shuffle = "exact" if self.shuffle else False
+        order = order_of(shuffle, len(self.shards), self._seed, epoch)(numbers).tolist()
+        self._layout = Layout(order, self.lengths)
+        self._begin_shard(self._layout.join([range(self._layout.end)]), self.rank, self.world_size)
+
+    def _begin_shard(self, remaining: Ranges, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        parts, self._left_over = self._layout.split(remaining, world_size, self.tail)
+        self._remaining, self._agreed = remaining, True
+        self._by_worker = [parts[rank]]
+        self._delivered: deque[_Mark] = deque()
+        self.current = None
+        self._ended = self._in_hand = False
+
+    def _split_own(self, workers: int) -> list[Ranges]:
+        """Repetitions stay at the end: they have the highest positions."""
+        own = sorted(
+            (part for ranges in self._by_worker for part in ranges), key=lambda part: part.start
+        )
+        return self._layout.split(tuple(own), workers, "uneven")[0]
+
+    def _settled(self) -> Ranges:
+        """What remains of the epoch, for all ranks. Raises RuntimeError if that is not known."""
+        self.settle()
+        if not self._agreed and self.world_size == 1:
+            self.agree()
+        if not self._agreed:
+            raise RuntimeError("recorded more since agree(): agree() on all ranks before a commit")
+        return self._remaining
+
+    def _follow(self) -> None:
+        """Split for the world that torch.distributed has made since, unless one was given here."""
+        if self._follows and (world := rank_and_size()) != (self.rank, self.world_size):
+            self._begin_shard(self._settled(), *world)
+
+    def _gather_own(self, own: Ranges) -> list[range]:
+        """What all ranks have yet to read."""
+        told = gather([self._epoch, len(own)])
+        epochs = [epoch for epoch, _ in told]
+        if len(set(epochs)) > 1:
+            raise RuntimeError(f"ranks are in different epochs: {epochs}; call set_epoch on all")
+        most = max(count for _, count in told)
+        padded = [*own, *[range(0)] * (most - len(own))]
+        rows = gather([bound for part in padded for bound in (part.start, part.stop)])
+        pairs = (zip(row[::2], row[1::2], strict=True) for row in rows)
+        return [range(*pair) for row in pairs for pair in row]
+
+    def _kind(self) -> dict[str, Any]:
+        samples = None if self.lengths is None else sum(self.lengths)
+        kind = {"shuffle": self.shuffle, "buffer": self.buffer}
+        return {"shards": len(self.shards), "samples": samples, **kind}
+
+
+class StreamLoader:
+    """A DataLoader over an ElasticIterable, which is `data`, whose batches come with marks.
+
+    `loader` is the DataLoader. `len()` is how many batches an iterator would give that began now,
+    TypeError without lengths.
+    """
+
+    def __init__(
+        self, data: ElasticIterable, batch_size: int | None, kind: Any, arguments: dict[str, Any]
+    ) -> None:
+        if arguments.get("persistent_workers"):
+            raise ValueError("persistent workers would read the first epoch again: leave them out")
+        whole = convert if batch_size is None else default_collate
+        collate = _Collate(arguments.pop("collate_fn", None) or whole, alone=batch_size is None)
+        self.data = data
+        self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=collate, **arguments)
+
+    def __len__(self) -> int:
+        sizes = self.data.sizes(self.loader.num_workers)
+        if sizes is None:
+            raise TypeError("the number of batches is not known: give ElasticIterable lengths")
+        batch = self.loader.batch_size or 1
+        down = self.loader.drop_last
+        return sum(size // batch if down else -(-size // batch) for size in sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go on after what is recorded. Another iterator makes the one before void."""
+        begun = self.data.begin(self.loader.num_workers)
+        return self._deliver(begun, iter(self.loader))
+
+    def _deliver(self, begun: object, batches: Iterator[Any]) -> Iterator[Any]:
+        for mark, batch in self._together(batches):
+            if self.data.current is not begun:
+                raise RuntimeError("this iterator is void: the data has begun anew since")
+            self.data.deliver(mark)
+            yield batch
+        if self.data.current is begun:
+            self.data.finish()
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """As many on each rank as on the one that has the fewest, where lengths don't see to it."""
+        data = self.data
+        alone = rank_and_size(launched=False)[1] == 1 or data.world_size == 1
+        if alone or data.lengths is not None or data.tail != "drop":
+            yield from batches
+            return
+        ready = _AHEAD
+        while ready == _AHEAD:
+            ahead = list(islice(batches, _AHEAD))
+            ready = min(count for (count,) in gather([len(ahead)]))
+            yield from ahead[:ready]
+
+
+class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read by mypy
+    """The samples with their positions, as the loader's workers read them."""
+
+    def __init__(self, data: ElasticIterable) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self._data.read(self._data.ranges_of(_worker()))
+
+
+class _Collate:
+    """The user's collate_fn, beside which the mark of the batch goes."""
+
+    def __init__(self, collate: Callable[[Any], Any], *, alone: bool) -> None:
+        self._collate, self._alone = collate, alone
+
+    def __call__(self, samples: Any) -> tuple[_Mark, Any]:
+        marked = [samples] if self._alone else samples
+        plain = [sample for _, sample in marked]
+        batch = self._collate(plain[0] if self._alone else plain)
+        return (_worker(), marked[-1][0]), batch
+
+
+def _worker() -> int:
+    worker = get_worker_info()
+    return worker.id if worker else 0
+
+
+def _alone(samples: Iterator[Any]) -> Iterator[Any]:
+    """The samples, made as if there were no workers.
+
+    webdataset and datasets split what they read among the workers that they see: here that would
+    be a worker's part, once more.
+    """
+    more = True
+    while more:
+        info, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 - no other way
+        try:
+            batch = list(islice(samples, 1))
+        finally:
+            torch_worker._worker_info = info  # noqa: SLF001
+        more = bool(batch)
+        yield from batch
+
+
+def _with_positions(piece: Piece, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Each sample with the position after it; after the last one, that is the piece's end."""
+    held: list[Any] = []
+    position = piece.position
+    for sample in samples:
+        if held:
+            position += 1
+            yield position, held.pop()
+        held.append(sample)
+    if held:
+        yield piece.position + piece.stop - piece.start, held.pop()
+
+
+def _check_shards(shards: Sequence[Any], lengths: Sequence[int] | None) -> None:
+    if lengths is None and len(shards) > MOST_FILES:
+        raise ValueError(f"{len(shards)} shards of unknown length are more than {MOST_FILES}")
+    if lengths is not None and len(lengths) != len(shards):
+        raise ValueError(f"{len(lengths)} lengths for {len(shards)} shards")
+    if lengths is not None and min(lengths, default=0) < 0:
+        raise ValueError(f"a shard has 0 or more samples, not {min(lengths)}")

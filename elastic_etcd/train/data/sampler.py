@@ -1,0 +1,428 @@
+"""A sampler whose epoch goes on after any change of world: each index once, state of O(1).
+
+An epoch is one order of all indices. What has been trained on is recorded; what remains of the
+order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from numbers import Integral
+from typing import Any, Literal, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
+from elastic_etcd.train.data.shards import (
+    TAILS,
+    Cursor,
+    Progress,
+    Shards,
+    Tail,
+    pack_ranges,
+    slots_of,
+    unpack_ranges,
+)
+
+
+class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read by mypy
+    """Yields this rank's indices, for a DataLoader; state.steps counts what has been trained on.
+
+    dataset: what is sampled, or its length.
+    shuffle: "exact" (or True) is the order of torch's DistributedSampler for the same seed and
+    epoch, 4 bytes per index; "stream" is a keyed permutation without memory; False is the data
+    set's order. A function is called with epoch and seed, and gives the epoch's indices, the same
+    on all ranks; they may be more or fewer than the data set has, and repeat (weighted sampling).
+    tail: what becomes of the indices that don't fill a turn of all ranks: "drop", "pad"
+    (repetitions from the order's start) or "uneven".
+    rank, world_size: None: those of torch.distributed, else RANK and WORLD_SIZE, else (0, 1).
+
+    All ranks make it with the same arguments but rank. The state is {"epoch", "seed", "consumed",
+    ...}: global, equal on all ranks that stand at the same step, of constant size.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        shuffle: bool | Literal["exact", "stream"] | OrderFunction = True,
+        seed: int = 0,
+        tail: Tail = "drop",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        if not callable(shuffle) and shuffle not in (True, False, "exact", "stream"):
+            known = '"exact", "stream", True, False or a function of epoch and seed'
+            raise ValueError(f"shuffle is {known}, not {shuffle!r}")
+        if tail not in TAILS:
+            raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
+        if (rank is None) != (world_size is None):
+            raise ValueError("give both rank and world_size, or neither")
+        self.shuffle: Shuffle | OrderFunction = "exact" if shuffle is True else shuffle
+        self.tail = tail
+        self._seed = seed
+        self._epoch = 0
+        self._asked_epoch: int | None = None
+        self._order: tuple[tuple[int, int], Order] | None = None  # for (seed, epoch)
+        self._dataset_length, self._digest = self.length, 0
+        self._warned = False
+        self._follows = rank is None
+        self._sizes: Sequence[int] | None = None
+        self._cursor: Cursor | None = None
+        self._handed_before = 0  # by the cursors before this one
+        self._in_hand = 0  # positions of the batch that state.steps has given to its loop
+        self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
+        self._whole = False  # the length is the whole epoch's
+        self._progress: Progress
+        self._measure()
+        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
+        self._shard((range(self.length),), *world, None, step=0)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; see set_epoch."""
+        return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """How many of the epoch's indices all ranks together have trained on and recorded."""
+        return self.length - sum(map(len, self._progress.remaining()))
+
+    def __len__(self) -> int:
+        """How many indices this rank has yet to get in this epoch, as things stand."""
+        self._follow()
+        if self._whole:
+            return replace(self._shards, remaining=(range(self.length),)).size
+        return self._shards.size - self._progress.count - self._in_hand
+
+    def __iter__(self) -> Iterator[int]:
+        """Go on after what is recorded. A second iterator makes the first one void."""
+        self._follow()
+        if self._is_used_up():
+            used_up = f"epoch {self._epoch} has been used up"
+            raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
+        return Indices.of(self, self._blocks())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch; nothing changes if it is the current one, which may be half used.
+
+        Where shuffle is a function, all ranks call it, and it raises ValueError on all of them if
+        their orders differ. It costs one all_gather of one number.
+        """
+        self._asked_epoch = epoch
+        if epoch != self._epoch:
+            self._end_epoch()
+            self._epoch = epoch
+            self._measure()
+            self._shard((range(self.length),), self.rank, self.world_size, self._sizes)
+        if callable(self.shuffle):
+            self._compare_orders()
+
+    def record(self, batch: int | torch.Tensor | Sequence[int]) -> None:
+        """This rank has trained on this many of its next indices; state.steps does it for you.
+
+        batch: a number, a tensor whose first dimension counts samples, or the list of indices.
+        Raises TypeError for a batch that does not tell how many samples it has, as what a loader
+        has collated from pairs; ValueError if the iterator has not handed out so many; RuntimeError
+        for a batch that state.steps counts.
+        """
+        if self._in_hand:
+            raise RuntimeError("state.steps counts the batches of this loop: leave record() out")
+        self._progress.add(samples_in(batch), self._handed())
+
+    @property
+    def handed_out(self) -> int:
+        """How many indices all its iterators have handed out; it only grows. For state.steps."""
+        cursor = self._cursor
+        return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
+
+    def take(self, count: int) -> None:
+        """A loop of state.steps goes on to its next batch, of so many samples.
+
+        It has trained on what it had before. The batch is in hand from now on. It counts as trained
+        on with the next one, or with whatever asks where the sampler stands: a commit, a change of
+        world, another epoch. Raises RuntimeError for a batch from before the sampler began anew.
+        """
+        self.settle()
+        if count > self._handed() - self._progress.count:
+            raise RuntimeError(
+                "the sampler has begun anew since this batch was handed out: loop anew"
+            )
+        self._warned = True  # nobody forgets to record here
+        self._in_hand, self._looping = count, True
+
+    def settle(self) -> None:
+        """Count the batch in hand, if any, as trained on."""
+        count, self._in_hand = self._in_hand, 0
+        if count:
+            self._progress.add(count, self._handed())
+
+    def shares_step(self) -> bool:
+        """Whether all ranks take part in the step that begins with the batch in hand."""
+        return self._shards.is_shared(self._progress.count)
+
+    def end_here(self) -> None:
+        """The batch in hand is the last one of an uneven tail, in a step that is not whole.
+
+        The others have a batch more or less, so that all is used on all ranks when this step ends.
+        """
+        self._progress.finish()
+
+    def finish(self) -> None:
+        """A loop of state.steps is at its end: with tail="uneven" all is used on all ranks.
+
+        A rank that takes one step less than others does not see their last one.
+        """
+        self.settle()
+        self._looping = False
+        if self.tail == "uneven" and self._cursor is not None and self._cursor.ended:
+            self._progress.finish()
+
+    @contextmanager
+    def whole_epoch(self) -> Iterator[None]:
+        """Let len() be that of a whole epoch, and not of what remains of this one."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
+    def agree(self, group: dist.ProcessGroup | None = None) -> None:
+        """Tell all ranks what each of them has recorded; all call it at the same step.
+
+        It is needed before a commit only where ranks record numbers that are not in proportion to
+        their batch sizes. It costs one all_gather of one number.
+        """
+        counts = [count for (count,) in gather([self._progress.count], group)]
+        if len(counts) != self.world_size:
+            raise ValueError(f"the group has {len(counts)} ranks, not {self.world_size}")
+        self._progress.agree(counts)
+
+    def reshard(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        batch_sizes: int | Sequence[int] | None = None,
+    ) -> None:
+        """Shard what remains of the epoch anew; all ranks call it at the same step.
+
+        rank, world_size: the new world; None: as they are. batch_sizes: how many samples each rank
+        takes in a step, when not all take the same; a number is this rank's own, and those of the
+        others are gathered. Iterators made before are void.
+        """
+        self._follow()
+        self._follows &= rank is None
+        rank = self.rank if rank is None else rank
+        world_size = self.world_size if world_size is None else world_size
+        if isinstance(batch_sizes, int):
+            own = [batch_sizes]
+            batch_sizes = [size for (size,) in gather(own)] if world_size > 1 else own
+        if batch_sizes is not None and len(batch_sizes) != world_size:
+            raise ValueError(f"{len(batch_sizes)} batch sizes for {world_size} ranks")
+        self._shard(self._remaining(), rank, world_size, batch_sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what is recorded; its values are integers, strings, False and lists.
+
+        For example {"epoch": 3, "seed": 0, "consumed": 76800, "skipped": [], "length": 1281167,
+        "shuffle": "exact", "step": 32}: "step" is turns in a step; "skipped" holds [start, stop,
+        step] of positions that were passed over, and is empty unless ranks recorded different
+        numbers. Raises RuntimeError in the middle of a step.
+        """
+        remaining = self._remaining()
+        self._warn(self._progress.missed_between_commits(self._handed()))
+        return self._state(remaining)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state, of whatever world and rank. Iterators made before are void.
+
+        Raises ValueError if it is of a data set of another length, or of another shuffle.
+        """
+        if state["shuffle"] == self._shuffle_name() == "given":
+            self._epoch, self._seed = state["epoch"], state["seed"]
+            self._measure()
+        mine = self._state(())
+        for name in ("shuffle", "length", "order"):
+            if state.get(name) != mine.get(name):
+                known = f"{state.get(name)!r}, the sampler's {mine.get(name)!r}"
+                raise ValueError(f"the state's {name} is {known}")
+        self._epoch, self._seed = state["epoch"], state["seed"]
+        remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
+        self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])
+
+    def handed_state(self) -> dict[str, Any]:
+        """The state as if all handed out were recorded, or {"unsettled": why there is none}.
+
+        For a loader that counts for itself what of it was delivered (torchdata).
+        """
+        self._warned = True  # such a loader needs no record
+        handed, step = self._handed(), self._progress.step
+        if reason := self._shards.unsettled(handed, step):
+            return {"unsettled": reason}
+        return self._state(self._shards.remaining_after_own(handed, step))
+
+    def load_handed_state(self, state: Mapping[str, Any]) -> None:
+        """As load_state_dict; but a used up epoch gives way to another that was asked for.
+
+        Raises ValueError if there was none.
+        """
+        if "unsettled" in state:
+            raise ValueError(f"this loader's state tells no place to go on: {state['unsettled']}")
+        self._warned = True
+        self.load_state_dict(state)
+        if not self._shards.size and self._asked_epoch is not None:
+            self.set_epoch(self._asked_epoch)
+
+    def _shard(
+        self,
+        remaining: tuple[range, ...],
+        rank: int,
+        world_size: int,
+        sizes: Sequence[int] | None,
+        step: int | None = None,
+    ) -> None:
+        """Begin with these shards; step: turns in a step, 0 if not known, None: as before."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        slots = range(world_size) if sizes is None else slots_of(sizes)
+        self._in_hand = 0
+        self._void_cursor()
+        self.rank, self.world_size, self._sizes = rank, world_size, sizes
+        self._shards = Shards(self.length, remaining, slots, rank, self.tail)
+        told = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
+        self._progress = Progress(self._shards, self._progress.step if step is None else step, told)
+
+    def _follow(self) -> None:
+        """Shard for the world that torch.distributed has made since, unless one was given here."""
+        if self._follows and (world := rank_and_size()) != (self.rank, self.world_size):
+            self._shard(self._remaining(), *world, None)
+
+    def _blocks(self) -> Iterator[Iterator[int]]:
+        """What is not recorded yet; it counts as begun when the first index is taken."""
+        self.settle()
+        self._void_cursor()
+        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._progress.count)
+        yield from self._cursor.blocks()
+
+    def _order_of_epoch(self) -> Order:
+        key = self._seed, self._epoch
+        if self._order is None or self._order[0] != key:
+            self._order = None  # let go of the old one before the new one takes memory
+            self._order = key, self._make_order(*key)
+        return self._order[1]
+
+    def _make_order(self, seed: int, epoch: int) -> Order:
+        if callable(self.shuffle):
+            return Listed(self.shuffle(epoch, seed), self._dataset_length)
+        return order_of(self.shuffle, self.length, seed, epoch)
+
+    def _measure(self) -> None:
+        """Ask for the order that a function gives to this epoch: it says how long the epoch is."""
+        if callable(self.shuffle):
+            order = cast("Listed", self._order_of_epoch())
+            self.length, self._digest = len(order), order.digest()
+
+    def _compare_orders(self) -> None:
+        self._follow()
+        if rank_and_size(launched=False) != (self.rank, self.world_size) or self.world_size == 1:
+            return
+        digests = [digest for (digest,) in gather([self._digest])]
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            said = f"shuffle({self._epoch}, {self._seed}) gives ranks {others} another order"
+            raise ValueError(f"{said} than rank 0: it may depend on nothing but epoch and seed")
+
+    def _shuffle_name(self) -> str | bool:
+        return "given" if callable(self.shuffle) else self.shuffle
+
+    def _void_cursor(self) -> None:
+        if self._cursor is not None:
+            self._cursor.void = True
+            self._handed_before = self.handed_out
+        self._cursor, self._looping = None, None
+
+    def _handed(self) -> int:
+        return 0 if self._cursor is None else self._cursor.handed
+
+    def _remaining(self) -> tuple[range, ...]:
+        self.settle()
+        return self._progress.remaining()
+
+    def _state(self, remaining: tuple[range, ...]) -> dict[str, Any]:
+        consumed, skipped = pack_ranges(remaining, self.length)
+        order = {"order": self._digest} if callable(self.shuffle) else {}
+        return {
+            "epoch": self._epoch,
+            "seed": self._seed,
+            "consumed": consumed,
+            "skipped": skipped,
+            "length": self.length,
+            "shuffle": self._shuffle_name(),
+            **order,
+            "step": self._progress.step,
+        }
+
+    def _is_used_up(self) -> bool:
+        """Whether nothing comes of the epoch any more; what is handed out may be yet to come."""
+        if self._cursor is None or not self._cursor.ended:
+            return False
+        return not self._end_epoch() if self._looping is None else not self._looping
+
+    def _end_epoch(self) -> bool:
+        """Warn if the epoch ends with less recorded than it should, and return whether."""
+        if self._cursor is None or not self._cursor.ended:
+            return False
+        self.settle()
+        missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)
+        self._warn(missed)
+        return bool(missed)
+
+    def _warn(self, missed: str) -> None:
+        if missed and not self._warned:
+            self._warned = True
+            cure = "loop over state.steps(loader), or call sampler.record(batch) after each step"
+            said = f"ElasticSampler: {missed}: {cure}, or they are used again after a change"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)
+
+
+def samples_in(batch: object) -> int:
+    """How many samples it has. Raises TypeError where that can't be told from it."""
+    if isinstance(batch, (int, Integral)):
+        return int(batch)
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        return len(batch)
+    if isinstance(batch, Sequence) and all(isinstance(index, Integral) for index in batch):
+        return len(batch)
+    shown = type(batch).__name__
+    raise TypeError(
+        f"a {shown} does not tell how many samples it has: loop over state.steps(loader), which "
+        "counts for you, or give record() the number, or a tensor with a row for each sample"
+    )
+
+
+class Indices(chain[int]):
+    """An iterator over indices with the state that torchdata's StatefulDataLoader asks for."""
+
+    sampler: ElasticSampler
+
+    @classmethod
+    def of(cls, sampler: ElasticSampler, blocks: Iterator[Iterator[int]]) -> Self:
+        """Iterate over these blocks, which `sampler` makes."""
+        indices = cast("Self", cls.from_iterable(blocks))
+        indices.sampler = sampler
+        return indices
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what is handed out: the loader knows what of it was delivered."""
+        return self.sampler.handed_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; possible before the first index is taken."""
+        self.sampler.load_handed_state(state)

@@ -1,0 +1,306 @@
+"""Which rank gets which position of an epoch's order, after any number of changes of the world.
+
+An epoch's order has the positions 0...length-1. Those that nobody has used yet are a short tuple of
+ranges, normally one: what remains. `Shards` splits it among the ranks, `Cursor` hands one rank's
+shard out, and `Progress` counts what of it has been trained on, from which follows what remains.
+Without I/O and randomness.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import gcd
+from operator import length_hint
+from typing import Literal, get_args
+
+import torch
+
+from elastic_etcd.train.data.permutation import Order
+
+Tail = Literal["drop", "pad", "uneven"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
+_FIRST_BLOCK, _BLOCK = 256, 1 << 15  # indices: the first block at once, the others for throughput
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The positions that remain of an epoch of `length`, split among the ranks; `rank` is ours.
+
+    They are given out in turns. In each turn `slots[i]` is the rank that gets the i-th position, so
+    the j-th of all that remain goes to rank `slots[j % len(slots)]`. The tail, which does not fill
+    a turn, goes to nobody ("drop"), is filled up with positions from `length` on, which stand for
+    repetitions ("pad"), or goes to the first slots ("uneven").
+
+    Invariant: `remaining_after(counts)` holds each of the `remaining` positions exactly once, less
+    those used.
+    """
+
+    length: int
+    remaining: tuple[range, ...]
+    slots: Sequence[int]
+    rank: int
+    tail: Tail
+
+    @cached_property
+    def total(self) -> int:
+        """How many positions remain for all ranks together."""
+        return sum(map(len, self.remaining))
+
+    @cached_property
+    def own_slots(self) -> tuple[int, ...]:
+        """This rank's slots in a turn, in order."""
+        if isinstance(self.slots, range):  # one each: don't look through thousands
+            return (self.rank,)
+        return tuple(slot for slot, rank in enumerate(self.slots) if rank == self.rank)
+
+    @cached_property
+    def size(self) -> int:
+        """How many positions, repetitions included, this rank's shard has."""
+        turns, rest = divmod(self.total, len(self.slots))
+        if rest and self.tail == "pad":
+            turns += 1
+        extra = sum(slot < rest for slot in self.own_slots) if self.tail == "uneven" else 0
+        return turns * len(self.own_slots) + extra
+
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """The start-th to stop-th position of this rank's shard, as int64 in 0...length-1."""
+        turns = torch.arange(start, stop)
+        if len(self.own_slots) == 1:
+            offsets = turns * len(self.slots) + self.own_slots[0]
+        else:
+            offsets = turns // len(self.own_slots) * len(self.slots)
+            offsets += torch.tensor(self.own_slots)[turns % len(self.own_slots)]
+        positions = self._positions_at(offsets)
+        return positions % self.length if self.tail == "pad" and stop == self.size else positions
+
+    def is_shared(self, start: int) -> bool:
+        """Whether all ranks get something of what comes after the first `start` of this one's."""
+        turns, rest = divmod(self.total, len(self.slots))
+        in_tail = self.tail == "uneven" and start >= turns * len(self.own_slots)
+        return not in_tail or rest >= len(set(self.slots))  # all are among the first slots
+
+    def unsettled(self, count: int, step: int) -> str:
+        """Why it can't be told what all ranks have used when this one has used `count`, or "".
+
+        step: turns in a step, 0 if not known. It matters where this rank is at its end and has no
+        part in an uneven tail: the others use theirs in this step if its last batch is short, else
+        in one more.
+        """
+        if count % len(self.own_slots) and count != self.size:
+            parts = f"{count % len(self.own_slots)} of {len(self.own_slots)} parts"
+            return f"in the middle of a step ({parts}): commit at its end, or agree()"
+        if self._is_without_tail(count) and not step:
+            return 'tail="uneven" with at most a batch for a rank: reshard(batch_sizes=...) before'
+        return ""
+
+    def remaining_after_own(self, count: int, step: int) -> tuple[range, ...]:
+        """What remains when this rank has used `count` and everybody is at the same step.
+
+        Raises RuntimeError where that is unsettled.
+        """
+        if reason := self.unsettled(count, step):
+            raise RuntimeError(reason)
+        turns = -(-count // len(self.own_slots))
+        if self._is_without_tail(count):
+            turns = -(-turns // step) * step
+        return slice_ranges(self.remaining, turns * len(self.slots), self.total)
+
+    def remaining_after(self, counts: Sequence[int]) -> tuple[range, ...]:
+        """What remains when rank r has used the first counts[r] positions of its shard."""
+        turns = self._turns_used(counts)
+        most = max(turns) * len(self.slots)
+        behind: list[range] = []
+        if min(turns) < max(turns):
+            stop = min(most, self.total)
+            for slot, used in enumerate(turns):
+                first = used * len(self.slots) + slot
+                behind += slice_ranges(self.remaining, first, stop, len(self.slots))
+        return merge_ranges(behind) + slice_ranges(self.remaining, most, self.total)
+
+    def _positions_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The positions at these offsets in what remains and the pad after it; reuses `offsets`."""
+        first = self.remaining[0].start if self.remaining else 0
+        if self.remaining == (range(first, self.length),):
+            return offsets.add_(first)
+        ranges = [*self.remaining, range(self.length, self.length + len(self.slots))]
+        starts = torch.tensor([0, *accumulate(map(len, self.remaining))])
+        which = torch.searchsorted(starts, offsets, right=True) - 1
+        offsets -= starts[which]
+        offsets *= torch.tensor([part.step for part in ranges])[which]
+        offsets += torch.tensor([part.start for part in ranges])[which]
+        return offsets
+
+    def _turns_used(self, counts: Sequence[int]) -> list[int]:
+        """How many turns each slot has used."""
+        shares = Counter(self.slots)
+        before: Counter[int] = Counter()
+        turns = []
+        for rank in self.slots:
+            turns.append(max(0, -(-(counts[rank] - before[rank]) // shares[rank])))
+            before[rank] += 1
+        return turns
+
+    def _is_without_tail(self, count: int) -> bool:
+        rest = self.total % len(self.slots)
+        at_end = 0 < count == self.size
+        return at_end and self.tail == "uneven" and 0 < rest <= min(self.own_slots)
+
+
+class Cursor:
+    """Hands out one rank's shard, from its `start`-th position on, as indices of the data set.
+
+    They are made in blocks by torch and handed out at the speed of a list: no Python runs per
+    index.
+    """
+
+    def __init__(self, shards: Shards, order: Order, start: int) -> None:
+        self.start = start
+        self.ended = False  # all are handed out, and it was asked for more
+        self.void = False
+        self._shards, self._order, self._made = shards, order, start
+        self._block: Iterator[int] = iter(())  # what remains of the block made last
+
+    @property
+    def handed(self) -> int:
+        """How many positions of the shard are handed out, those before `start` included."""
+        return self._made - length_hint(self._block)
+
+    def blocks(self) -> Iterator[Iterator[int]]:
+        """The indices, in blocks. Raises RuntimeError once `void` is set."""
+        size = _FIRST_BLOCK
+        while self._made < self._shards.size and not self.void:
+            stop = min(self._made + size, self._shards.size)
+            self._block = iter(self._order(self._shards.positions(self._made, stop)).tolist())
+            self._made = stop
+            yield self._block
+            size = _BLOCK
+        if self.void:
+            raise RuntimeError("this iterator is void: the sampler has begun anew since")
+        self.ended = True
+
+
+class Progress:
+    """How many positions of its shard this rank has trained on: `count`.
+
+    step: turns that a step of all ranks takes, 0 if not known; it is `told`, or else follows what
+    is recorded.
+    """
+
+    def __init__(self, shards: Shards, step: int, told: int = 0) -> None:
+        self.count = 0
+        self.step = told or step
+        self._told = told
+        self._shards = shards
+        self._agreed: tuple[int, Sequence[int]] | None = None  # own count, everybody's
+        self._committed: tuple[int, int] | None = None  # handed out, recorded
+        self._finished = False
+
+    def add(self, count: int, handed: int) -> None:
+        """Count so many more of the `handed` ones; ValueError if they are not so many."""
+        if not 0 <= count <= handed - self.count:
+            open_ = handed - self.count
+            raise ValueError(f"recorded {count} samples, but {open_} handed out ones are open")
+        self.count += count
+        turns = count // len(self._shards.own_slots)
+        if turns and self.count < self._shards.size and not self._told:  # a last batch may be short
+            self.step = turns
+
+    def agree(self, counts: Sequence[int]) -> None:
+        """Everybody's count, in rank order, as they are now."""
+        self._agreed = self.count, counts
+        self.step = self._told  # no rank's batches speak for the others'
+
+    def finish(self) -> None:
+        """All ranks are at their end, or will be before anybody asks."""
+        self._finished = True
+
+    def remaining(self) -> tuple[range, ...]:
+        """What remains of the epoch. Raises RuntimeError in the middle of a step."""
+        if self._finished:
+            return ()
+        if self._agreed is None:
+            return self._shards.remaining_after_own(self.count, self.step)
+        if self._agreed[0] != self.count:
+            raise RuntimeError("recorded more since agree(): agree again before a commit")
+        return self._shards.remaining_after(self._agreed[1])
+
+    def missed_between_commits(self, handed: int) -> str:
+        """At a commit, with so many handed out: what was forgotten since the last one, or ""."""
+        last, self._committed = self._committed, (handed, self.count)
+        if last is not None and handed > last[0] and self.count == last[1]:
+            return "a commit found nothing recorded since the one before"
+        return ""
+
+    def missed_in_epoch(self, start: int, handed: int) -> str:
+        """When those from `start` to `handed` are out and no more: what was forgotten, or "".
+
+        Up to a batch may be missing: a loader with drop_last delivers no short one.
+        """
+        done, missing = self.count - start, handed - self.count
+        if missing and (not done or missing > self.step * len(self._shards.own_slots)):
+            return f"of {handed - start} indices handed out in an epoch, {done} were recorded"
+        return ""
+
+
+def slots_of(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """The ranks in the order in which a turn serves them, each as often as its share.
+
+    A rank's share is its batch size over what all sizes have in common: sizes 64, 64, 32 are served
+    (0, 1, 2, 0, 1). Shares of one give the round robin of torch's DistributedSampler.
+    """
+    if any(size < 1 for size in batch_sizes):
+        raise ValueError(f"each rank takes at least one sample, not {list(batch_sizes)}")
+    common = gcd(*batch_sizes)
+    shares = [size // common for size in batch_sizes]
+    passes = range(max(shares))
+    return tuple(rank for n in passes for rank, share in enumerate(shares) if share > n)
+
+
+def slice_ranges(
+    ranges: Sequence[range], start: int, stop: int, step: int = 1
+) -> tuple[range, ...]:
+    """Slice [start:stop:step] of the concatenation of `ranges`; no argument may be negative."""
+    pieces = []
+    offset = 0
+    for part in ranges:
+        first = max(start - offset, (start - offset) % step)
+        piece = part[first : max(stop - offset, 0) : step]
+        if piece:
+            pieces.append(piece)
+        offset += len(part)
+    return tuple(pieces)
+
+
+def merge_ranges(ranges: Sequence[range]) -> tuple[range, ...]:
+    """The positions of `ranges` in as few ranges, by their start; single ones have step 1."""
+    single = [range(r.start, r.start + 1) if len(r) == 1 else r for r in ranges]
+    merged: list[range] = []
+    for part in sorted(single, key=lambda r: (r.start, r.stop)):
+        last = merged[-1] if merged else None
+        if last is not None and last.step == part.step == 1 and last.stop == part.start:
+            merged[-1] = range(last.start, part.stop)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def pack_ranges(remaining: Sequence[range], length: int) -> tuple[int, list[list[int]]]:
+    """How many positions are consumed, and [start, stop, step] of those that were passed over.
+
+    What remains is normally all from one position on, and nothing was passed over.
+    """
+    whole = bool(remaining) and remaining[-1] == range(remaining[-1].start, length)
+    skipped = remaining[:-1] if whole else remaining
+    consumed = length - sum(map(len, remaining))
+    return consumed, [[part.start, part.stop, part.step] for part in skipped]
+
+
+def unpack_ranges(
+    consumed: int, skipped: Sequence[Sequence[int]], length: int
+) -> tuple[range, ...]:
+    """The positions that remain, in the order in which they are given out; undoes `pack_ranges`."""
+    ranges = tuple(range(*part) for part in skipped)
+    start = consumed + sum(map(len, ranges))
+    return (*ranges, range(start, length)) if start < length else ranges

@@ -1,0 +1,1 @@
+"""`ElasticState`: values, snapshots, and how ranks get the newest one."""

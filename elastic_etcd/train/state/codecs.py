@@ -1,0 +1,320 @@
+"""How values are saved and loaded: a codec stands for one type, and makes plain values of its own.
+
+encoding.py makes JSON of plain values and keeps their tensors apart.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_etcd.errors import UsageError
+from elastic_etcd.train.state.encoding import decode, encode
+
+
+class Codec(Protocol):
+    """Makes plain values and tensors of a value of one type, and puts them back.
+
+    `save(value)` returns what `encode` takes; its tensors are read before commit()
+    returns, so they may be the live ones. `load(value, saved)` returns what the attribute is from
+    then on, which may be `value`, changed. The tensors in `saved` are the codec's to keep, unless
+    it has `borrows = True`: then they are the snapshot itself, to be copied and never changed.
+    """
+
+    def save(self, value: Any) -> Any: ...
+
+    def load(self, value: Any, saved: Any) -> Any: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What is saved by its state_dict: schedulers, samplers, GradScaler, many others."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class _Plain:
+    """Values that are plain themselves, tensors among them; load replaces them."""
+
+    def save(self, value: Any) -> Any:
+        return value
+
+    def load(self, value: Any, saved: Any) -> Any:  # noqa: ARG002 - the protocol's
+        return saved
+
+
+class _StateDict:
+    """Whatever has a state_dict."""
+
+    def save(self, value: Any) -> Any:
+        return value.state_dict()
+
+    def load(self, value: Any, saved: Any) -> Any:
+        value.load_state_dict(saved)
+        return value
+
+
+class _Module:
+    """A module's own parameters and buffers: whether it is wrapped makes no difference."""
+
+    borrows = True
+
+    def save(self, value: Any) -> Any:
+        return _unwrapped(value).state_dict()
+
+    def load(self, value: Any, saved: Any) -> Any:
+        module = _unwrapped(value)
+        copied = set(_copied_names(module))
+        for name in saved.keys() - copied:
+            saved[name] = _copy_into(None, saved[name], set())
+        module.load_state_dict(saved)
+        return value
+
+
+class _Optimizer(_StateDict):
+    """Loads into the optimizer's own tensors where they fit, which saves making new ones.
+
+    load_state_dict casts what belongs to a parameter to its type: float32 moments of a bfloat16
+    parameter would lose half of their bits each time. What was cast is put back.
+    """
+
+    borrows = True
+
+    def load(self, value: Any, saved: Any) -> Any:
+        owned = _copy_into(value.state_dict(), saved, set())
+        value.load_state_dict(owned)
+        state, groups = owned.get("state", {}), owned.get("param_groups", ())
+        for ours, theirs in zip(value.param_groups, groups, strict=False):
+            for parameter, number in zip(ours["params"], theirs["params"], strict=False):
+                if parameter in value.state and number in state:
+                    value.state[parameter] = _uncast(value.state[parameter], state[number])
+        return value
+
+
+class _Scaler(_StateDict):
+    """Also forgets what it knows of a step that was not finished, which no state_dict has."""
+
+    def load(self, value: Any, saved: Any) -> Any:
+        super().load(value, saved)
+        # Used before, so that update() may be called; one that is disabled has no such attribute.
+        if value.is_enabled() and value._scale is not None:  # noqa: SLF001
+            value.update(value.get_scale())
+        return value
+
+
+class _Generator:
+    def save(self, value: Any) -> Any:
+        return value.get_state()
+
+    def load(self, value: Any, saved: Any) -> Any:
+        value.set_state(saved)
+        return value
+
+
+_PLAIN = _Plain()
+_STATE_DICT = _StateDict()
+_codecs: dict[type, Codec] = {
+    torch.nn.Module: _Module(),
+    torch.optim.Optimizer: _Optimizer(),
+    torch.Generator: _Generator(),
+    torch.amp.GradScaler: _Scaler(),
+}
+
+
+def codec_of(value: Any) -> Codec:
+    """The codec of its type, or else of the nearest base class that has one."""
+    for base in type(value).__mro__:
+        if base in _codecs:
+            return _codecs[base]
+    return _STATE_DICT if isinstance(value, Stateful) else _PLAIN
+
+
+def register(kind: type, codec: Codec) -> None:
+    """Let `codec` save and load the values of `kind` and of its subclasses."""
+    if not callable(getattr(codec, "save", None)) or not callable(getattr(codec, "load", None)):
+        raise UsageError(f"a codec has save(value) and load(value, saved): {codec!r} has not")
+    _codecs[kind] = codec
+
+
+def refuse_sharded(name: str, value: Any) -> None:
+    """Raise UsageError, with what to do, if each rank holds another part of the value.
+
+    A state gives all ranks the same. It looks at types only, so that all ranks find it alike.
+    """
+    for part in _parts_of(value):
+        for base in type(part).__mro__:
+            if base.__name__ in _SHARDED and base.__module__.startswith("torch."):
+                raise UsageError(f"{name} has a {base.__name__}: {_SHARDED[base.__name__]}")
+
+
+_REPLICAS = (
+    "each rank holds another part of it, and ElasticState keeps what all have alike: use "
+    "DistributedDataParallel, or torch.distributed.checkpoint in a script without ee.run"
+)
+_SHARDED = {
+    **dict.fromkeys(("FullyShardedDataParallel", "FSDPModule", "DTensor"), _REPLICAS),
+    "ZeroRedundancyOptimizer": "each rank holds another part of it: use the optimizer that it "
+    "shards, such as torch.optim.AdamW",
+    "DeviceMesh": "it belongs to one world: make it where training begins, not in the state",
+}
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+        yield from value.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from (parameter for group in value.param_groups for parameter in group["params"])
+
+
+def save_values(
+    values: dict[str, Any], *, allow_pickle: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Encode each value by its type's codec; the parts, by its name, and the tensors of all.
+
+    Raises UsageError.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    parts = {
+        name: encode(codec_of(value).save(value), tensors, name=name, allow_pickle=allow_pickle)
+        for name, value in values.items()
+    }
+    return parts, tensors
+
+
+def load_values(
+    values: dict[str, Any],
+    parts: dict[str, Any],
+    tensors: Mapping[str, tuple[torch.Tensor, bool]],
+    *,
+    allow_pickle: bool,
+    strict: bool = True,
+) -> None:
+    """Load into each of `values` the part of its name; none is changed before all are read.
+
+    tensors: views of the snapshot, and whether each was on a GPU. Raises MalformedState, and
+    UsageError if `parts` has other names than `values`. Without `strict` that is no error: values
+    that have no part stay as they are.
+    """
+    if strict and parts.keys() != values.keys():
+        theirs, ours = ", ".join(parts), ", ".join(values)
+        raise UsageError(f"the snapshot is of {theirs}; this state is of {ours}")
+    views, clones = {name: tensor for name, (tensor, _) in tensors.items()}, _Clones(tensors)
+    loads = []
+    for name, value in values.items():
+        if name in parts:
+            codec = codec_of(value)
+            given = views if getattr(codec, "borrows", False) else clones
+            saved = decode(parts[name], given, allow_pickle=allow_pickle)
+            loads.append((name, value, codec, saved))
+    for name, value, codec, saved in loads:
+        values[name] = codec.load(value, saved)
+
+
+def buffer_names(values: dict[str, Any]) -> set[str]:
+    """What the tensors of modules' buffers are called in a snapshot."""
+    return {
+        f"{name}.{buffer}"
+        for name, value in values.items()
+        if isinstance(value, torch.nn.Module)
+        for buffer, _ in _unwrapped(value).named_buffers()
+    }
+
+
+class _Clones(Mapping[str, torch.Tensor]):
+    """A snapshot's tensors, each copied when it is asked for, to a GPU if it was on one."""
+
+    def __init__(self, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            tensor, cuda = self._tensors[name]
+            made = tensor.cuda() if cuda and torch.cuda.is_available() else tensor.clone()
+            self._made[name] = made
+        return self._made[name]
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module that the user wrote, out of DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in module._modules:  # noqa: SLF001 - torch.compile has no public name for it
+            module = module._orig_mod  # noqa: SLF001
+        else:
+            return module
+
+
+def _copied_names(module: torch.nn.Module) -> Iterator[str]:
+    """What in its state dict load_state_dict copies from and keeps nothing of.
+
+    Only torch's own loading is known to do so, of parameters and buffers, where no hook sees them.
+    """
+    modules = list(module.named_modules(remove_duplicate=False))
+    if any(each._load_state_dict_pre_hooks for _, each in modules):  # noqa: SLF001
+        return
+    if not _is_torchs(module, "load_state_dict"):
+        return
+    for path, each in modules:
+        if _is_torchs(each, "_load_from_state_dict"):
+            prefix = path + "." if path else ""
+            yield from (prefix + name for name in each._parameters)  # noqa: SLF001
+            yield from (prefix + name for name in each._buffers)  # noqa: SLF001
+
+
+def _is_torchs(module: torch.nn.Module, method: str) -> bool:
+    theirs = getattr(torch.nn.Module, method)
+    return getattr(getattr(module, method), "__func__", None) is theirs
+
+
+def _copy_into(live: Any, saved: Any, taken: set[int]) -> Any:
+    """`saved`, its tensors copied into those of `live` at the same place, or else cloned.
+
+    `taken` are the addresses that were copied to: of two tensors that share memory only one is.
+    """
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(live, torch.Tensor) or live.data_ptr() in taken:
+            return saved.clone()
+        if live.shape != saved.shape or live.dtype != saved.dtype:
+            return saved.clone()
+        taken.add(live.data_ptr())
+        with torch.no_grad():
+            return live.copy_(saved)
+    if type(saved) in {dict, OrderedDict, Counter}:
+        known = live if isinstance(live, Mapping) else {}
+        for key, value in saved.items():
+            saved[key] = _copy_into(known.get(key), value, taken)
+    elif type(saved) in {list, tuple}:
+        lives = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else ()
+        items = zip(saved, lives or (None,) * len(saved), strict=True)
+        return type(saved)(_copy_into(item, value, taken) for value, item in items)
+    return saved
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """`loaded`, with each tensor that is of another type than `saved` says as it was saved."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key, value in loaded.items():
+            loaded[key] = _uncast(value, saved.get(key))
+    elif type(loaded) in {list, tuple} and type(loaded) is type(saved):
+        return type(loaded)(map(_uncast, loaded, saved))
+    return loaded

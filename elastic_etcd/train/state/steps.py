@@ -1,0 +1,330 @@
+"""The loop over a loader's batches, for `state.steps`: counts, commits, checks.
+
+A loader may have read many batches ahead of the one that is trained on, and what it makes of
+a batch tells nobody how many samples went into it. So its batch sampler is asked instead: each
+batch that comes out of the loader is the next one that the batch sampler gave, and a note says
+which sampler gave how many positions for it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from elastic_etcd.errors import UsageError
+from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
+from elastic_etcd.train.data.sampler import ElasticSampler, Indices
+
+_INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
+_BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
+
+_Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
+
+
+class State(Protocol):
+    """What a loop asks of its state; ElasticState is one."""
+
+    _loop: object
+
+    def commit(self, every: int = 1) -> None:
+        """Take a snapshot, at each so many calls."""
+
+    def check(self) -> None:
+        """Stop here if all ranks are to stop."""
+
+
+class Steps:
+    """One epoch's batches, or what remains of it; ElasticState.steps makes it.
+
+    `len()` is how many batches remain; it stays what it was at the loop's beginning while the loop
+    runs, so that a bar of progress has its total. It can be looped over again, for the next epoch.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        loader: Iterable[Any],
+        samplers: Sequence[ElasticSampler | ElasticIterable],
+        commit_every: int | None,
+        accumulate: int,
+        *,
+        check: bool,
+    ) -> None:
+        if commit_every is not None and (commit_every < 1 or not check):
+            what = "at least 1" if check else "not in a loop with check=False"
+            raise UsageError(f"steps(commit_every={commit_every}): {what}")
+        if accumulate < 1:
+            raise UsageError(f"steps(accumulate={accumulate}): at least 1")
+        if not samplers:
+            raise UsageError(f"the state has no ElasticSampler: give it one, {_BY_HAND}")
+        self._state, self._loader = state, loader
+        self._samplers = [s for s in samplers if isinstance(s, ElasticSampler)]
+        self._commit_every, self._accumulate, self._check = commit_every, accumulate, check
+        self._batches: Batches | StreamLoader
+        self._batches = loader if isinstance(loader, StreamLoader) else _batches_of(loader)
+        self._own = [s for s in _feeding(self._batches) if _is_known(s, samplers)]
+        self._total: int | None = None
+        self._ends_step = False
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether a step of the optimizer ends with the batch in hand.
+
+        That is so with each `accumulate`-th batch, and with the last one of the epoch.
+        """
+        return self._ends_step
+
+    def __len__(self) -> int:
+        return len(self._batches) if self._total is None else self._total
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
+        loop = self._state._loop = object() if self._check else self._state._loop  # noqa: SLF001
+        if isinstance(self._batches, StreamLoader):
+            self._batches.data.settle()  # what is in hand of the loop before is none of this one
+        self._total = _length_of(self._batches)
+        if self._total is None and self._accumulate > 1:
+            raise UsageError(
+                f"accumulate={self._accumulate} over a loader without a length: nobody knows which "
+                "batch is the last, whose step would be lost. Give the stream its lengths="
+            )
+        number, shared = 0, True
+        try:
+            for batch in self._take_each():
+                shared &= all(sampler.shares_step() for sampler in self._own)
+                number += 1
+                whole = number % self._accumulate == 0
+                self._ends_step = whole or number == self._total
+                if self._ends_step and not whole and self._uneven:
+                    for sampler in self._own:
+                        if isinstance(sampler, ElasticSampler):  # streams ask the others
+                            sampler.end_here()
+                yield batch
+                # Of an uneven tail one rank may have its share in an incomplete step, another none.
+                self._turn(loop, ends=self._ends_step and shared and (whole or not self._uneven))
+                shared = shared or whole  # of the next one
+        finally:
+            self._total = None
+        for sampler in self._own:
+            sampler.finish()
+
+    @property
+    def _uneven(self) -> bool:
+        return any(sampler.tail == "uneven" for sampler in self._own)
+
+    def _take_each(self) -> Iterator[Any]:
+        """Each batch of the loader, which is in hand then; the one before is trained on."""
+        if isinstance(self._batches, StreamLoader):
+            for batch in self._batches:
+                self._batches.data.take()
+                yield batch
+            return
+        self._batches.begin(self._samplers)
+        for batch in self._loader:
+            note = self._batches.next_note()
+            if note is None:
+                what = f"{_named(self._loader)} gave a batch that no sampler has handed out"
+                raise UsageError(f"{what}: loop over the DataLoader itself, {_BY_HAND}")
+            for sampler, count in note:
+                sampler.take(count)
+                if sampler not in self._own:  # hidden in a batch sampler of the user's
+                    self._own.append(sampler)
+            yield batch
+        if self._batches.next_note():
+            raise UsageError(f"{_named(self._loader)} has lost batches: {_BY_HAND}")
+
+    def _turn(self, loop: object, *, ends: bool) -> None:
+        """The loop is done with the batch in hand. `ends`: a step that all ranks take."""
+        for sampler in self._own:
+            sampler.settle()
+        if not (self._check and ends):
+            return
+        if self._state._loop is not loop:  # noqa: SLF001 - ours
+            raise UsageError(
+                "two loops of state.steps run at the same time: which of their batches are trained "
+                "on when one of them commits can't be told. Give all of them check=False, and call "
+                "state.commit(every=n) and state.check() at the end of the loop's body"
+            )
+        if self._commit_every is not None:
+            self._state.commit(every=self._commit_every)
+        self._state.check()
+
+
+class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
+    """Stands in a loader for its batch sampler, or sampler, and notes what each batch is made of.
+
+    One loop at a time: the latest iteration's notes are there.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self._samplers: Sequence[ElasticSampler] = ()
+        self._notes: deque[_Note] = deque()
+
+    def begin(self, samplers: Sequence[ElasticSampler]) -> None:
+        """A loop begins: note what these samplers give."""
+        self._samplers, self._notes = samplers, deque()
+
+    def next_note(self) -> _Note | None:
+        """What the next batch that comes out of the loader is made of."""
+        return self._notes.popleft() if self._notes else None
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] = iter(self.inner)
+        if not self._samplers:
+            return batches
+        self._notes = deque()
+        kind = _StatefulNoted if hasattr(batches, "state_dict") else _Noted
+        return kind(batches, self._samplers, self._notes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not made yet: a copy, or one that is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class _Noted(Iterator[Any]):
+    """One iteration over a batch sampler."""
+
+    def __init__(
+        self, batches: Iterator[Any], samplers: Sequence[ElasticSampler], notes: deque[_Note]
+    ) -> None:
+        self._batches, self._samplers, self._notes = batches, samplers, notes
+        self._direct = isinstance(batches, Indices)  # nothing between: whatever one is, it is one
+        self._began = False
+
+    def __next__(self) -> Any:
+        before = [sampler.handed_out for sampler in self._samplers]
+        batch = next(self._batches)
+        counts = [s.handed_out - was for s, was in zip(self._samplers, before, strict=True)]
+        size = len(batch) if isinstance(batch, (list, tuple)) and not self._direct else 1
+        if sum(counts) != size:
+            raise UsageError(_why_not(size, sum(counts), began=self._began))
+        self._began = True
+        self._notes.append([(s, n) for s, n in zip(self._samplers, counts, strict=True) if n])
+        return batch
+
+
+class _StatefulNoted(_Noted):
+    """Batches that are noted, where torchdata's StatefulDataLoader asks for their state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._batches.state_dict()  # type: ignore[attr-defined,no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def steps_per_epoch(loader: Iterable[Any], *, accumulate: int = 1) -> int:
+    """How many steps of the optimizer a whole epoch has in this world, for a scheduler.
+
+    loader: as for ElasticState.steps; accumulate: batches in a step. It stays the same in the
+    course of the epoch, and in other worlds where the global batch does. Raises UsageError for a
+    loader without an ElasticSampler.
+    """
+    batches = _batches_of(loader)
+    samplers = samplers_in(batches)
+    if not samplers:
+        raise UsageError(f"{_named(loader)} has no ElasticSampler: give it sampler=")
+    with ExitStack() as stack:
+        for sampler in samplers:
+            stack.enter_context(sampler.whole_epoch())
+        return -(-len(batches) // accumulate)
+
+
+def samplers_in(batches: Any) -> list[ElasticSampler]:
+    """The ElasticSamplers that a batch sampler has, or samplers of its own have."""
+    if isinstance(batches, ElasticSampler):
+        return [batches]
+    values = vars(batches).items() if hasattr(batches, "__dict__") else ()
+    inner = [value for name, value in values if "sampler" in name or name == "inner"]
+    return [sampler for value in inner for sampler in samplers_in(value)]
+
+
+def _feeding(batches: Batches | StreamLoader) -> Sequence[ElasticSampler | ElasticIterable]:
+    return [batches.data] if isinstance(batches, StreamLoader) else samplers_in(batches)
+
+
+def _batches_of(loader: Any) -> Batches:
+    """The one of this loader, which gets it if it has none. Raises UsageError."""
+    inner = _loader_in(loader)
+    name = "sampler" if inner.batch_sampler is None else "batch_sampler"
+    batches = vars(inner)[name]
+    if not isinstance(batches, Batches):
+        batches = vars(inner)[name] = Batches(batches)  # the loader's own attribute is read-only
+    if running := getattr(inner, "_iterator", None):  # of workers that persist
+        running._index_sampler = batches  # noqa: SLF001
+    return batches
+
+
+def _loader_in(loader: Any) -> Any:
+    """The DataLoader that it is or wraps, if its batches can be counted. Raises UsageError."""
+    if hasattr(loader, "base_dataloader"):
+        raise UsageError(
+            "this loader was prepared by accelerate, which shards it once more and sets its epochs:"
+            " leave it out of accelerator.prepare(), and move batches to accelerator.device"
+        )
+    if isinstance(loader, StreamLoader):
+        raise UsageError(
+            "a stream's loader() counts its batches itself: give it to state.steps as it is, and "
+            "put what wraps it around that. How many there are follows from its lengths"
+        )
+    if not isinstance(loader, DataLoader):
+        for name in _INSIDE:
+            if hasattr(loader, name):
+                return _loader_in(getattr(loader, name))
+        raise UsageError(f"{_named(loader)} is no DataLoader: give steps() one, {_BY_HAND}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "an IterableDataset deals out its samples itself, and no sampler counts them: make it "
+            f"a data set with indices, or an ElasticIterable and take its loader(), {_BY_HAND}"
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise UsageError(
+            "a loader with in_order=False gives its batches in another order than its sampler, so "
+            "that others than were trained on would count: leave in_order out"
+        )
+    return loader
+
+
+def _is_known(
+    sampler: ElasticSampler | ElasticIterable,
+    samplers: Sequence[ElasticSampler | ElasticIterable],
+) -> bool:
+    if any(sampler is known for known in samplers):
+        return True
+    raise UsageError(
+        f"the loader's {type(sampler).__name__} is not the state's: give the state this one, as "
+        "ElasticState(sampler=...), or the loader the state's"
+    )
+
+
+def _why_not(size: int, handed: int, *, began: bool) -> str:
+    """Why a batch of so many indices can't be counted, when samplers handed out so many."""
+    if began and not handed:
+        return "the sampler has begun anew since this loop began: begin a new loop, too"
+    if not handed:
+        return (
+            "this loader's batches do not come from an ElasticSampler of the state: give it "
+            f"DataLoader(sampler=state.sampler), {_BY_HAND}"
+        )
+    return (
+        f"the loader's batch sampler took {handed} indices for a batch of {size}: what is trained "
+        "on must be the sampler's next indices, each of them, in its order"
+    )
+
+
+def _named(loader: object) -> str:
+    return f"{type(loader).__module__}.{type(loader).__qualname__}"
+
+
+def _length_of(batches: Batches | StreamLoader) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:  # a batch sampler without a length
+        return None

@@ -1,0 +1,293 @@
+"""All ranks agree on the newest snapshot, and those who lack it get it from those who hold it.
+
+They do so by collectives and point-to-point transfers of the default process group, gloo or NCCL.
+What travels is the snapshot's bytes, and none go to a rank that has them. Of ranks whose newest
+snapshots are one version, but not the same bytes, the lowest one's counts.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.state.digest import sum_of
+from elastic_etcd.train.state.snapshot import Header, Memfd, MemfdPair, StateSnapshot, Version
+
+BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
+BLOCK = 64 << 10  # bytes; what of two snapshots is compared
+_HEADER = 128  # bytes; a packed header and room
+_NO_VERSION = Version(-1, -1, -1)
+
+
+class Offer(NamedTuple):
+    """What a rank brings to a sync: its newest snapshot, and which file it has loaded, if any.
+
+    node: whose ranks share snapshots; -1: none.
+    """
+
+    newest: Header | None
+    loaded: Version | None
+    node: int = -1
+
+
+def gather_offers(mine: Offer) -> list[Offer]:
+    """Each rank's, in rank order. Collective."""
+    _, size = rank_and_size(launched=False)
+    if size == 1:
+        return [mine]
+    return [_read_offer(numbers) for numbers in gather(_numbers_of(mine))]
+
+
+def _numbers_of(offer: Offer) -> list[int]:
+    newest = offer.newest or Header(_NO_VERSION, 0, 0, bytes(16))
+    halves = struct.unpack("<qq", newest.digest)
+    loaded = astuple(offer.loaded or _NO_VERSION)
+    numbers = newest.objects, newest.size, *halves, *loaded, offer.node
+    return [*astuple(newest.version), *numbers]
+
+
+def _read_offer(numbers: Sequence[int]) -> Offer:
+    version, loaded = Version(*numbers[:3]), Version(*numbers[7:10])
+    header = Header(version, numbers[3], numbers[4], struct.pack("<qq", *numbers[5:7]))
+    return Offer(
+        None if version == _NO_VERSION else header,
+        None if loaded == _NO_VERSION else loaded,
+        numbers[10],
+    )
+
+
+def even_out(
+    memfds: MemfdPair, holders: Sequence[int], headers: Sequence[Header | None]
+) -> list[str]:
+    """Give those of `holders` whose bytes are others than the lowest one's those. Collective.
+
+    Only blocks that differ travel. It returns the names of the values that differed on this rank.
+    A transfer that breaks off leaves all as it was. Raises MalformedState.
+    """
+    wanted = headers[holders[0]]
+    assert wanted is not None
+    if all(headers[rank] == wanted for rank in holders):
+        return []
+    rank, _ = rank_and_size(launched=False)
+    mine = memfds.newest() if rank in holders else None
+    differs = mine is not None and mine.header != wanted
+    sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
+    if mine is not None and not differs:
+        sums = block_sums(mine.body)
+    sums = _broadcast(sums, holders[0])
+    lacking = torch.zeros(len(sums), dtype=torch.uint8)
+    if mine is not None and differs:
+        ours = block_sums(mine.body)[: len(sums)]
+        lacking.fill_(1)[: len(ours)] = ours != sums[: len(ours)]
+        if mine.body.numel() != wanted.size:
+            lacking[-1] = 1
+    dirty = _any_rank(lacking).nonzero().flatten().tolist()
+    source = mine.body if mine is not None and not differs else None
+    target = _copy_of(memfds, mine, wanted.size) if mine is not None and differs else None
+    for first in range(0, len(dirty), BUCKET // BLOCK or 1):
+        _pass_on(
+            dirty[first : first + (BUCKET // BLOCK or 1)], wanted.size, holders[0], source, target
+        )
+    return _adopt(memfds, mine, wanted, holders[0]) if mine is not None and differs else []
+
+
+def block_sums(body: torch.Tensor) -> torch.Tensor:
+    """The sum of each block, as the digest has it of a chunk."""
+    sums = b"".join(map(sum_of, body.view(torch.int64).split(BLOCK // 8)))
+    return torch.frombuffer(bytearray(sums), dtype=torch.int64)
+
+
+def _copy_of(memfds: MemfdPair, mine: StateSnapshot, size: int) -> torch.Tensor:
+    """The older memory file's body, with what the newest snapshot has."""
+    target = memfds.clear_older(size)
+    both = min(size, mine.header.size)
+    target[:both].copy_(mine.body[:both])
+    return target
+
+
+def _pass_on(
+    blocks: Sequence[int],
+    size: int,
+    sender: int,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+) -> None:
+    """Broadcast these blocks of `source`, which the sender has, into `target`, if there is one."""
+    ranges = [(block * BLOCK, min((block + 1) * BLOCK, size)) for block in blocks]
+    if source is not None:
+        packed = torch.cat([source[start:end] for start, end in ranges])
+    else:
+        packed = torch.empty(sum(end - start for start, end in ranges), dtype=torch.uint8)
+    arrived = _broadcast(packed, sender)
+    if target is not None:
+        parts = arrived.split([end - start for start, end in ranges])
+        for (start, end), part in zip(ranges, parts, strict=True):
+            target[start:end] = part
+
+
+def _adopt(memfds: MemfdPair, mine: StateSnapshot, wanted: Header, sender: int) -> list[str]:
+    """Let the older memory file be the newest; the names of what is another there."""
+    snapshot = _arrived(memfds.older(), wanted, sender)
+    names = differences(mine, snapshot)
+    memfds.prefer(snapshot)
+    return names
+
+
+def differences(one: StateSnapshot, other: StateSnapshot) -> list[str]:
+    """The names of values and tensors that are not the same in both snapshots."""
+    (parts, tensors), (others, other_tensors) = one.load(), other.load()
+    names = [name for name, part in others.items() if parts.get(name) != part]
+    for name, (tensor, _) in other_tensors.items():
+        found, _ = tensors.get(name, (None, False))
+        if found is None or not _is_same(found, tensor):
+            names.append(name)
+    return names
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other))))
+
+
+def _broadcast(tensor: torch.Tensor, sender: int) -> torch.Tensor:
+    there = tensor.to(device_of())
+    dist.broadcast(there, sender)
+    return there.cpu()
+
+
+def _any_rank(flags: torch.Tensor) -> torch.Tensor:
+    there = flags.to(device_of())
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    return there.cpu()
+
+
+def compare_counts(counted: tuple[Version, int] | None) -> None:
+    """Compare what the ranks' samplers had counted at the same commit. Collective.
+
+    counted: this rank's latest commit and a digest of it; None if it does not know. Raises
+    UsageError, on all ranks alike, where two differ: samples would be lost or used twice.
+    """
+    if rank_and_size(launched=False)[1] == 1:
+        return
+    version, digest = counted or (Version(-1, -1, -1), -1)
+    seen: dict[Version, tuple[int, int]] = {}
+    for rank, row in enumerate(gather([*astuple(version), digest])):
+        first, known = seen.setdefault(Version(*row[:3]), (rank, row[3]))
+        if row[3] != known:
+            where = f"ranks {first} and {rank} have committed samplers that differ"
+            cure = "count batches with state.steps(loader), or call sampler.agree() before a commit"
+            raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
+
+
+def spread(memfds: MemfdPair, holders: Sequence[int], nodes: Sequence[int]) -> StateSnapshot:
+    """Copy the newest snapshot of the ranks in `holders` to all others. Collective.
+
+    nodes: each rank's, where it shares snapshots, else -1. One rank of a node gets it from another
+    node, and the others take it from that one's memory. It returns the snapshot. A transfer that
+    breaks off leaves the receiver's older one as it was. Raises MalformedState for one that does
+    not arrive as it was sent.
+    """
+    rank, size = rank_and_size(launched=False)
+    newest = memfds.newest() if rank in holders else None
+    having = [*holders, *first_of_nodes(holders, nodes)]
+    newest = _transfer(memfds, newest, transfers(holders, having))
+    if len(having) < size:
+        offers = gather_offers(Offer(newest.header if newest else None, None))
+        if newest is None and (wanted := offers[holders[0]].newest):
+            newest = memfds.take(wanted)
+        found = gather([newest is not None])
+        having = [other for other, (has,) in enumerate(found) if has]
+        newest = _transfer(memfds, newest, transfers(having, range(size)))
+    memfds.begin_anew()
+    assert newest is not None
+    return newest
+
+
+def first_of_nodes(holders: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """The ranks that get a snapshot over the network, since no other of their node has it."""
+    reached = {nodes[rank] for rank in holders}
+    first = []
+    for rank, node in enumerate(nodes):
+        if rank not in holders and (node < 0 or node not in reached):
+            first.append(rank)
+            reached.add(node)
+    return first
+
+
+def transfers(holders: Sequence[int], ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Who sends to whom of `ranks`, in an order in which all holders send at the same time.
+
+    Who has received sends on: with h holders all have it after log2(ranks / h) in sequence.
+    """
+    having = list(holders)
+    lacking = [rank for rank in ranks if rank not in having]
+    while lacking:
+        pairs = list(zip(having, lacking, strict=False))
+        yield from pairs
+        having += [receiver for _, receiver in pairs]
+        del lacking[: len(pairs)]
+
+
+def _transfer(
+    memfds: MemfdPair, newest: StateSnapshot | None, pairs: Iterable[tuple[int, int]]
+) -> StateSnapshot | None:
+    """What this rank has after its part of these."""
+    rank, _ = rank_and_size(launched=False)
+    for sender, receiver in pairs:
+        if rank == receiver:
+            newest = _receive_snapshot(memfds, sender)
+        elif rank == sender:
+            assert newest is not None
+            _send_snapshot(newest, receiver)
+    return newest
+
+
+def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
+    device = device_of()
+    header = snapshot.header.pack().ljust(_HEADER, b"\0")
+    dist.send(torch.tensor(list(header), dtype=torch.uint8, device=device), receiver)
+    for bucket in snapshot.body.split(BUCKET):
+        dist.send(bucket.to(device), receiver)
+
+
+def _receive_snapshot(memfds: MemfdPair, sender: int) -> StateSnapshot:
+    header = _receive_header(sender)
+    with memfds.receiving(header.size) as memfd:
+        for bucket in memfd.body(header.size).split(BUCKET):
+            _receive_bucket(bucket, sender)
+        return _arrived(memfd, header, sender)
+
+
+def _arrived(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:
+    """What was written to the memory file. Raises MalformedState if it is not what was sent."""
+    snapshot = memfd.set(header)
+    if not snapshot.is_intact():
+        memfd.clear()
+        raise MalformedState(f"the snapshot from rank {sender} did not arrive as it was sent")
+    return snapshot
+
+
+def _receive_header(sender: int) -> Header:
+    packed = torch.empty(_HEADER, dtype=torch.uint8, device=device_of())
+    dist.recv(packed, sender)
+    header = Header.unpack(bytes(packed.tolist()))
+    if header is None:
+        raise MalformedState(f"rank {sender} sent no header of a snapshot")
+    return header
+
+
+def _receive_bucket(bucket: torch.Tensor, sender: int) -> None:
+    device = device_of()
+    if device.type == "cpu":
+        dist.recv(bucket, sender)
+    else:
+        arrived = torch.empty_like(bucket, device=device)
+        dist.recv(arrived, sender)
+        bucket.copy_(arrived)
