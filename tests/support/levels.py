@@ -80,6 +80,8 @@ def level_of(file: Path, root: Path) -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show them; also for scripts/test, which adds up its rows."""
+    if not _levels:
+        return
     terminalreporter.section("levels")
     terminalreporter.write_line(table(_levels))
     if file := os.environ.get("TEST_LEVELS"):
