@@ -43,7 +43,6 @@ from elastic_etcd.agent.inbox import (
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.console import ConsoleHandler
 from elastic_etcd.agent.output.logs import Logs
-from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -195,8 +194,6 @@ async def run_agent(
         measure = Measure(workers)
         pace = PaceTeller(membership, workers)
         tasks.create(pace.tell())
-        preload = PreloadTeller(membership, workers)
-        tasks.create(preload.tell())
         stragglers = StragglerWatch(membership, workers)
         tasks.create(stragglers.tell())
         tasks.create(stragglers.compare())
@@ -204,7 +201,7 @@ async def run_agent(
             metrics.follow(membership, workers, measure)
         if account:
             account.follow(logs)
-        observers: tuple[Observer, ...] = (hangs, pace, preload, stragglers)
+        observers: tuple[Observer, ...] = (hangs, pace, stragglers)
         if metrics:
             observers = (*observers, metrics)
         own = (measure, observers, account)
