@@ -29,6 +29,13 @@ def test_each_marked_test_is_in_a_part_and_each_part_has_tests() -> None:
     assert {name for name, part in PARTS.items() if not part.commands} <= set(used)
 
 
+@pytest.mark.parametrize("folder", ["compose", "frameworks", "gpu", "netns", "users"])
+def test_all_of_these_are_for_the_night(folder: str) -> None:
+    files = list((ROOT / "tests" / folder).glob("test_*.py"))
+    assert files
+    assert [file.name for file in files if list(marked(file)) != [folder]] == []
+
+
 def test_a_part_that_fails_hides_no_other(capfd: pytest.CaptureFixture[str]) -> None:
     parts = {
         "fails": Part("", 1, ("exit 3", "echo not reached")),
