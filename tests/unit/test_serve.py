@@ -335,6 +335,7 @@ def test_a_chart_has_a_bound() -> None:
     assert points[-1][0] > 99_000 * 1000
 
 
+@pytest.mark.nightly(part="chromium")
 async def test_in_a_browser(etcd: EtcdServer, prefix: str, tmp_path: Path) -> None:
     keys, other = Keys(f"{prefix}/j"), Keys(f"{prefix}/over")
     await write(etcd, running(keys, 64, ATTACK))
