@@ -16,8 +16,8 @@ from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.protocol.messages import Change, Interrupt
-from elastic_etcd.system.leftovers import Mark, Strays
-from elastic_etcd.system.process import ProcessGroups
+from elastic_etcd.system.groups import ProcessGroups
+from elastic_etcd.system.leftovers import Leftovers, Mark
 from elastic_etcd.times import STUCK
 
 _LATE = 10.0  # seconds until the log names those that do not stop; then twice as many, and so on
@@ -53,7 +53,7 @@ class Termination:
         self._inbox = inbox
         self._tasks = tasks
         self._guardian = guardian
-        self._leftovers = Strays(mark)
+        self._leftovers = Leftovers(mark)
         self._running = running
         self._parked = parked
         self._dead: dict[int, Worker] = {}  # something of their groups may still run

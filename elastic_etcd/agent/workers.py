@@ -52,8 +52,8 @@ from elastic_etcd.protocol.messages import (
     Interrupt,
     Parked,
 )
-from elastic_etcd.system.leftovers import Mark, Strays, end_former
-from elastic_etcd.system.process import Process
+from elastic_etcd.system.exits import Process
+from elastic_etcd.system.leftovers import Leftovers, Mark, end_former_agents_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
 
@@ -135,7 +135,7 @@ class Workers:
 
     async def end_former_agents_leftovers(self) -> None:
         """Wait until they are gone. Raises ElasticEtcdError when the kernel takes too long."""
-        await end_former(self._mark, self._config.kill_timeout)
+        await end_former_agents_leftovers(self._mark, self._config.kill_timeout)
 
     async def prestart(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
@@ -272,7 +272,7 @@ class Workers:
                     await self._parked_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout):
-                await Strays(self._mark).end(self.generation)
+                await Leftovers(self._mark).end(self.generation)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""

@@ -17,6 +17,7 @@ WIDTH = 96
 LARGE = {"cpu": 1 << 16, "cuda": 3 * BUFFER // 4 + 5}  # float32: on a GPU more than both buffers
 
 pytestmark = [
+    pytest.mark.nightly(part="gpu"),
     pytest.mark.timeout(2 * PATIENCE),
     pytest.mark.parametrize("place", devices()),
 ]

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_etcd.train.agent_channel
-from elastic_etcd.train.state import free_memory, memfds, snapshots
+from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshots
 from elastic_etcd.train.state.body import TensorSlice
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.free_memory import Free
-from elastic_etcd.train.state.memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
@@ -290,7 +290,7 @@ def test_a_rank_that_is_killed_in_its_copy_leaves_nothing_that_is_taken_for_whol
 def test_a_rank_that_is_stopped_in_its_copy_does_not_keep_others_from_theirs(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memfds, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(snapshots, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
@@ -322,7 +322,7 @@ def look(fds: list[Any], rank: int, said: Any, asked: Any) -> None:
 def test_a_rank_that_compares_waits_for_nobody_who_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memfds, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
     monkeypatch.setattr(snapshots, "_TIMES", 0)
     heard, said = Pipe(duplex=False)

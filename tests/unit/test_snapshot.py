@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.state.body import CHUNK, Staging, TensorSlice, digest_of, write_body
 from elastic_etcd.train.state.encoding import decode, dumps, encode
-from elastic_etcd.train.state.memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshot import Draft, Header, Version, pack, slices_of, unpack
+from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.forked import Child
 

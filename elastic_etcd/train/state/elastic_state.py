@@ -24,8 +24,8 @@ from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import codecs
 from elastic_etcd.train.state.body import Staging, TensorSlice
-from elastic_etcd.train.state.memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshots import Snapshots
 from elastic_etcd.train.state.steps import Loops, Steps
 from elastic_etcd.train.state.sync import compare_counts, even_out, gather_inventories, spread

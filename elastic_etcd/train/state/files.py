@@ -23,7 +23,6 @@ import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.memfds import HEADER, Memfd, StateSnapshot
 from elastic_etcd.train.state.snapshot import (
     Header,
     Row,
@@ -32,6 +31,7 @@ from elastic_etcd.train.state.snapshot import (
     ranges_of,
     read_objects,
 )
+from elastic_etcd.train.state.snapshot_memfds import HEADER, Memfd, StateSnapshot
 
 FORMAT = "1"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one

@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError
+from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.state import files
 from elastic_etcd.train.state.free_memory import check_memory
-from elastic_etcd.train.state.memfds import HEADER, MOST_RANKS, Memfd, SharedMemfd, StateSnapshot
 from elastic_etcd.train.state.snapshot import Draft, Header, Version
+from elastic_etcd.train.state.snapshot_memfds import (
+    HEADER,
+    MOST_RANKS,
+    Memfd,
+    SharedMemfd,
+    StateSnapshot,
+)
 
 MOST_NAMES = 16  # of memory files that the agent keeps for a process, as in agent/channel.py
 _TIMES = 10  # this rank's own time for its sums, if that is longer than COPY_PATIENCE
@@ -306,7 +313,7 @@ def _own_memfd(channel: Channel | None, name: str) -> int:
     """The memory file of that name: the agent's, from before this process, or a new one."""
     fd = channel.recall(name) if channel else None
     if fd is None:
-        fd = os.memfd_create(f"elastic_etcd-{name}")
+        fd = new_memfd(f"elastic_etcd-{name}")
         if channel:
             channel.keep(name, fd)
     return fd
@@ -314,8 +321,8 @@ def _own_memfd(channel: Channel | None, name: str) -> int:
 
 def _shared_memfd(channel: Channel, name: str) -> int:
     """The node's memory file of that name; the first rank that asks makes it."""
-    fd = os.memfd_create(f"elastic_etcd-{name}")
-    os.ftruncate(fd, HEADER)  # here: a rank that opens it later may find it longer, and must not
+    # As long as a header: a rank that opens it later may find it longer, and must not shorten it.
+    fd = new_memfd(f"elastic_etcd-{name}", HEADER)
     try:
         return channel.share(name, fd)
     finally:
