@@ -14,6 +14,7 @@ from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages, Doing
+from elastic_etcd.system.memfds import sealed_memfd
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 
@@ -139,7 +140,7 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(ways: Bo
 
 
 def test_pauses_are_not_the_steps_time() -> None:
-    page = ActivityPage(activity._sealed_memory())
+    page = ActivityPage(sealed_memfd("activity", activity.SIZE))
     page.clear()
     page.step(told=False)
     page.step(told=False)
@@ -167,7 +168,7 @@ def measure(page: ActivityPage, *, times: int, waited: int) -> Activity:
 
 
 def test_what_steps_take_outside_of_collectives() -> None:
-    page = ActivityPage(activity._sealed_memory())
+    page = ActivityPage(sealed_memfd("activity", activity.SIZE))
     page.clear()
     before = page.is_measured
     page.clear(measured=True)
@@ -186,7 +187,7 @@ def test_what_steps_take_outside_of_collectives() -> None:
 
 
 def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
-    page = ActivityPage(activity._sealed_memory())
+    page = ActivityPage(sealed_memfd("activity", activity.SIZE))
     page.clear(measured=True)
     before = measure(page, times=3, waited=0).measured
     page.step(told=True)  # counts from 1 again

@@ -317,7 +317,7 @@ async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: 
 
     await write(etcd, running(Keys(f"{prefix}/j"), 1))
     async with Mistaken(etcd.config) as client, Jobs(client, prefix, 60) as jobs:
-        async with jobs.looking("j"):
+        async with jobs.viewed("j"):
             await asyncio.wait({jobs.keeper}, timeout=DEADLINE)
             assert jobs.keeper.done()
         with pytest.raises(KeyError, match="a mistake"):

@@ -28,7 +28,7 @@ from elastic_etcd.core.lifecycle import State
 from elastic_etcd.core.schema import Hang, RankStep, Steps
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.protocol.activity import DUMP_STACKS, Activity, Doing
-from elastic_etcd.system.process import members_of
+from elastic_etcd.system.groups import members_of
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import (
     HANG_ALONE,
