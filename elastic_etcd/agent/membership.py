@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Never, Self
@@ -375,7 +374,7 @@ class Membership:
             if not isinstance(txn, Txn):
                 self._inbox.put(self._why_not(txn, again))
                 return
-            reading = replace(txn, then=(*txn.then, *after), otherwise=look)
+            reading = structs.replace(txn, then=(*txn.then, *after), otherwise=look)
             result = await self._client.txn(reading, timeout)
             seen = _snapshot_of(result)
             if result.succeeded or result.ambiguous:

@@ -35,7 +35,16 @@ from elastic_etcd.core.rules import (
     vacant,
     vanished,
 )
-from elastic_etcd.core.schema import VERSION, Failure, Limits, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    VERSION,
+    Failure,
+    Limits,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+)
+from elastic_etcd.core.txn import Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View
 from elastic_etcd.times import HOLD, KILLED
 
@@ -182,6 +191,26 @@ class Fatal(Struct, frozen=True, tag=True):
     why: Over | Error | Outdated
 
 
+class Found(Struct, frozen=True, tag=True):
+    """A follower has found something that the other agents are to know; `by` is its name."""
+
+    by: str
+    txn: Txn
+
+
+class Published(Struct, frozen=True, tag=True):
+    """The follower's Txn was answered; `ok` is whether it was done, as far as is known."""
+
+    by: str
+    ok: bool
+
+
+class JobEnded(Struct, frozen=True, tag=True):
+    """This agent, which is about to end, knows how the job has ended."""
+
+    outcome: Outcome
+
+
 Event: TypeAlias = (
     ViewChanged
     | Joined
@@ -197,6 +226,9 @@ Event: TypeAlias = (
     | Answered
     | Tick
     | Fatal
+    | Found
+    | Published
+    | JobEnded
 )
 
 
@@ -228,6 +260,13 @@ class Write(Struct, frozen=True, tag=True):
     what: Writable
     lease: int
     generation: int = 0
+
+
+class Publish(Struct, frozen=True, tag=True):
+    """Put a follower's Txn into etcd, if that answers soon; answered by Published."""
+
+    by: str
+    txn: Txn
 
 
 class StartWorkers(Struct, frozen=True, tag=True):
@@ -270,7 +309,7 @@ class Log(Struct, frozen=True, tag=True):
     decision: Decision
 
 
-Action: TypeAlias = Write | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
+Action: TypeAlias = Write | Publish | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
 
 
 # --- state --------------------------------------------------------------------------------
@@ -341,7 +380,15 @@ class State(Struct, frozen=True):
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """What the agent is after `event` at `now`, and what it does."""
+    """What the agent is after `event` at `now`, and what it does.
+
+    The rules know nothing of followers: what these find changes no state.
+    """
+    match event:
+        case Found(by, txn):
+            return state, [Publish(by, txn)]
+        case Published() | JobEnded():
+            return state, []
     state = _release_failure(_absorb(state, event, now), now)
     actions: list[Action] = []
     state = _give_up_lease(state, now, actions)
