@@ -77,9 +77,9 @@ class EventLog:
         self._generation = 0  # of the world whose phases are told
         self._began = self._since = time.monotonic()
 
-    def see(self, happened: lifecycle.Event, state: State) -> None:
+    def see(self, before: State, happened: lifecycle.Event, state: State) -> None:
         """Take note of the agent's new state, and tell what has happened."""
-        before, self._state = self._state, state
+        self._state = state
         match happened:
             case Joined():
                 self._tell_event("node.joined", f"{self._node} is a member")

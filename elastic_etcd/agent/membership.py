@@ -15,12 +15,13 @@ from msgspec import UNSET, structs
 from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
+from elastic_etcd.agent.inbox import FatalError, MirrorChanged, Tasks
 from elastic_etcd.agent.peer_links import Lines
 from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Answered,
+    Event,
     Fatal,
     Joined,
     LeaseLost,
@@ -31,7 +32,7 @@ from elastic_etcd.core.lifecycle import (
     Write,
     WriteDone,
 )
-from elastic_etcd.core.rules import Local, may_still_save
+from elastic_etcd.core.rules import may_still_save
 from elastic_etcd.core.schema import (
     Drain,
     History,
@@ -75,24 +76,21 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This agent's lease, mirror and writes. What comes of them is put into the inbox.
+    """This agent's lease, mirror and writes. All that comes of them is put into the inbox.
 
-    The guardian, if there is one, is told until when workers may run without another renewal.
+    The guardian, if there is one, is told the lease, and until when workers may run without another
+    renewal.
     """
 
     def __init__(
-        self,
-        client: Client,
-        config: AgentConfig,
-        inbox: Inbox,
-        tasks: Tasks,
-        guardian: Guardian | None = None,
+        self, client: Client, config: AgentConfig, tasks: Tasks, guardian: Guardian | None = None
     ) -> None:
         self.keys = Keys(f"{config.prefix}/{config.job}")
         self.reached = Reached()  # --advertise, or this node's address on the way to etcd
+        self.spent_on: Callable[[int], Spent | None] = lambda _: None  # a world; by its accounting
         self._client = client
         self._config = config
-        self._inbox = inbox
+        self._inbox = tasks.inbox
         self._tasks = tasks
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
@@ -105,6 +103,7 @@ class Membership:
         self._coverage: Coverage = Narrow()
         self._first = Narrow()
         self._looked: Snapshot | None = None
+        self._malformed: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._silence = False
         self._changed = asyncio.Event()  # the mirror, since it was last looked at
@@ -166,12 +165,15 @@ class Membership:
             self._task.cancel()
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
-    def write(
-        self, state: State, write: Write, master: Master | None, spent: Spent | None = None
-    ) -> None:
+    def write(self, state: State, write: Write, master: Master | None) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
+        spent = self._spent(state)
         txn = writes.build(self.keys, state, write, self._member, master, _timestamp(), spent)
         self._begin_task(partial(self._commit, txn))
+
+    def _spent(self, state: State) -> Spent | None:
+        """Where the seconds of the last world went, if this node knows."""
+        return self.spent_on(state.view.ledger.final if state.view else state.local.ran)
 
     async def publish(self, txn: Txn) -> bool:
         """Whether `txn`, which nobody waits for, was done, as far as is known."""
@@ -193,9 +195,12 @@ class Membership:
         mirror.failed.add_done_callback(self._mirror_failed)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
-    def follow(self, state: State) -> None:
-        """Keep the line to the coordinator that this agent sees."""
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Keep the line to the coordinator that this agent sees, and the lease in safe hands."""
+        del before, event
         self._lines.follow(state.view, state.local.lease)
+        if self._guardian and self._config.etcd:  # an etcd of one's own ends with the agent
+            self._guardian.guard(lease=state.local.lease)
 
     def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
         return covered(self.keys, coverage, self._member.lease)
@@ -203,7 +208,14 @@ class Membership:
     def view(self) -> View | None:
         """The newest view, None before the first list."""
         snapshot = self._mirror.snapshot() if self._mirror else None
-        return view_of(snapshot, self.keys, self._coverage) if snapshot else None
+        if snapshot is None:
+            return None
+        view = view_of(snapshot, self.keys, self._coverage)
+        malformed = set(view.malformed)
+        for text in malformed - self._malformed:
+            log.warning("ignored, not written by this program: %s", text)
+        self._malformed = malformed
+        return view
 
     async def outcome(self, run: str) -> Outcome | None:
         """How `run` ended; None if that is nowhere to be found."""
@@ -233,12 +245,9 @@ class Membership:
             log.warning("ignored, not written by this program: %s: %s", key, str(error)[:256])
         return None
 
-    async def leave(self, local: Local, spent: Spent | None = None) -> None:
-        """Leave for good; the last one that does so stops the job.
-
-        `spent` is what this node has measured of the last world.
-        """
-        keys = self.keys
+    async def leave(self, state: State) -> None:
+        """Leave for good; the last one that does so stops the job."""
+        keys, local, spent = self.keys, state.local, self._spent(state)
         gets = (Get(keys.ledger), Get(keys.wanted), Get(keys.history(), prefix=True))
         await self._until_known(local.ran)
         try:

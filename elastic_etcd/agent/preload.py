@@ -3,7 +3,7 @@
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import writes
-from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.core.schema import Preload
 
 
@@ -15,8 +15,9 @@ class PreloadTeller:
         self._workers = workers
         self._state: State | None = None
 
-    def see(self, state: State) -> None:
+    def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
+        del before, event
         self._state = state
 
     async def tell(self) -> None:

@@ -191,8 +191,8 @@ class Fatal(Struct, frozen=True, tag=True):
     why: Over | Error | Outdated
 
 
-class Found(Struct, frozen=True, tag=True):
-    """A follower has found something that the other agents are to know; `by` is its name."""
+class Finding(Struct, frozen=True, tag=True):
+    """A follower has found what other agents are to know; `by` is its name."""
 
     by: str
     txn: Txn
@@ -226,7 +226,7 @@ Event: TypeAlias = (
     | Answered
     | Tick
     | Fatal
-    | Found
+    | Finding
     | Published
     | JobEnded
 )
@@ -385,7 +385,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     The rules know nothing of followers: what these find changes no state.
     """
     match event:
-        case Found(by, txn):
+        case Finding(by, txn):
             return state, [Publish(by, txn)]
         case Published() | JobEnded():
             return state, []

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from elastic_etcd.core.schema import MOST_STRAGGLERS, Limits, Round, Stragglers
+from elastic_etcd.core.schema import MOST_STRAGGLERS, Limits, Round, StepTime, Stragglers
 from elastic_etcd.core.view import View
 
 NAMED = 3  # nodes of many, in a line
 SHARE = 0.1  # of a step, that it must be longer for it: else the slow thing is something else
 STEPS = 50  # over which a node is measured
+SAME = 0.1  # a step time that differs by less from the one before is not worth a write
 
 
 class NodeTimes(NamedTuple):
@@ -28,6 +29,11 @@ class NodeTimes(NamedTuple):
 def are_told(limits: Limits, now: Round) -> bool:
     """Whether nodes are compared in the world of this round."""
     return limits.straggler_factor > 0 and now.nodes > 1
+
+
+def is_same(time: StepTime, before: StepTime) -> bool:
+    """Whether it says no more than the one before."""
+    return abs(time.outside - before.outside) <= SAME * before.outside
 
 
 def lead(view: View, factor: float) -> Stragglers | None:

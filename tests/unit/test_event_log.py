@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.event_log import EventLog, open_log
-from elastic_etcd.agent.followers.time_accounting import Measure
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.core.lifecycle import (
     Event,
     Finished,
@@ -48,12 +48,14 @@ class Node:
     def __init__(self, log: EventLog) -> None:
         self.page = ActivityPage(_sealed_memory())
         workers: Any = SimpleNamespace(pages=(self.page,))
-        self._measure, self._log = Measure(workers), log
-        self._measure.followers.append(log)
+        self._accounting, self._log = TimeAccounting(workers), log
+        self._accounting.listeners.append(log)
+        self._state = State(Local(""), 1)
 
     def see(self, event: Event, now: State) -> None:
-        self._log.see(event, now)
-        self._measure.see(now)
+        before, self._state = self._state, now
+        self._log.see(before, event, now)
+        self._accounting.see(before, event, now)
 
 
 async def test_what_happens_on_a_node(tmp_path: Path) -> None:

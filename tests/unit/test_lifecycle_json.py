@@ -14,8 +14,8 @@ from elastic_etcd.core.lifecycle import (
     Exit,
     Failed,
     Fatal,
+    Finding,
     Finished,
-    Found,
     Grace,
     Held,
     JobEnded,
@@ -97,7 +97,7 @@ EVENTS: list[Event] = [
     Tick(),
     Fatal(Over("the job ended")),
     Fatal(Error("etcd denies it")),
-    Found("hangs", TOLD),
+    Finding("hangs", TOLD),
     Published("hangs", ok=True),
     JobEnded(OUTCOME),
 ]
@@ -183,7 +183,11 @@ def test_a_record_replays() -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_the_rules_know_nothing_of_followers(state: State) -> None:
     """So that the model, which has none, explores all states."""
-    found, published, ended = Found("hangs", TOLD), Published("hangs", ok=False), JobEnded(OUTCOME)
+    found, published, ended = (
+        Finding("hangs", TOLD),
+        Published("hangs", ok=False),
+        JobEnded(OUTCOME),
+    )
     assert step(state, found, 1e9) == (state, [Publish("hangs", TOLD)])
     assert step(state, published, 1e9) == (state, [])
     assert step(state, ended, 1e9) == (state, [])

@@ -11,7 +11,7 @@ from elastic_etcd.core.lifecycle import (
     Action,
     Event,
     Fatal,
-    Found,
+    Finding,
     Joined,
     LeaseLost,
     Over,
@@ -107,7 +107,7 @@ def test_views_of_a_large_job_take_bounded_memory(monkeypatch: pytest.MonkeyPatc
     assert len(flight._steps) == 2
 
 
-HANG = Found("hangs", Txn((Compare("/j/round", "mod", 7),), (Put("/j/hang", "{}"),)))
+HANG = Finding("hangs", Txn((Compare("/j/round", "mod", 7),), (Put("/j/hang", "{}"),)))
 
 
 def test_what_a_follower_has_found_is_in_the_file_and_replays(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_a_follower_has_found_is_in_the_file_and_replays(tmp_path: Path) ->
     assert '"type":"Published"' in lines[4]
     assert replay(path) == ""
     path.write_text("\n".join(lines).replace('"key":"/j/hang"', '"key":"/j/other"', 1))
-    assert replay(path).startswith("line 4: Found(by='hangs'")
+    assert replay(path).startswith("line 4: Finding(by='hangs'")
 
 
 def test_findings_push_nothing_else_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_findings_push_nothing_else_out(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(recorder, "_FINDINGS", 2)
     path = recorded([HANG, *EVENTS[:5], *[HANG] * 9, EVENTS[5], HANG]).write(str(tmp_path))
     kinds = [line.split('"type":"')[1].split('"')[0] for line in path.read_text().splitlines()[1:]]
-    assert kinds == ["LeaseLost", "Joined", "Found", "Signalled", "Found"]
+    assert kinds == ["LeaseLost", "Joined", "Finding", "Signalled", "Finding"]
     assert replay(path) == ""
 
 

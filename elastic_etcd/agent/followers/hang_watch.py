@@ -1,8 +1,8 @@
-"""Tells when a worker has not ended its step for too long, where it stands, and who is behind.
+"""Workers that do not end their step for too long: where each stands, and which one is behind.
 
 Only what is known to be a step is watched: not what comes before the first one of a world has
-ended, nor commits, saves and what `ee.quiet` was told. The agents find out together whom the others
-wait for (core/hangs.py); one that gets no answer tells of its own workers.
+ended, nor commits, saves and what `ee.quiet` was told. The agents find out together which rank the
+others wait for (core/hangs.py); an agent that gets no answer names its own workers.
 """
 
 import asyncio
@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from elastic_etcd.agent.followers import nccl_trace
-from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.followers.periodic import PeriodicFollower, leads
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import hangs, schema, writes
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.schema import Hang, RankStep, Steps
-from elastic_etcd.core.view import Everything, View
+from elastic_etcd.core.lifecycle import Event, State
+from elastic_etcd.core.schema import Hang, Keys, RankStep, Steps
+from elastic_etcd.core.view import View
 from elastic_etcd.protocol.activity import DUMP_STACKS, Activity, Doing
 from elastic_etcd.system.process import members_of
 from elastic_etcd.system.threads import in_thread
@@ -39,7 +40,7 @@ from elastic_etcd.times import (
     HANG_STACKS,
 )
 
-_PACE = 1.0
+_PERIOD = 1.0
 _LOOK = 0.2  # between two looks at what is being written
 _TIMES = 10  # the slowest of the recent steps
 _PROCESSES, _THREADS = 64, 256  # of a worker, that are looked at
@@ -52,36 +53,34 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 log = logging.getLogger(__name__)
 
-Reached: TypeAlias = tuple[Doing, int]  # what a worker does, after how many steps
+Reached: TypeAlias = tuple[Doing, int]  # an activity, after how many steps
 
 
 class Evidence(NamedTuple):
-    """What was found out about a worker that stood: after how many steps, and its Python stack."""
+    """A worker that stood: after how many steps it did, and its Python stack."""
 
     steps: int
     stack: str
 
 
-class HangWatch:
-    """Both `watch()` and `answer()` run for ever, and `see` is told of every state.
+class HangWatch(PeriodicFollower):
+    """Looks at each worker once a second, and asks and answers together with the other agents.
 
     timeout: seconds in one step; None: ten times the slowest of the recent ones, but twice the
     longest that this agent has seen, and a minute, at least.
     """
 
+    name = "hangs"
+
     def __init__(
-        self, timeout: float | None, membership: Membership, workers: Workers, logs: Logs
+        self, timeout: float | None, keys: Keys, workers: Workers, logs: Logs, tasks: Tasks
     ) -> None:
+        super().__init__(keys, workers, tasks)
         self._timeout = timeout
-        self._membership = membership
-        self._workers = workers
         self._logs = logs
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._state: State | None = None
-        self._heard: tuple[int, int] | None = None  # generation and number of the last line
+        self._last_line: tuple[int, int] | None = None  # its generation and number
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
-        self._slowest = 0.0  # of all steps of all worlds, as far as one look a second tells
+        self._slowest = 0.0  # of all steps of all worlds, as far as one look a second shows
         self._seen: dict[int, Activity] = {}  # by rank, at the look before
         self._begin(0)
 
@@ -92,39 +91,47 @@ class HangWatch:
         self._generation = generation
         self._seen.clear()
         self._evidence: dict[int, Evidence] = {}  # by rank; of those that have not gone on
-        self._said = 0  # the number of the steps that were published last
+        self._gathers = False  # evidence, while nobody asks
+        self._number = 0  # of the steps that were published last
         self._published: dict[int, Reached] = {}  # where the ranks that stood were then
         self._judged: dict[int, Reached] = {}  # the same, once all were asked
         self._again = math.inf  # seconds in its step, until a judged one is asked about again
         self._suspicion: float | None = None  # since when nobody has asked about one
         self._longest = 0.0  # of those that nobody has asked about
 
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Take note of the agent's new state."""
+        super().see(before, event, state)
+        if state.view and (state.view.hang or state.view.steps):
+            self.news.set()
+
+    def pause(self) -> float:
+        """A second."""
+        return _PERIOD
+
+    async def look(self) -> None:
+        """Look at each worker; then time has passed for all that waits, too."""
+        if self._generation != self._workers.generation:
+            self._begin(self._workers.generation)
+        found = [(w, now) for w, now in self._workers.activities() if self._is_late(w, now)]
+        self._suspect([worker for worker, _ in found])
+        self._longest = max((now.seconds for _, now in found), default=0.0)
+        await self.hear()
+
+    async def hear(self) -> bool:
+        """Ask as the coordinator, answer what is asked, and log what was found."""
+        state, view = self.state, self.state.view
+        if view and state.local.lease:
+            await self._lead(state, view)
+            if state.local.running == view.trains == self._generation:
+                await self._tell(state, view)
+            self._log_line(state, view)
+        return False
+
     # --- this node's own workers ----------------------------------------------------------
 
-    async def watch(self) -> None:
-        """Look at each worker once a second."""
-        while True:
-            await asyncio.sleep(_PACE)
-            if self._generation != self._workers.generation:
-                self._begin(self._workers.generation)
-            found = [
-                (w, now) for w, now in self._workers.activities() if self._stands_too_long(w, now)
-            ]
-            await self._suspect([worker for worker, _ in found])
-            self._longest = max((now.seconds for _, now in found), default=0.0)
-            self._news.set()
-
-    async def _suspect(self, late: list[Worker]) -> None:
-        """All nodes are asked about these, as soon as etcd answers."""
-        if not late:
-            self._suspicion = None
-        elif self._suspicion is None:
-            self._suspicion = self._loop.time()
-        elif self._loop.time() >= self._suspicion + HANG_ALONE:
-            await self._gather([w for w in late if w.spec.rank not in self._evidence])
-
-    def _stands_too_long(self, worker: Worker, now: Activity) -> bool:
-        """Whether it is too long in its step, and nobody knows it yet."""
+    def _is_late(self, worker: Worker, now: Activity) -> bool:
+        """Whether it stands in its step for too long, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
         if found and _reached(now) != (Doing.STEP, found.steps):
@@ -138,7 +145,7 @@ class HangWatch:
         if self._judged.get(rank) == _reached(now) and now.seconds < self._again:
             return False
         if before is None or _reached(before) != _reached(now):
-            return False  # what is read while it is written may be of two times
+            return False  # a page that is read while it is written may be of two times
         return now.seconds >= self._patience(now) and not _is_traced(worker.pid)
 
     def _patience(self, now: Activity) -> float:
@@ -148,18 +155,24 @@ class HangWatch:
         learnt = min(2 * self._slowest, HANG_LEARNT)
         return max(HANG_AT_LEAST, _TIMES * now.slowest, learnt)
 
-    def _settle(self) -> None:
-        """All nodes were asked about those that were published."""
-        self._judged, self._suspicion, self._again = self._published, None, math.inf
+    def _suspect(self, late: list[Worker]) -> None:
+        """All nodes are asked about these, as soon as etcd answers."""
+        if not late:
+            self._suspicion = None
+        elif self._suspicion is None:
+            self._suspicion = self._loop.time()
+        elif self._loop.time() >= self._suspicion + HANG_ALONE and not self._gathers:
+            unknown = [worker for worker in late if worker.spec.rank not in self._evidence]
+            if unknown:
+                self._gathers = True
+                self._tasks.create(self._gather_alone(unknown))
 
-    def _standing(self, seconds: float) -> dict[int, Reached]:
-        now = self._workers.activities()
-        return {w.spec.rank: _reached(at) for w, at in now if _stands(w, at, seconds)}
+    async def _gather_alone(self, late: list[Worker]) -> None:
+        await self._gather(late)
+        self._gathers = False
 
     async def _gather(self, hanging: list[Worker]) -> None:
-        """Say where they stand: into a file for each, and into their own output."""
-        if not hanging:
-            return
+        """Have written where they stand: into a file for each, and into their own output."""
         known = {worker.pid: worker.output.err.tail() for worker in hanging}
         asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
         traces = await _ask_for_traces(hanging)
@@ -213,28 +226,8 @@ class HangWatch:
 
     # --- all nodes together ---------------------------------------------------------------
 
-    def see(self, state: State) -> None:
-        """Take note of the agent's new state."""
-        self._state = state
-        if state.view and (state.view.hang or state.view.steps):
-            self._news.set()
-
-    async def answer(self) -> None:
-        """Ask as the coordinator, answer what is asked, and tell what was found."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            state = self._state
-            if state is None or state.view is None or not state.local.lease:
-                continue
-            await self._lead(state, state.view)
-            if state.local.running == state.view.trains == self._generation:
-                await self._say(state, state.view)
-            self._hear(state, state.view)
-
     async def _lead(self, state: State, view: View) -> None:
-        leads = view.round is not None and view.round.coordinator == state.local.lease
-        if not leads or view.coverage != Everything():
+        if not leads(state):
             return
         asked = hangs.of_now(view)
         key = (asked.generation, asked.number) if asked else (0, 0)
@@ -242,32 +235,34 @@ class HangWatch:
             self._question = key, self._loop.time()
         following = hangs.lead(view, self._loop.time() - self._question[1])
         if following:
-            txn = writes.put_hang(self._membership.keys, view, state.local, following)
-            await self._membership.publish(txn)
+            await self.publish(writes.put_hang(self._keys, view, state.local, following))
 
-    async def _say(self, state: State, view: View) -> None:
+    async def _tell(self, state: State, view: View) -> None:
         """Publish where the workers are, where that was asked or is to be asked."""
         asked = hangs.of_now(view)
         number = asked.number if asked else 0
         if asked and not asked.line:
-            if self._said < number and await self._publish(state, view, asked):
-                self._said = number
-            if self._said >= number:
-                self._settle()
-        elif self._suspicion is not None and self._said <= number:
-            wanted = Hang(self._generation, number + 1, self._longest)
-            if await self._publish(state, view, wanted):
-                self._said = number + 1
+            if self._number < number and await self._publish_steps(state, view, asked):
+                self._number = number
+            if self._number >= number:  # all nodes were asked about those that were published
+                self._judged, self._suspicion, self._again = self._published, None, math.inf
+        elif self._suspicion is not None and self._number <= number:
+            question = Hang(self._generation, number + 1, self._longest)
+            if await self._publish_steps(state, view, question):
+                self._number = number + 1
 
-    async def _publish(self, state: State, view: View, asked: Hang) -> bool:
+    async def _publish_steps(self, state: State, view: View, asked: Hang) -> bool:
         if asked.evidence:
             stand = [w for w, now in self._workers.activities() if _stands(w, now, asked.seconds)]
-            await self._gather([w for w in stand if w.spec.rank not in self._evidence])
-        self._published = self._standing(asked.seconds)
-        ranks = tuple(self._rank_step(w, now) for w, now in self._workers.activities())
+            if unknown := [w for w in stand if w.spec.rank not in self._evidence]:
+                await self._gather(unknown)
+        found = self._workers.activities()
+        self._published = {
+            w.spec.rank: _reached(now) for w, now in found if _stands(w, now, asked.seconds)
+        }
+        ranks = tuple(self._rank_step(worker, now) for worker, now in found)
         steps = Steps(state.local.lease, asked.number, ranks)
-        txn = writes.put_steps(self._membership.keys, view, state.local, steps)
-        return await self._membership.publish(txn)
+        return await self.publish(writes.put_steps(self._keys, view, state.local, steps))
 
     def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
         rank, doing, what = worker.spec.rank, schema.Doing[now.doing.name], now.what
@@ -279,14 +274,14 @@ class HangWatch:
             what = "stopped" if _status(worker.pid, "State") == "T" else _where(found.stack)
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 
-    def _hear(self, state: State, view: View) -> None:
-        """Tell the line once; one that was there before this agent is old."""
+    def _log_line(self, state: State, view: View) -> None:
+        """Log the line once; one that was there before this agent is old."""
         found = hangs.of_now(view)
         key = (found.generation, found.number) if found and found.line else (0, 0)
-        if self._heard is None or key <= self._heard or found is None:
-            self._heard = max(key, self._heard or key)
+        if self._last_line is None or key <= self._last_line or found is None:
+            self._last_line = max(key, self._last_line or key)
             return
-        self._heard = key
+        self._last_line = key
         log.log(logging.WARNING if found.alarm else logging.INFO, "%s", found.line)
         if not found.alarm:
             self._again = 2 * found.seconds

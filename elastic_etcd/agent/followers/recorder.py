@@ -1,8 +1,8 @@
 """The flight recorder: the last events of an agent's lifecycle, and the actions that followed.
 
-The agent's loop records each event before it steps through it, so that a step that raises is there,
-too. `write` makes a file of one JSON object a line, which tests/support/replay.py steps through once
-more.
+The agent's loop records each event before it steps through it, so that a step that raises is in
+the record, too. `write` makes a file of one JSON object a line, which tests/support/replay.py steps
+through once more.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ import msgspec
 from elastic_etcd.core.lifecycle import (
     Action,
     Event,
-    Found,
+    Finding,
     Published,
     State,
     ViewChanged,
@@ -54,7 +54,7 @@ class FlightRecorder:
     def record(self, before: State, at: float, event: Event) -> Step:
         """Remember a step that is about to be made; its actions are the caller's to add."""
         step = Step(at, event)
-        if isinstance(event, Found | Published):
+        if isinstance(event, Finding | Published):
             self._findings.append((before, step))
             return step
         self._steps.append((before, step))

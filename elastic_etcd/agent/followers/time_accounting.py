@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.lifecycle import Finished, State
+from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
 from elastic_etcd.protocol.activity import Activity, ActivityPage, Doing
@@ -21,14 +21,14 @@ _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training al
 
 
 class HasPages(Protocol):
-    """Who runs the workers."""
+    """The workers, by their pages."""
 
     @property
     def pages(self) -> Sequence[ActivityPage]: ...
 
 
 class Phases(Protocol):
-    """Who is told of each phase: metrics.Recovery, and event_log.EventLog."""
+    """Is told of each phase: metrics.Recovery, and event_log.EventLog."""
 
     def end_world(self, now: float, idle: float) -> None: ...
 
@@ -41,15 +41,11 @@ class Phases(Protocol):
     def forget(self) -> None: ...
 
 
-class Measure:
-    """Measures one world after the other; `of` is what is known of the last one.
-
-    `see` is told of every state, before what follows from it is done. `followers` are told
-    of each phase.
-    """
+class TimeAccounting:
+    """Accounts for one world after the other; the `listeners` are told of each phase."""
 
     def __init__(self, workers: HasPages) -> None:
-        self.followers: list[Phases] = []
+        self.listeners: list[Phases] = []
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -66,16 +62,17 @@ class Measure:
         self._commits = False  # ever
         self._looking: asyncio.TimerHandle | None = None
 
-    def of(self, generation: int) -> Spent | None:
+    def spent_on(self, generation: int) -> Spent | None:
         """Where the seconds of this world went; None if it is not the last one that this node saw.
 
-        Of one whose workers are still stopping it is what is known by now.
+        While its workers are still stopping it is as much as is known by now.
         """
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
-    def see(self, state: State) -> None:
+    def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        before, self._state = self._state, state
+        del event
+        self._state = state
         was, own, now = before.local, state.local, self._loop.time()
         if own.lease and not was.lease and not was.ran and not self._other:
             self._since = now
@@ -89,7 +86,7 @@ class Measure:
             ended = replace(self._spent, stop=now - self._since)
             self._spent = ended if self._finished else self._measured(now)
             self._since = now
-            for each in self.followers:
+            for each in self.listeners:
                 each.pass_phase("stop", now)
         if own.running and own.running != was.running:
             self._begin_world(now)
@@ -99,7 +96,7 @@ class Measure:
     def _follow_others(self, now: float) -> None:
         """A world without this node's workers; of that only its seconds are known."""
         if is_spare(self._state):
-            for each in self.followers:
+            for each in self.listeners:
                 each.forget()
         if self._state.view is None:  # it joins again
             return
@@ -120,7 +117,7 @@ class Measure:
         assert self._state.view
         begun = self._state.view.round
         assert begun
-        for each in self.followers:
+        for each in self.listeners:
             each.begin_world(cause_of(begun), now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
@@ -147,13 +144,13 @@ class Measure:
             entered = max(self._since, now - min(page.since_init for page in pages))
             self._spent = replace(self._spent, start=entered - self._since)
             self._since = entered
-            for each in self.followers:
+            for each in self.listeners:
                 each.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
             self._first = self._since = now
-            for each in self.followers:
+            for each in self.listeners:
                 each.train(now)
 
     def _end_world(self, generation: int, now: float) -> None:
@@ -167,7 +164,7 @@ class Measure:
         if self._finished:
             self._since = now
         idle = now - _trained_until(self._activities(), now, now)
-        for each in self.followers:
+        for each in self.listeners:
             if self._finished:
                 each.forget()
             else:
