@@ -1,8 +1,7 @@
-"""One node of a job: an inbox of events, and a loop that does what core/lifecycle.py says.
+"""The agent of a node: an inbox of events, and a loop that does what core/lifecycle.py says.
 
 Nothing is decided here. Views, worker exits, a lost lease, signals and timers are put into one
-inbox; each is stepped through the lifecycle, the followers are told, and the actions that come out
-are done.
+inbox. The loop steps each through the lifecycle, shows it to the followers and does the actions.
 """
 
 import asyncio
@@ -13,8 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Never, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
@@ -30,7 +28,6 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import (
     FatalError,
     Follower,
-    Inbox,
     Incoming,
     LeaveAtOnce,
     MirrorChanged,
@@ -155,7 +152,7 @@ async def _run_agent(
             membership.spent_on = accounting.spent_on
             followers: list[Follower] = [accounting]
             if embedded:
-                embedded.failed.add_done_callback(partial(_put_error, tasks.inbox))
+                embedded.failed.add_done_callback(tasks.inbox.put_error)
             if run_writer:
                 run_writer.follow(logs)
                 followers.append(run_writer)
@@ -227,14 +224,8 @@ async def live(build: Callable[[Tasks], "Agent"]) -> int:
         raise error from None
 
 
-def _put_error(inbox: Inbox, failed: asyncio.Future[Never]) -> None:
-    error = None if failed.cancelled() else failed.exception()
-    if isinstance(error, Exception):
-        inbox.put(FatalError(error))
-
-
 class LocalWorkers(Protocol):
-    """What an agent asks of those who run this node's workers; agent/workers.py says what it means.
+    """This node's workers, as an agent needs them; agent/workers.py says what each method means.
 
     Each start is answered by WorkerEnded of each worker that ends, each stop by WorkersGone.
     """
@@ -302,7 +293,10 @@ class Agent:
         handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
         for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
-        others = {signal.SIGUSR1: self._asked_for_record, signal.SIGUSR2: self._asked_to_drain}
+        others: dict[signal.Signals, Callable[[], object]] = {
+            signal.SIGUSR1: lambda: self._tasks.create(self.write_record("SIGUSR1")),
+            signal.SIGUSR2: self._drain,
+        }
         for number in others.keys() - set(handled):
             self._loop.add_signal_handler(number, others[number])
             handled.append(number)
@@ -324,9 +318,6 @@ class Agent:
         """Leave the job, as on SIGTERM."""
         log.info("%s: leaving", why)
         self._begin_to_leave()
-
-    def _asked_for_record(self) -> None:
-        self._tasks.create(self.write_record("SIGUSR1"))
 
     async def write_record(self, why: str) -> None:
         """Write the flight record into a file of its own, and say so in the log."""
@@ -359,7 +350,7 @@ class Agent:
                 await self._step(incoming)
 
     def _give_up_waiting(self) -> Ending:
-        """How this node ends beside processes that don't; a job that is over stays what it was."""
+        """End beside processes that don't; a job that is over stays as it was."""
         text = "workers are still there long after SIGKILL (a hung driver or file system?)"
         if isinstance(self._state.ending, Over):
             log.warning("%s; this node ends without them", text)
@@ -374,7 +365,7 @@ class Agent:
         step = self._recorder.record(before, now, event)
         self._state, step.actions = lifecycle.step(before, event, now)
         if self._state.local.leaving and not before.local.leaving:
-            self._tell_order()
+            self._note_departure()
         for follower in self._followers:
             follower.see(before, event, self._state)
         for action in step.actions:
@@ -472,7 +463,7 @@ class Agent:
                 return GRACE_FAILURE if given is None else given
 
     def _time_left(self) -> float:
-        """Until this machine goes, but for what telling the others takes."""
+        """Seconds until this machine goes, but for those in which the others are told."""
         if self._goes_at is None:
             return math.inf
         return max(0.0, self._goes_at - LEAVE_TIMEOUT - self._loop.time())
@@ -491,7 +482,7 @@ class Agent:
         return Interrupt(generation, self._state.logged)
 
     def _level(self, decision: Decision) -> int:
-        """What a user waits for or has to know is told; the rest is for debugging."""
+        """INFO for a reason that a user waits for or has to know, DEBUG for the rest."""
         view = self._state.view
         now = view.round if view else None
         if isinstance(decision, Stop):
@@ -505,8 +496,8 @@ class Agent:
         spare = now.phase is Phase.FINAL and not view.part(self._state.local.lease)
         return logging.INFO if spare else logging.DEBUG
 
-    def _tell_order(self) -> None:
-        """Why this node goes, if people want it; its workers know before they get SIGTERM."""
+    def _note_departure(self) -> None:
+        """Log why people want this node to go; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
         departure = requests.departure(view, local.run, local.lease) if view else None
         if departure is None:
@@ -515,8 +506,8 @@ class Agent:
         if departure.save:
             self._workers.tell_leaving()
 
-    def _asked_to_drain(self) -> None:
-        """By a scheduler that is about to end this node's job; its SIGTERM is no second signal."""
+    def _drain(self) -> None:
+        """Leave for a scheduler that is about to end the job; its SIGTERM is no second signal."""
         if not self._state.local.leaving:
             log.info("SIGUSR2: leaving; a signal does not hurry it, a second one does")
         self._begin_to_leave()
@@ -549,7 +540,7 @@ class Agent:
         self._begin_to_leave()
 
     async def _leave(self, end: Exit | LeaveAtOnce) -> int:
-        """What the agent's end means: an exit code, or an error for the user."""
+        """End; gives the exit code. Raises the error that the user is to see."""
         if isinstance(end, LeaveAtOnce):
             return end.exit_code
         local = self._state.local
@@ -558,7 +549,9 @@ class Agent:
                 await self._workers.end("this node is leaving")
                 if local.lease:
                     await self._membership.leave(self._state)
-                return self._left(local.run)
+                outcome = self._state.view.outcome if self._state.view else None
+                succeeded = outcome and (outcome.run, outcome.state) == (local.run, _SUCCEEDED)
+                return 0 if succeeded else self._unfinished(local.run)
             case Error(reason):
                 await self._workers.end(reason)
                 raise self._error or ElasticEtcdError(reason)
@@ -569,13 +562,8 @@ class Agent:
                 await self._workers.end(reason)
                 return await self._over(local.run or run, reason)
 
-    def _left(self, run: str) -> int:
-        """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
-        outcome = self._state.view.outcome if self._state.view else None
-        succeeded = outcome and (outcome.run, outcome.state) == (run, _SUCCEEDED)
-        return 0 if succeeded else self._unfinished(run)
-
     def _unfinished(self, run: str) -> int:
+        """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
         config, view = self._config, self._state.view
         stopped = view is not None and requests.halted(view, run) is not None
         code = config.stop_exit_code if stopped else None
@@ -599,7 +587,7 @@ class Agent:
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
-        """Say where the time of the run went, if etcd answers soon."""
+        """Log how the time of the run was spent, if etcd answers soon."""
         from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
 
         entry = await self._membership.history(self._state.local.ran)

@@ -91,6 +91,11 @@ class Inbox:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.put, event)
 
+    def put_error(self, ended: asyncio.Future[Any]) -> None:
+        """Add FatalError if the future has ended with an error."""
+        if not ended.cancelled() and isinstance(error := ended.exception(), Exception):
+            self.put(FatalError(error))
+
     def rest(self, seconds: float) -> None:
         """Let changes of the mirror gather for longer than the last one took, if that was long.
 

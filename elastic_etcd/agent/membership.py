@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Never, Self
+from typing import Self
 
 from msgspec import UNSET, structs
 
@@ -191,8 +191,9 @@ class Membership:
             return
         await self._mirror_scope.aclose()
         self._coverage = coverage
-        mirror = Mirror(self._client, self._covered(coverage), self._mirror_changed)
-        mirror.failed.add_done_callback(self._mirror_failed)
+        ranges = covered(self.keys, coverage, self._member.lease)
+        mirror = Mirror(self._client, ranges, self._mirror_changed)
+        mirror.failed.add_done_callback(self._inbox.put_error)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
     def see(self, before: State, event: Event, state: State) -> None:
@@ -201,9 +202,6 @@ class Membership:
         self._lines.follow(state.view, state.local.lease)
         if self._guardian and self._config.etcd:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=state.local.lease)
-
-    def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
-        return covered(self.keys, coverage, self._member.lease)
 
     def view(self) -> View | None:
         """The newest view, None before the first list."""
@@ -295,23 +293,16 @@ class Membership:
         self._changed.set()
         self._inbox.put(MirrorChanged())
 
-    def _mirror_failed(self, future: asyncio.Future[Never]) -> None:
-        if not future.cancelled() and (error := future.exception()):
-            self._inbox.put(FatalError(_ordinary(error)))
-
     async def _join(self, run: str, last: int) -> None:
         """Join with a lease of its own; again, it may take as long as etcd may be away."""
+        limit = self._config.etcd_timeout
+        again = None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
         try:
-            await self._join_within(self._again_timeout if run else CONTACT_TIMEOUT, run, last)
+            await self._join_within(again if run else CONTACT_TIMEOUT, run, last)
         except EtcdUnreachable as error:
             if run:
                 raise EtcdUnreachable(f"{error}\nIt was given up by --etcd-timeout.") from error
             raise
-
-    @property
-    def _again_timeout(self) -> float | None:
-        limit = self._config.etcd_timeout
-        return None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
 
     async def _join_within(self, timeout: float | None, run: str, last: int) -> None:
         await self._mirror_scope.aclose()
@@ -335,7 +326,9 @@ class Membership:
         )
         session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
         self._session = await self._session_scope.enter_async_context(session)
-        await self._end_lease(before)
+        if before and not before.lost.done():  # it was given up while etcd did not answer
+            with suppress(EtcdError):  # it ends by itself
+                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
         self._member = Member(
             lease=session.lease,
             node=config.node,
@@ -351,12 +344,6 @@ class Membership:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
         except LeaseNotFound:
             self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
-
-    async def _end_lease(self, before: Session | None) -> None:
-        """End the lease of the member before, which was given up while etcd did not answer."""
-        if before and not before.lost.done():
-            with suppress(EtcdError):  # it ends by itself
-                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
@@ -431,7 +418,9 @@ class Membership:
         self._tell_limits(view.spec.limits)
         coordinator = view.round.coordinator if view.round else None
         self._first = Narrow(coordinator, self._member.lease % view.spec.limits.pages)
-        limits = self._of_this_lease(view.spec.limits)
+        limits = view.spec.limits
+        if limits.cut_off is not None:  # the job says that who is cut off stops, this lease when
+            limits = structs.replace(limits, cut_off=float(self._config.lease_ttl))
         joined = Joined(view.spec.run, run.create, self._member.lease, key.create, limits)
         self._inbox.put(joined)
         if self._silence and (since := self._session and self._session.silent_since):
@@ -479,12 +468,6 @@ class Membership:
         session.fall_silent()
         return Silent(seconds)
 
-    def _of_this_lease(self, jobs: Limits) -> Limits:
-        """The job's limits say whether who is cut off stops, this node's lease says when."""
-        if jobs.cut_off is None:
-            return jobs
-        return structs.replace(jobs, cut_off=float(self._config.lease_ttl))
-
     async def _commit(self, txn: Txn) -> None:
         result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
         self._inbox.put(WriteDone(result.succeeded))
@@ -492,8 +475,10 @@ class Membership:
     def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
         if session is not self._session or lost.cancelled():
             return
-        error = lost.exception()
-        self._inbox.put(FatalError(_ordinary(error)) if error else LeaseLost(lost.result()))
+        if lost.exception():
+            self._inbox.put_error(lost)
+        else:
+            self._inbox.put(LeaseLost(lost.result()))
 
     def _silent(self, seconds: float) -> None:
         limit = self._config.etcd_timeout
@@ -515,12 +500,6 @@ class Membership:
 
 def _snapshot_of(result: TxnResult) -> Snapshot:
     return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
-
-
-def _ordinary(error: BaseException) -> Exception:
-    if not isinstance(error, Exception):
-        raise error
-    return error
 
 
 def _timestamp() -> str:

@@ -23,7 +23,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.followers.file_timers import FileTimerRequest, FileTimers
+from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.membership import Membership
