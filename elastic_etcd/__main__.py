@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from elastic_etcd.cli.options import Parser
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
@@ -19,13 +22,12 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
-       elastic-etcd timeline [options] JOB --out FILE        what each node did, as a drawing
+       elastic-etcd timeline [options] JOB --out FILE        what each node did, for Perfetto
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
        elastic-etcd stop [options] JOB                       end a job on all nodes
-       elastic-etcd completion SHELL                         complete these commands in a shell
-       elastic-etcd --version
+       elastic-etcd --print-completion SHELL | --version
 
 Each has --help, and those with a JOB take --all instead, but for scale. `elastic-etcd launch` is
 `python -m elastic_etcd.launch`.\
@@ -35,7 +37,6 @@ Each has --help, and those with a JOB take --all instead, but for scale. `elasti
 # Each command whose module has a `main` of its own.
 _MODULES = {
     "accelerate": "frameworks.accelerate",
-    "completion": "cli.completion",
     "events": "cli.events",
     "report": "cli.report",
     "serve": "cli.live.serve",
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
         return steer.main(command, rest)
+    if command == "--print-completion":
+        return _print_completion([command, *rest])
     if command == "--version":
         print(f"elastic-etcd {__version__}")
         return 0
@@ -66,6 +69,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"error: {command}: no such command\n{_USAGE}", file=sys.stderr)
     return 2
+
+
+def parsers() -> Iterator[Parser]:
+    """The command line of each command."""
+    from elastic_etcd.cli import events, options, report, status, steer, timeline  # noqa: PLC0415 - as above
+    from elastic_etcd.cli.live import serve, top  # noqa: PLC0415 - as above
+    from elastic_etcd.frameworks import accelerate  # noqa: PLC0415 - as above
+
+    yield options.build_parser({}, "elastic-etcd launch")
+    for each in (accelerate, status, top, events, report, timeline, serve):
+        yield each.parser()
+    for make, _ in steer.COMMANDS.values():
+        yield make()
+
+
+def _print_completion(argv: Sequence[str]) -> int:
+    """As torchrun's flag, for all commands together."""
+    try:
+        import shtab  # noqa: PLC0415 - only this needs it
+    except ModuleNotFoundError as error:
+        print(f"error: --print-completion: {error}; pip install shtab", file=sys.stderr)
+        return 2
+    by_prog = {parser.prog: parser for parser in parsers()}
+    root = ArgumentParser(prog="elastic-etcd")
+    given = root.add_subparsers(parser_class=lambda prog, **_: by_prog[prog])  # type: ignore[call-overload] # any maker will do
+    for prog, parser in by_prog.items():
+        given.add_parser(prog.split()[-1], help=parser.description)
+    shtab.add_argument_to(root).parse_args(argv)
+    return 0
 
 
 if __name__ == "__main__":

@@ -146,7 +146,6 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         signals=args.signals_to_handle,
         log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
         log_level=args.log_level,
-        event_log=_event_log(args),
         timer_file=_timer_file(env),
         metrics_addr=args.metrics_addr or _health_check(env),
         preemption_watch=args.preemption_watch,
@@ -248,21 +247,6 @@ def _log_dir(args: Namespace) -> str | None:
     if args.log_dir is not None:
         _check_writable("--log-dir", args.log_dir)
     return None if args.log_dir is None else str(args.log_dir)
-
-
-def _event_log(args: Namespace) -> str | None:
-    if args.event_log in (None, "-"):
-        return args.event_log  # type: ignore[no-any-return] # a Namespace is untyped
-    path = Path(args.event_log).absolute()
-    try:
-        if path.is_file() or not path.exists():  # what is no file may have to be waited for
-            path.open("ab").close()
-    except OSError as error:
-        raise UsageError(
-            f"--event-log {path}: cannot be written to: {error.strerror}.\n"
-            "Name a file in a directory that is there and that this user may write to."
-        ) from error
-    return str(path)
 
 
 def _memory_dir(args: Namespace) -> str:

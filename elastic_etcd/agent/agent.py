@@ -136,48 +136,38 @@ async def _run_agent(
 ) -> int:
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
-        events = None
-        if config.event_log:
-            from elastic_etcd.agent.event_log import open_log  # noqa: PLC0415 - as above
-
-            events = await scope.enter_async_context(open_log(config, resources.logs.stdout))
+        logs, client, guardian, embedded, memory, folder = resources
 
         def build(tasks: Tasks) -> Agent:
-            logs, client, guardian, embedded, memory, folder = resources
+            inbox = tasks.inbox
             membership = Membership(client, config, tasks, guardian)
-            workers = Workers(
-                config, logs, tasks.inbox, tasks, membership, guardian, memory, folder
-            )
+            workers = Workers(config, logs, inbox, tasks, membership, guardian, memory, folder)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
-            followers: list[Follower] = [accounting]
-            if embedded:
-                embedded.failed.add_done_callback(tasks.inbox.put_error)
-            if run_writer:
-                run_writer.follow(logs)
-                followers.append(run_writer)
-            if events:
-                accounting.listeners.append(events)
-                followers.insert(0, events)
-            if metrics:
-                metrics.follow(membership, workers, accounting)
-                followers.append(metrics)
-            if config.preemption_watch:
-                from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
-
-                watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
-                scope.push_async_callback(watch.close)
-                followers.append(watch)
-            for follower in (
+            looking = (
                 HangWatch(config.hang_timeout, membership.keys, workers, logs, tasks),
                 StragglerWatch(membership.keys, workers, tasks),
                 Throughput(membership.keys, workers, tasks),
-            ):
-                tasks.create(follower.run())
-                followers.append(follower)
+            )
+            for each in looking:
+                tasks.create(each.run())
             preload = PreloadTeller(membership, workers)
             tasks.create(preload.tell())
-            followers.append(preload)
+            followers: list[Follower] = [accounting, *looking, preload]
+            if metrics:
+                metrics.follow(membership, workers, accounting)
+                followers.append(metrics)
+            if run_writer:
+                run_writer.follow(logs)
+                followers.append(run_writer)
+            if config.preemption_watch:
+                from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
+
+                watch = Watch(config.preemption_watch, inbox.put_from_thread)
+                scope.push_async_callback(watch.close)
+                followers.append(watch)
+            if embedded:
+                embedded.failed.add_done_callback(inbox.put_error)
             return Agent(config, tasks, membership, workers, followers)
 
         return await live(build)

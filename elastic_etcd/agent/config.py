@@ -70,7 +70,6 @@ class AgentConfig:
     `proof_of_death`: a node that dies is looked for as soon as its connection ends.
     `no_python`: the workers are programs, which need not hand signals on to what they start.
     `memory_dir`: below it is this node's directory for checkpoints, see agent/directories.py.
-    `event_log`: a file for events, "-" for stdout; None: nowhere.
     `timer_file`: where torch's file timers are served, "" at a path of the agent's; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/followers/notices.py.
@@ -112,7 +111,6 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
-    event_log: str | None = None
     timer_file: str | None = None
     metrics_addr: tuple[str, int] | None = None
     preemption_watch: str | None = None

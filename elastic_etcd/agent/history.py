@@ -1,7 +1,7 @@
 """What has happened in a job, in the form of torch.distributed.elastic.events.
 
-`elastic-etcd events` makes events of a job's keys, and an agent with --event-log of what happens on
-its node. Where torch has a name for it that is used; all others begin with `elastic_etcd.`.
+`elastic-etcd events` makes them of a job's keys. Where torch has a name for it that is used; all
+others begin with `elastic_etcd.`.
 """
 
 import json
@@ -60,8 +60,6 @@ def event(
     at: str | int = "",
     node: str | None = None,
     failure: Failure | None = None,
-    role: str | None = None,
-    group_rank: int | None = None,
     restarts: int = 0,
     seconds: float | None = None,
     total: float = 0.0,
@@ -79,9 +77,9 @@ def event(
     metadata = {
         "run_id": job,
         "global_rank": failure.rank if failure else None,
-        "group_rank": group_rank,
+        "group_rank": None,
         "worker_id": str(failure.pid) if failure else None,
-        "role": role,
+        "role": None,
         "hostname": failure.node if failure else node,
         "state": state,
         "total_run_time": int(total),

@@ -61,7 +61,7 @@ examples:
 WITHOUT_MEANING = {
     "rdzv_backend": "nodes always meet through etcd v3, at --etcd",
     "monitor_interval": "the exit of a worker is an event here, not polled",
-    "event_log_handler": "use --event-log FILE; elastic-etcd events shows the whole job's",
+    "event_log_handler": "use elastic-etcd events --follow --json",
     "logs_specs": "use --log-dir, --redirects and --tee",
     "duplicate_stdout_filters": "filter the files under --log-dir",
     "duplicate_stderr_filters": "filter the files under --log-dir",
@@ -546,12 +546,6 @@ def _output(group: FlagGroup) -> None:
         type=log_level,
         metavar="LEVEL",
         help="of the agent's own lines: debug, info, warning, error; also LOGLEVEL (default: info)",
-    )
-    group.flag(
-        "--event-log",
-        metavar="FILE",
-        help="append what happens on this node, a JSON object a line in the form of torch's "
-        "events; - is stdout (default: nowhere; elastic-etcd events shows the whole job)",
     )
     group.flag(
         "--metrics-addr",

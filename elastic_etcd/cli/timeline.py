@@ -1,16 +1,14 @@
-"""`elastic-etcd timeline`: what each node did in each second, as a drawing or a trace."""
+"""`elastic-etcd timeline`: what each node did in each second, as a trace to look at in Perfetto."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from argparse import ArgumentTypeError
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from xml.sax.saxutils import escape
 
 from elastic_etcd.cli import query
 from elastic_etcd.cli.report import worlds
@@ -27,30 +25,16 @@ if TYPE_CHECKING:
     from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
-The times are those of report: what the coordinator's node has measured is drawn for all nodes of a
-world. With --log a node is drawn as it has told itself, by --event-log.
+The times are those of report: what the coordinator's node has measured is shown for all nodes of a
+world.
 
 examples:
-  elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.svg
-  elastic-etcd timeline resnet-7 --out resnet-7.json   # for ui.perfetto.dev or chrome://tracing
-  elastic-etcd timeline --all --out all.svg            # their nodes as JOB/NODE
+  elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.json
+  elastic-etcd timeline --all --out all.json           # their nodes as JOB/NODE
+
+Open the file in ui.perfetto.dev or chrome://tracing.
 
 {query.CODES}"""
-
-# What a node does, with its colour; told apart by their lightness, too.
-_COLOURS = {
-    "training": "#2a7f4f",
-    "trained again": "#a3d9b8",
-    "waiting": "#e9b44c",
-    "hang": "#8b1e3f",
-    "stopping": "#c8553d",
-    "starting": "#4a7ebb",
-    "unknown": "#bbbbbb",
-}
-_LEFT, _WIDTH, _ROW, _TOP, _LINE = 160, 1000, 22, 72, 16  # pixels
-_NAME = 20  # characters of a node's name
-_MOST = 512  # nodes
-_TICKS = 8
 
 
 class Span(NamedTuple):
@@ -72,16 +56,13 @@ class Saved(NamedTuple):
 
 def parser() -> options.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
-    text = "Draws what each node did in the newest run."
+    text = "Writes what each node did in the newest run, as Chrome's trace."
     arguments = "JOB | --all  --out FILE | --json"
-    every = "each job under --prefix, in one drawing"
+    every = "each job under --prefix, in one trace"
     made = query.parser("timeline", text, _EPILOG, arguments, every=every)
-    made.add_argument("--out", type=_file, metavar="FILE", help="to write: .svg, or .json")
+    made.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
     made.add_argument(
-        "--json", action="store_true", help="print what --out FILE.json would have written"
-    )
-    made.add_argument(
-        "--log", nargs="+", default=[], metavar="FILE", help="files that --event-log has written"
+        "--json", action="store_true", help="print what --out FILE would have written"
     )
     one_or_all = made.get_default("check")
 
@@ -99,23 +80,11 @@ def main(argv: Sequence[str]) -> int:
     return query.run(parser, argv, _timeline, _timelines)
 
 
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix == ".png":
-        raise ArgumentTypeError(
-            f"{text}: no PNG is written here; write {path.with_suffix('.svg')} and convert that "
-            "(rsvg-convert, inkscape, or a browser)"
-        )
-    if path.suffix not in (".svg", ".json"):
-        raise ArgumentTypeError(f"{text}: its name ends neither in .svg nor in .json")
-    return path
-
-
 async def _timeline(job: query.Job, args: Namespace) -> None:
-    spans = _of_job(job.name, await job.view(), args)
+    spans = list(of_history(await job.view(), time.time()))
     if not spans:
         raise ElasticEtcdError(f"job {job.name} has had no world yet")
-    _write_timeline(f"job {job.name}", spans, args)
+    _write_timeline(spans, args)
 
 
 async def _timelines(client: Client, args: Namespace) -> None:
@@ -123,39 +92,22 @@ async def _timelines(client: Client, args: Namespace) -> None:
     spans = [
         span._replace(node=f"{job}/{span.node}")
         for job, view in views.items()
-        for span in _of_job(job, view, args)
+        for span in of_history(view, time.time())
     ]
     if not spans:
         raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
-    _write_timeline(f"all jobs under {args.prefix}", spans, args)
+    _write_timeline(spans, args)
 
 
-def _of_job(job: str, view: View, args: Namespace) -> list[Span | Saved]:
-    spans = list(of_history(view, time.time()))
-    for path in args.log:
-        own = list(of_log(_read_lines(path), job))
-        told = {span.node for span in own if isinstance(span, Span)}
-        spans = [span for span in spans if span.node not in told] + own
-    return spans
-
-
-def _write_timeline(title: str, spans: Sequence[Span | Saved], args: Namespace) -> None:
+def _write_timeline(spans: Sequence[Span | Saved], args: Namespace) -> None:
     if args.json:
         print(trace(spans))
         return
-    text = trace(spans) if args.out.suffix == ".json" else svg(title, spans)
     try:
-        args.out.write_text(text)
+        args.out.write_text(trace(spans))
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from error
     print(query.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"--log {path}: {error.strerror}") from error
 
 
 # --- what each node did -------------------------------------------------------------------
@@ -210,50 +162,6 @@ def _in_order(spent: Spent) -> Iterator[tuple[str, float]]:
     yield "stopping", spent.stop
 
 
-_DOING = {
-    "elastic_etcd.node.joined": "waiting",
-    "torchelastic.worker.status.RENDEZVOUS": "starting",
-    "elastic_etcd.training": "training",
-    "elastic_etcd.stopping": "stopping",
-    "torchelastic.worker.status.STOPPED": "waiting",
-}
-
-
-def of_log(lines: Sequence[str], job: str) -> Iterator[Span | Saved]:
-    """By what a node has told itself; lines of other jobs and other programs are passed over."""
-    doing, since, told, node = "", 0.0, "", ""
-    for line in lines:
-        found = _event(line, job)
-        if found is None:
-            continue
-        name, at, node, more = found
-        if name.rpartition(".")[2] in ("TERMINATED", "SUCCEEDED", "lost") and doing:
-            yield Span(node, doing, since, max(since, at), told)
-            doing = ""
-        elif following := _DOING.get(name):
-            end = max(since, at - more.get("idle", 0.0)) if following == "stopping" else at
-            if doing:
-                yield Span(node, doing, since, max(since, end), told)
-                if end < at:
-                    yield Span(node, "waiting", end, at, told)
-            generation = more.get("generation")
-            told = told if generation is None else f"generation {generation}"
-            doing, since = following, at
-
-
-def _event(line: str, job: str) -> tuple[str, float, str, dict[str, Any]] | None:
-    try:
-        event = json.loads(line)
-        metadata = event["metadata"]
-        more = json.loads(metadata["metadata"])
-        idle = float(more.get("idle", 0.0))
-        found = (str(event["name"]), event["timestamp"] / 1e3, str(metadata["hostname"]))
-        known = metadata["run_id"] == job and math.isfinite(found[1] + idle)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return None
-    return (*found, {**more, "idle": idle}) if known else None
-
-
 def _seconds(text: object) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
@@ -296,65 +204,3 @@ def _nodes(spans: Sequence[Span | Saved]) -> dict[str, int]:
 def _naturally(name: str) -> list[tuple[int, str]]:
     parts = re.split(r"([0-9]+)", name)
     return [(int(part[:18]), "") if part.isdecimal() else (0, part) for part in parts]
-
-
-# --- as a drawing -------------------------------------------------------------------------
-
-
-def svg(title: str, spans: Sequence[Span | Saved]) -> str:
-    """A row for each node, a bar for each span; names and reasons show at the pointer."""
-    nodes = dict(list(_nodes(spans).items())[:_MOST])
-    bars = [span for span in spans if isinstance(span, Span) and span.node in nodes]
-    begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    scale = _WIDTH / max(end - begin, 1e-3)
-    height = _TOP + _ROW * len(nodes) + 2 * _LINE
-    size = f'width="{_LEFT + _WIDTH + 20}" height="{height}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        f'<rect {size} fill="#ffffff"/>',
-        _text(8, _LINE, title),
-        *_legend(),
-        *(_text(8, _TOP + _ROW * row + 15, node[:_NAME]) for node, row in nodes.items()),
-        *_axis(begin, end, scale, height),
-    ]
-    for bar in bars:
-        left, top = _LEFT + (bar.begin - begin) * scale, _TOP + _ROW * nodes[bar.node] + 3
-        shape = f'x="{left:.2f}" y="{top}" width="{(bar.end - bar.begin) * scale:.2f}"'
-        told = f"{bar.node}: {bar.doing} for {bar.end - bar.begin:.1f} s, {bar.told}"
-        fill = f'height="{_ROW - 6}" fill="{_COLOURS[bar.doing]}"'
-        lines.append(f"<rect {shape} {fill}><title>{_escaped(told)}</title></rect>")
-    for mark in spans:
-        if isinstance(mark, Saved) and mark.node in nodes:
-            at, top = _LEFT + (mark.at - begin) * scale, _TOP + _ROW * nodes[mark.node]
-            lines.append(f'<path d="M{at:.2f} {top}v{_ROW}" stroke="#000000"/>')
-    return "\n".join([*lines, "</svg>\n"])
-
-
-def _legend() -> Iterator[str]:
-    at = _LEFT
-    for doing, colour in _COLOURS.items():
-        yield f'<rect x="{at}" y="28" width="12" height="12" fill="{colour}"/>'
-        yield _text(at + 16, 38, doing)
-        at += 30 + 7 * len(doing)
-    yield f'<path d="M{at} 28v12" stroke="#000000"/>'
-    yield _text(at + 6, 38, "last commit")
-
-
-def _axis(begin: float, end: float, scale: float, height: int) -> Iterator[str]:
-    """Seconds since the begin, at round numbers."""
-    step = 10.0 ** len(str(int((end - begin) / _TICKS))) / 10
-    while (end - begin) / step > _TICKS:
-        step *= 2
-    for number in range(int((end - begin) / step) + 1):
-        at = _LEFT + number * step * scale
-        yield f'<path d="M{at:.2f} {_TOP - 4}V{height - 24}" stroke="#dddddd"/>'
-        yield _text(at, height - 8, f"{number * step:g} s")
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.2f}" y="{y}" fill="#000000">{_escaped(text)}</text>'
-
-
-def _escaped(text: str) -> str:
-    """For XML, which has no form at all for most of what is not printable."""
-    return escape(query.in_one_line(text))

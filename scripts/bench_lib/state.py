@@ -28,7 +28,6 @@ from torch.distributed import checkpoint
 
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.node_memfds import NodeMemfds
-from elastic_etcd.train.unchanged import PROBATION
 from tests.support.channels import Job
 
 from .figures import grid
@@ -50,21 +49,6 @@ def trained(megabytes: float, device: str = "cpu") -> ElasticState:
     optimizer.step()
     optimizer.zero_grad()
     return ElasticState(model=model, optimizer=optimizer, epoch=0)
-
-
-def mostly_frozen(size: int) -> ElasticState:
-    """As large, in matrices, of which nine of ten do not train."""
-    count = round(size / (WIDTH * WIDTH * 4))
-    matrices = [torch.nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(count)]
-    for number, matrix in enumerate(matrices):
-        matrix.requires_grad_(number % 10 == 0)
-    return ElasticState(model=torch.nn.ParameterList(matrices), epoch=0)
-
-
-def get_known(state: ElasticState) -> None:
-    """Commit until what does not change is known."""
-    for _ in range(2 * (PROBATION + 1)):
-        state.commit()
 
 
 def dicts(state: ElasticState) -> tuple[object, object]:
@@ -103,20 +87,16 @@ def local(megabytes: int, repeat: int) -> tuple[int, dict[str, float]]:
     memory = [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
     first = seconds(state.commit)
     state.commit()
-    frozen = mostly_frozen(size)
-    get_known(frozen)
     found = in_turn(
         {
             "memcpy": lambda: ctypes.memmove(memory[0].data_ptr(), memory[1].data_ptr(), size),
             "Tensor.copy_": lambda: memory[0].copy_(memory[1]),
             "commit": state.commit,
-            "commit, 90 % frozen": frozen.commit,
             "restore": state.restore,
         },
         repeat,
     )
     memory.clear()
-    del frozen
     found["commit, the first"] = first
     with TemporaryDirectory(dir="/dev/shm") as folder:  # no disk
         path = Path(folder) / "state"
@@ -213,14 +193,10 @@ def member(rank: int, size: int, folder: Path, megabytes: int, repeat: int) -> N
         state.commit()
         dist.barrier()
     memory = memory_of_all(state)
-    frozen = mostly_frozen(size_of(state))
-    frozen.sync()
-    get_known(frozen)
     flat, other = (torch.ones(size_of(state), dtype=torch.uint8) for _ in range(2))
     ways: dict[str, Callable[[], object]] = {
         "memcpy": lambda: ctypes.memmove(flat.data_ptr(), other.data_ptr(), len(flat)),
         "commit": state.commit,
-        "commit, 90 % frozen": frozen.commit,
         "sync": state.sync,
         "torch.save, rank 0 to memory": lambda: torch_save(state) if rank == 0 else None,
         "torch.distributed.checkpoint": lambda: distributed_save(state, folder),

@@ -11,9 +11,10 @@ from prometheus_client.core import Metric
 
 import elastic_etcd
 from elastic_etcd import launcher
+from elastic_etcd.__main__ import parsers
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics import Metrics
-from elastic_etcd.cli import completion, options
+from elastic_etcd.cli import options
 from elastic_etcd.core.schema import Limits
 
 METRICS = """\
@@ -38,7 +39,7 @@ training script uses. What it is for stands in [ElasticState](../docs/state.md),
 
 def pages() -> Iterator[tuple[str, str]]:
     """Each with its file's name."""
-    for parser in completion.commands():
+    for parser in parsers():
         yield f"{parser.prog.split()[-1]}.md", command(parser)
     yield "metrics.md", metrics()
     yield "python.md", python()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.staging import BUFFER
-from elastic_etcd.train.unchanged import PROBATION
 from tests.support.forked import Child
 from tests.support.places import Place, devices
 
@@ -121,11 +120,11 @@ def test_a_commit_waits_for_what_is_queued(place: Place) -> None:
 
 
 def frozen_and_then_changed(device: torch.device) -> None:
-    """A tensor that has not changed for long is not copied any more, until it changes."""
+    """A tensor that does not train, and that has not changed for some commits."""
     state = made(device)
     for parameter in state.model[0].parameters():
         parameter.requires_grad_(False)
-    for _ in range(2 * (PROBATION + 1)):
+    for _ in range(6):
         state.commit()
     with torch.no_grad():
         state.model[0].weight[5, 7] = 42

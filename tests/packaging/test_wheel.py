@@ -22,7 +22,7 @@ from tests.support.venv import ROOT
 pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
 
 SMOKE = Path(__file__).with_name("smoke.py")
-EXTRAS = "embedded,metrics,web,notebook,completion"
+EXTRAS = "embedded,metrics,web,notebook"
 TRAIN = """\
 import os
 import torch.distributed as dist
@@ -32,7 +32,7 @@ dist.destroy_process_group()
 """
 LOADED = (
     "elastic_etcd.agent.followers.metrics, elastic_etcd.cli.live.web, elastic_etcd.launcher, "
-    "shtab, uvicorn"
+    "uvicorn"
 )
 
 
@@ -165,7 +165,6 @@ def test_a_new_user_without_a_network(user: tuple[Path, Path]) -> None:
     (folder / "train.py").write_text(TRAIN)
     assert run("elastic-etcd", "--version", env=env) == f"elastic-etcd {__version__}\n"
     assert "--nnodes" in run("python", "-m", "elastic_etcd.launch", "--help", env=env)
-    assert "undrain" in run("elastic-etcd", "completion", "bash", env=env)
     run("python", "-W", "error", "-c", f"import {LOADED}", env=env)
     told = run("elastic-etcd", "launch", "train.py", cwd=folder, env=env)
     assert "a world of 1 in generation 1" in told

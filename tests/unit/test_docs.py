@@ -10,7 +10,6 @@ import elastic_etcd
 from elastic_etcd.cli.options import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
-from elastic_etcd.etcd import _grpc
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
@@ -24,7 +23,6 @@ ROOMS = {
 }
 DOTTED = "|".join(sorted((room.replace("/", r"\.") for room in ROOMS), key=len, reverse=True))
 AT_ROOT = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
-MOST_WORDS = 90
 
 
 def name(page: Path) -> str:
@@ -109,25 +107,14 @@ def test_each_room_has_its_line() -> None:
     assert set(rooms) - outside == {"elastic_etcd", *ROOMS}
 
 
-def numbers(pattern: str) -> list[int]:
-    """The number words that the pattern finds in the page, as numbers."""
-    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    return [words.index(word) for word in re.findall(pattern, ARCHITECTURE)]
-
-
-def test_the_keys_that_everybody_mirrors_are_counted_and_named() -> None:
+def test_the_keys_that_everybody_mirrors_are_named() -> None:
     keys = Keys("/p/j")
     mirrored = covered(keys, Narrow(coordinator=5), lease=7)
-    assert numbers(r"Everybody mirrors (\w+) keys at most") == [len(mirrored)]
-    (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", ARCHITECTURE, re.DOTALL)
+    design = (ROOT / "docs" / "design.md").read_text()
+    (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", design, re.DOTALL)
     others = {keys.page(0), keys.member(5), keys.member(7)}
     whole = {get.key.removeprefix("/p/j/") for get in mirrored if get.key not in others}
     assert set(re.findall(r"`(\w+)`", told)) == whole
-
-
-def test_the_methods_of_etcd_are_counted() -> None:
-    methods = [value for value in vars(_grpc).values() if isinstance(value, _grpc.Rpc)]
-    assert numbers(r"`etcd/_grpc.py` has the (\w+) methods by hand") == [len(methods)]
 
 
 def test_each_flag_of_the_launcher_is_named() -> None:
@@ -145,7 +132,6 @@ def explained(glossary: str) -> list[str]:
 
 def test_the_glossary_has_each_word_once() -> None:
     words = explained(GLOSSARY)
-    assert len(words) <= MOST_WORDS
     assert sorted(set(words)) == sorted(words)
 
 

@@ -236,7 +236,7 @@ def users(library: str) -> set[Path]:
         ("prometheus_client", "agent/followers/metrics.py"),
         ("starlette", "cli/live/web.py"),
         ("uvicorn", "cli/live/serve.py"),
-        ("shtab", "cli/completion.py"),
+        ("shtab", "__main__.py"),
     ],
 )
 def test_a_library_stands_behind_one_door(library: str, only: str) -> None:

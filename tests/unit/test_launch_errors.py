@@ -60,10 +60,6 @@ def directory(tmp_path: Path) -> Path:
         ("--nproc-per-node many train.py", "--nproc-per-node many: give a number of workers"),
         ("--nproc-per-node gpu train.py", "--nproc-per-node gpu: no GPU found on this machine"),
         ("--proof-of-death no train.py", "--proof-of-death: no is neither on nor off"),
-        (
-            "--event-log /nowhere/e.jsonl train.py",
-            "--event-log /nowhere/e.jsonl: cannot be written",
-        ),
         ("--metrics-addr :9464 train.py", "--metrics-addr: :9464: say 0.0.0.0:9464 for all"),
         ("--metrics-addr a/b:1 train.py", "--metrics-addr: a/b:1 is neither PORT nor HOST:PORT"),
         ("--metrics-addr 65536 train.py", "--metrics-addr: 65536 is neither PORT nor HOST:PORT"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.followers.metrics import CAUSES
-from elastic_etcd.agent.followers.time_accounting import TimeAccounting, cause_of
+from elastic_etcd.agent.followers.recovery import CAUSES, cause_of
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent

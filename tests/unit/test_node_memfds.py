@@ -4,7 +4,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.reduction import DupFd
@@ -23,7 +23,6 @@ from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.free_memory import Free
 from elastic_etcd.train.state.node_memfds import NodeMemfds
 from elastic_etcd.train.state.snapshot import HEADER, Draft, Piece, StateSnapshot, Version
-from elastic_etcd.train.unchanged import SMALLEST, Unchanged
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
 
@@ -356,28 +355,22 @@ FROZEN = 2 << 20  # words of four bytes: some whole chunks
 
 
 class Ranks:
-    """Commit one after the other; `read` is how many bytes each had to copy or to sum."""
+    """Commit one after the other."""
 
     def __init__(self, node: Node) -> None:
         self.all = node.ranks()
         self.weights = [torch.ones(FROZEN) for _ in self.all]
-        self.read = [0] * len(self.all)
         self.count = 0
 
-    def commit(self, order: Sequence[int] = range(4)) -> None:
+    def commit(self) -> None:
         self.count += 1
-        for rank in order:
-            self.all[rank].write(self._draft(rank))
+        for rank, memfds in enumerate(self.all):
+            memfds.write(self._draft(rank))
 
     def _draft(self, rank: int) -> Draft:
-        def batched(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-            whole = list(pieces)
-            self.read[rank] = sum(piece.nbytes for _, piece in whole)
-            yield whole
-
         trained = torch.full((1000,), self.count)
         tensors = {"frozen": self.weights[rank], "trained": trained}
-        return Draft(Version(0, self.count, 1), {}, tensors, batched, {"frozen"})
+        return Draft(Version(0, self.count, 1), {}, tensors, at_once)
 
     def kept(self, rank: int) -> bool:
         """Whether its newest snapshot is what it has."""
@@ -385,16 +378,6 @@ class Ranks:
         assert newest is not None
         assert newest.header.version.counter == self.count
         return bool(torch.equal(newest.load()[1]["frozen"][0], self.weights[rank]))
-
-
-def test_g9_what_is_not_trained_is_read_by_no_rank_again(node: Node) -> None:
-    ranks = Ranks(node)
-    for count in range(1, 12):
-        ranks.commit(range(4) if count % 3 else range(3, -1, -1))  # who is the first changes
-        assert all(map(ranks.kept, range(4)))
-        assert count > 1 or min(ranks.read) > 4 * FROZEN
-    assert max(ranks.read) < FROZEN
-    assert node.memory() < 2.1 * 4 * FROZEN
 
 
 @pytest.mark.parametrize(
@@ -414,9 +397,6 @@ def test_g9_what_changes_past_the_counter_is_seen_in_each_rank(
         ranks.commit()
         assert all(map(ranks.kept, range(4)))
     assert (files - 1) * 4 * FROZEN < node.memory() < (files + 0.1) * 4 * FROZEN
-    if len(who) == 4:
-        ranks.commit()
-        assert max(ranks.read) == min(ranks.read) > 4 * FROZEN  # and none is trusted again
 
 
 def enter(path: str, rank: int, size: int) -> None:
@@ -492,13 +472,3 @@ def test_one_rank_of_a_node_gets_it_and_the_others_take_it(tmp_path: Path) -> No
     size = 8 * WORDS
     for node_s in (last[:2], last[2:]):
         assert sum(stage[3] for stage in node_s) <= 2.05 * size
-
-
-def test_what_another_has_changed_without_a_word_is_distrusted_and_nothing_else() -> None:
-    first, second = (torch.zeros(SMALLEST // 4) for _ in range(2))
-    tensors = {0: first, SMALLEST: second}
-    unchanged = Unchanged()
-    unchanged.keep(tensors, {})
-    unchanged.distrust(SMALLEST, SMALLEST + 1)
-    unchanged.keep(tensors, {})
-    assert [*unchanged.same(tensors)] == [0]

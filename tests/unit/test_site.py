@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from elastic_etcd.cli import completion, options
+from elastic_etcd.__main__ import parsers
+from elastic_etcd.cli import options
 from tests.support.chromium import chromium
 from tests.support.debian import NotToBeHad
 from tests.support.job import ROOT
@@ -116,7 +117,7 @@ def command(parser: options.Parser) -> str:
     return parser.prog.split()[-1]
 
 
-@pytest.mark.parametrize("parser", completion.commands(), ids=command)
+@pytest.mark.parametrize("parser", parsers(), ids=command)
 def test_each_command_has_a_page_with_its_flags(parser: options.Parser) -> None:
     page = (SITE / "reference" / f"{command(parser)}.html").read_text()
     flags = re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", parser.format_help(), re.MULTILINE)

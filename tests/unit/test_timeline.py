@@ -1,4 +1,4 @@
-"""`elastic-etcd timeline`: what each node did, as a drawing and as a trace."""
+"""`elastic-etcd timeline`: what each node did, as a trace."""
 
 import json
 import subprocess
@@ -6,14 +6,10 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 
-from elastic_etcd.__main__ import main
-from elastic_etcd.agent.history import event
-from elastic_etcd.cli.timeline import Saved, Span, of_history, of_log, svg, trace
+from elastic_etcd.cli.timeline import Saved, Span, of_history, trace
 from elastic_etcd.core.schema import Keys
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FIRST, HOSTILE, KEYS, OVER, RUNNING, SECOND, view
@@ -47,47 +43,6 @@ def test_of_what_etcd_holds() -> None:
     assert over[-2:] == [("starting", 63.5, 64.25), ("training", 64.25, 183.25)]
 
 
-def line(name: str, at: float, job: str = "j", **more: Any) -> str:
-    return event(name, "", job=job, at=round(1e3 * at), node="n2", **more).json()
-
-
-LOG = [
-    line("node.joined", 1.0),
-    line("round", 2.0),
-    line("RENDEZVOUS", 5.0, generation=1),
-    line("training", 6.0, generation=1),
-    line("RENDEZVOUS", 7.0, job="another"),
-    "[n2 0]: what a worker prints",
-    '{"name": "NaN", "timestamp": NaN, "metadata": {"run_id": "j", "metadata": "{}"}}',
-    line("stopping", 20.0, generation=1, idle=3.0),
-    line("STOPPED", 22.0, generation=1),
-    line("TERMINATED", 25.0),
-]
-
-
-def test_of_what_a_node_has_told_itself() -> None:
-    found = [(s.doing, s.begin, s.end) for s in of_log(LOG, "j") if isinstance(s, Span)]
-    assert found == [
-        ("waiting", 1.0, 5.0),
-        ("starting", 5.0, 6.0),
-        ("training", 6.0, 17.0),
-        ("waiting", 17.0, 20.0),
-        ("stopping", 20.0, 22.0),
-        ("waiting", 22.0, 25.0),
-    ]
-
-
-def test_the_drawing_shows_whatever_name_a_node_has() -> None:
-    text = svg("j", list(of_history(view(RUNNING), SECOND_BEGAN + 10)))
-    root = ET.fromstring(text)
-    assert "<script>" not in text
-    assert not any("script" in element.tag for element in root.iter())
-    titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 14
-    assert any(title.startswith("<script>\\x1b[2J\\n&\"': training for 10.0 s") for title in titles)
-    assert "nan" not in text
-
-
 def test_the_trace_has_a_process_for_each_node() -> None:
     events = json.loads(trace(list(of_history(view(RUNNING), SECOND_BEGAN + 10))))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -115,29 +70,13 @@ def call(etcd: EtcdServer, prefix: str) -> Callable[..., "subprocess.CompletedPr
 def test_from_a_real_etcd(
     call: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:
-    drawn, traced, log = tmp_path / "j.svg", tmp_path / "j.json", tmp_path / "n2.jsonl"
-    log.write_text("\n".join(LOG))
-    printed = call("--out", str(drawn))
-    assert (printed.returncode, printed.stdout) == (0, f"{drawn}: 3 nodes\n")
-    assert ET.fromstring(drawn.read_text()).tag.endswith("svg")
-    assert call("--out", str(traced), "--log", str(log)).returncode == 0
+    traced = tmp_path / "j.json"
+    printed = call("--out", str(traced))
+    assert (printed.returncode, printed.stdout) == (0, f"{traced}: 3 nodes\n")
     events = json.loads(traced.read_text())["traceEvents"]
     (n2,) = [e["pid"] for e in events if e["ph"] == "M" and e["args"]["name"] == "n2"]
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == n2]
-    assert [e["name"] for e in spans] == [
-        *("waiting", "starting", "training", "waiting", "stopping", "waiting")
-    ]
-    refused = call("--out", str(tmp_path / "nowhere" / "j.svg"))
+    assert [e["name"] for e in spans] == [doing for doing, _, _ in FIRST_WORLD]
+    refused = call("--out", str(tmp_path / "nowhere" / "j.json"))
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "No such file or directory" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [("j.png", "no PNG is written here; write j.svg and convert that"), ("j", "neither in .svg")],
-)
-def test_other_forms_are_refused(
-    out: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["timeline", "j", "--etcd", "e", "--out", out]) == 2
-    assert message in capsys.readouterr().err

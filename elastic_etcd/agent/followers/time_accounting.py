@@ -1,4 +1,4 @@
-"""Where the seconds of this node's worlds go: for the job's history, and for --metrics-addr.
+"""The time accounting of this node's worlds, for the job's history and for --metrics-addr.
 
 It reads the workers' pages when a world begins and when it ends, and not while it trains. All
 times are of this agent's clock.
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from elastic_etcd.agent.followers.recovery import Recovery, cause_of
 from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
@@ -27,25 +28,11 @@ class HasPages(Protocol):
     def pages(self) -> Sequence[ActivityPage]: ...
 
 
-class Phases(Protocol):
-    """Is told of each phase: metrics.Recovery, and event_log.EventLog."""
-
-    def end_world(self, now: float, idle: float) -> None: ...
-
-    def pass_phase(self, phase: str, now: float) -> None: ...
-
-    def begin_world(self, cause: str, now: float) -> None: ...
-
-    def train(self, now: float) -> None: ...
-
-    def forget(self) -> None: ...
-
-
 class TimeAccounting:
-    """Accounts for one world after the other; the `listeners` are told of each phase."""
+    """Accounts for one world after the other, and for each `recovery` in between."""
 
     def __init__(self, workers: HasPages) -> None:
-        self.listeners: list[Phases] = []
+        self.recovery = Recovery()
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -63,7 +50,7 @@ class TimeAccounting:
         self._looking: asyncio.TimerHandle | None = None
 
     def spent_on(self, generation: int) -> Spent | None:
-        """Where the seconds of this world went; None if it is not the last one that this node saw.
+        """The time spent on this world, or None if it is not the last one that this node saw.
 
         While its workers are still stopping it is as much as is known by now.
         """
@@ -86,8 +73,7 @@ class TimeAccounting:
             ended = replace(self._spent, stop=now - self._since)
             self._spent = ended if self._finished else self._measured(now)
             self._since = now
-            for each in self.listeners:
-                each.pass_phase("stop", now)
+            self.recovery.pass_phase("stop", now)
         if own.running and own.running != was.running:
             self._begin_world(now)
         if not own.running:
@@ -96,8 +82,7 @@ class TimeAccounting:
     def _follow_others(self, now: float) -> None:
         """A world without this node's workers; of that only its seconds are known."""
         if is_spare(self._state):
-            for each in self.listeners:
-                each.forget()
+            self.recovery.forget()
         if self._state.view is None:  # it joins again
             return
         final = _final(self._state)
@@ -117,8 +102,7 @@ class TimeAccounting:
         assert self._state.view
         begun = self._state.view.round
         assert begun
-        for each in self.listeners:
-            each.begin_world(cause_of(begun), now)
+        self.recovery.begin_world(cause_of(begun), now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
@@ -144,14 +128,12 @@ class TimeAccounting:
             entered = max(self._since, now - min(page.since_init for page in pages))
             self._spent = replace(self._spent, start=entered - self._since)
             self._since = entered
-            for each in self.listeners:
-                each.pass_phase("start", entered)
+            self.recovery.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
             self._first = self._since = now
-            for each in self.listeners:
-                each.train(now)
+            self.recovery.train(now)
 
     def _end_world(self, generation: int, now: float) -> None:
         if self._looking:
@@ -164,11 +146,10 @@ class TimeAccounting:
         if self._finished:
             self._since = now
         idle = now - _trained_until(self._activities(), now, now)
-        for each in self.listeners:
-            if self._finished:
-                each.forget()
-            else:
-                each.end_world(now, idle)
+        if self._finished:
+            self.recovery.forget()
+        else:
+            self.recovery.end_world(now, idle)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""
@@ -195,7 +176,7 @@ class TimeAccounting:
         )
 
     def _without_step(self, seconds: float, *, finished: bool, stop: float) -> Spent:
-        """One that has done what it has to; a script whose steps nobody sees; or a bad start."""
+        """On a world that is done, on a script whose steps nobody sees, or on a bad start."""
         spent = replace(self._spent, stop=stop)
         if finished:
             return replace(spent, trained=seconds)
@@ -220,15 +201,6 @@ def _final(state: State) -> Round | None:
     """The round whose world trains."""
     now = state.view.round if state.view else None
     return now if now and now.phase is Phase.FINAL else None
-
-
-def cause_of(begun: Round) -> str:
-    """What ended the world before this one: failure, lost, leave, join or scale."""
-    if begun.planned:
-        if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
-            return "scale"
-        return "leave" if begun.reason.endswith(" leaving") else "join"
-    return "lost" if begun.reason.endswith(" lost") else "failure"
 
 
 def is_spare(state: State) -> bool:

@@ -216,27 +216,6 @@ def load_values(
         values[name] = codec.load(value, saved)
 
 
-def frozen_names(values: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names of the tensors that are frozen parameters, or an optimizer's state of such.
-
-    A frozen one asks for no gradient.
-    """
-    places = {tensor.data_ptr() for value in values.values() for tensor in _frozen_in(value)}
-    return {name for name, tensor in tensors.items() if tensor.data_ptr() in places}
-
-
-def _frozen_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.nn.Module):
-        yield from (each for each in value.parameters() if not each.requires_grad)
-    elif isinstance(value, torch.optim.Optimizer):
-        for parameter, state in value.state.items():
-            # Optimizers of one's own keep other things there, too.
-            if not isinstance(parameter, torch.Tensor) or not isinstance(state, dict):
-                continue
-            if not parameter.requires_grad:
-                yield from (each for each in state.values() if isinstance(each, torch.Tensor))
-
-
 def buffer_names(values: dict[str, Any]) -> set[str]:
     """What the tensors of modules' buffers are called in a snapshot."""
     return {

@@ -292,8 +292,7 @@ class ElasticState:
 
     def _write_snapshot(self, version: Version) -> None:
         parts, tensors = self._save_values()
-        frozen = codecs.frozen_names(self._values, tensors)
-        self._open_memfds().write(Draft(version, parts, tensors, self._staged, frozen))
+        self._open_memfds().write(Draft(version, parts, tensors, self._staged))
         self._calls = 0
         self._committed_at = sync_point.steps() + 1
         counts = [parts[name] for name in self._samplers()]

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 import torch
 
 from elastic_etcd.times import COPY_PATIENCE
-from elastic_etcd.train.state.digest import digest_of_sums
 from elastic_etcd.train.state.free_memory import check_memory
 from elastic_etcd.train.state.snapshot import (
     HEADER,
@@ -46,7 +45,6 @@ class SharedMemfd(Memfd):
         super().__init__(fd)
         self._lock_fd, self._byte = lock
         self._mark = _MARKS + local_rank
-        self._seen: Header | None = None  # that `unchanged` and `sums` are of
 
     @property
     def mark(self) -> int:
@@ -72,27 +70,6 @@ class SharedMemfd(Memfd):
         """Its body, for this rank, which has the lock, to write."""
         self._follow()
         return super().clear(size)
-
-    def write(self, draft: Draft) -> None:
-        """Write it, under the lock."""
-        there = self.snapshot()
-        if there is None or there.header != self._seen:
-            self.unchanged.forget()
-        self._seen = draft.write(self, self.clear).header
-
-    def has(self, draft: Draft, sums: list[bytes]) -> bool:
-        """Whether the snapshot that another rank has written here equals this draft.
-
-        `sums` are the draft's; where they don't match they are computed anew.
-        """
-        return self._is(draft, sums) or self._is(draft, draft.sums_anew(self))
-
-    def _is(self, draft: Draft, sums: list[bytes] | None) -> bool:
-        there = self.snapshot()
-        if sums is None or there is None:
-            return False
-        self._seen = draft.header(digest_of_sums(sums))
-        return there.header == self._seen and draft.note(self, sums)
 
     @contextmanager
     def locked(self, patience: float = 0.0, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
@@ -223,11 +200,11 @@ class NodeMemfds(MemfdPair):
             if had and not _is_of(target, draft.version):
                 return self._write_shared(target, draft)
         began = time.monotonic()
-        sums = draft.sums(target)
+        header = draft.header(draft.digest())
         patience = max(COPY_PATIENCE, _TIMES * (time.monotonic() - began))
         with target.locked(patience, fcntl.LOCK_SH) as had:
             if had and _is_of(target, draft.version):
-                return self._compare(target, draft, sums)
+                return self._compare(target, header)
         with target.locked(patience * had) as had:
             if not had:
                 log.warning(
@@ -237,12 +214,13 @@ class NodeMemfds(MemfdPair):
                 )
                 return False
             if _is_of(target, draft.version):
-                return self._compare(target, draft, sums)
+                return self._compare(target, header)
             return self._write_shared(target, draft)  # who had the lock first could not
 
-    def _compare(self, target: SharedMemfd, draft: Draft, sums: list[bytes]) -> bool:
+    def _compare(self, target: SharedMemfd, header: Header) -> bool:
         """Whether what another has written is the same; nobody writes meanwhile."""
-        self._differs = not target.has(draft, sums)
+        there = target.snapshot()
+        self._differs = there is None or there.header != header
         if not self._differs:
             self._hold(target)
         return not self._differs
@@ -252,7 +230,7 @@ class NodeMemfds(MemfdPair):
         if not target.is_free():
             return False
         self._check_room(target, draft.size)
-        target.write(draft)
+        draft.write(target, target.clear)
         self._hold(target)
         return True
 

@@ -15,15 +15,7 @@ import struct
 import sys
 import weakref
 import zlib
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +37,6 @@ from elastic_etcd.train.state.digest import (
 )
 from elastic_etcd.train.state.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.state.free_memory import check_memory
-from elastic_etcd.train.unchanged import Frozen, Unchanged, can_be_skipped
 
 HEADER = 4096  # one page, so that the body is aligned as memory is
 _ALIGNED = 64
@@ -119,8 +110,6 @@ class Memfd:
         self.fd = fd
         weakref.finalize(self, os.close, fd)
         self.pid = os.getpid()
-        self.unchanged = Unchanged()
-        self.sums: list[bytes] = []  # of the chunks, since the last commit of this process
         if os.fstat(fd).st_size < HEADER:
             os.ftruncate(fd, HEADER)
         self._map_memory(os.fstat(fd).st_size)
@@ -141,10 +130,6 @@ class Memfd:
         """Bytes of the largest body that it has memory for."""
         return len(self._bytes) - HEADER
 
-    def whole(self) -> torch.Tensor:
-        """All after the first page, whatever it is."""
-        return self._bytes[HEADER:]
-
     def clear(self, size: int = 0) -> torch.Tensor:
         """The body, of `size` bytes, to be written; what was there is gone. Raises OSError."""
         if os.getpid() != self.pid:
@@ -154,8 +139,6 @@ class Memfd:
             self._map_memory(HEADER + size)
             self._populate_memory()
         self.memory[:HEADER] = bytes(HEADER)
-        self.unchanged.forget()
-        self.sums = []
         return self.body(size)
 
     def set(self, header: Header) -> "StateSnapshot":
@@ -267,8 +250,7 @@ class MemfdPair:
 
     def write(self, draft: "Draft") -> None:
         """Write a snapshot; the newest stays as it is until this one is whole."""
-        memfd = self.older()
-        draft.write(memfd, self.clear_older)
+        draft.write(self.older(), self.clear_older)
 
     @contextmanager
     def receiving(self, size: int) -> Iterator[Memfd]:
@@ -301,15 +283,13 @@ class Draft:
     """A snapshot to be written.
 
     `batched` is given the pieces and makes them batches, in host memory; what it raises is raised,
-    and nothing is written then. Tensors named in `frozen` are not copied again if they are there
-    already, as unchanged.py finds it.
+    and nothing is written then.
     """
 
     version: Version
     parts: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     batched: Callable[[Iterator[Piece]], Iterable[Sequence[Piece]]]
-    frozen: Collection[str] = ()
 
     @property
     def objects(self) -> bytes:
@@ -321,81 +301,23 @@ class Draft:
         """Of the body, in bytes."""
         return self._packed[1]
 
-    def write(self, memfd: Memfd, clear: Callable[[int], torch.Tensor]) -> StateSnapshot:
+    def write(self, memfd: Memfd, clear: Callable[[int], torch.Tensor]) -> None:
         """Write it into the memory file, once that is cleared."""
-        found = memfd.unchanged.find(self._skippable, memfd.whole())
-        known = memfd.sums if found else ()
-        pieces = pieces_of(self.objects, self.tensors.values(), found)
-        digest, sums = write_body(clear(self.size), self.batched(pieces), known)
-        return self._note(memfd, found, digest, sums)
+        pieces = pieces_of(self.objects, self.tensors.values())
+        digest = write_body(clear(self.size), self.batched(pieces))
+        memfd.set(self.header(digest))
 
-    def sums(self, memfd: Memfd) -> list[bytes]:
-        """Of the chunks that it would have; nothing is written.
-
-        Those of what torch says is as it was when `memfd.sums` were taken are not taken again.
-        """
-        return self._sums(memfd.sums, set(self._chunks_beside(self._same(memfd))))
-
-    def sums_anew(self, memfd: Memfd) -> list[bytes] | None:
-        """All of them; None if `sums` has taken all. What was otherwise there is distrusted."""
-        same = self._same(memfd)
-        if not same:
-            return None
-        chunks = chunks_of(self.size)
-        sums = self._sums((), chunks)
-        kept = set(chunks).difference(self._chunks_beside(same))
-        for chunk in kept:
-            if sums[chunk] != memfd.sums[chunk]:
-                memfd.unchanged.distrust(chunk * CHUNK, (chunk + 1) * CHUNK)
-        return sums
-
-    def _same(self, memfd: Memfd) -> Mapping[int, Frozen]:
-        return memfd.unchanged.same(self._skippable)
-
-    def _sums(self, known: Sequence[bytes], reached: Container[int]) -> list[bytes]:
-        pieces = _within_chunks(pieces_of(self.objects, self.tensors.values()))
-        sums = sums_of(self.batched(piece for piece in pieces if piece[0] // CHUNK in reached))
-        chunks = chunks_of(self.size)
-        return [sums[chunk] if chunk in reached else known[chunk] for chunk in chunks]
-
-    def _chunks_beside(self, starts: Container[int]) -> Iterator[int]:
-        """Those that hold some of another tensor than those which begin there, or the objects."""
-        start = 0
-        for size in (*(tensor.nbytes for tensor in self.tensors.values()), len(self.objects)):
-            stop = start + aligned(size)
-            if start not in starts:
-                yield from range(start // CHUNK, -(-stop // CHUNK))
-            start = stop
+    def digest(self) -> bytes:
+        """The digest of the body that it would have; nothing is written."""
+        return digest_of_sums(sums_of(self.batched(pieces_of(self.objects, self.tensors.values()))))
 
     def header(self, digest: bytes) -> Header:
         """What is written beside a body of this digest."""
         return Header(self.version, len(self.objects), self.size, digest)
 
-    def note(self, memfd: Memfd, sums: list[bytes]) -> bool:
-        """The memory file has what these sums, by `sums`, are of; another worker has written it.
-
-        False if torch was wrong about what has changed, and they have to be taken again.
-        """
-        same = memfd.unchanged.same(self._skippable)
-        found = memfd.unchanged.find(self._skippable, memfd.whole())
-        memfd.unchanged.keep(self._skippable, found)
-        memfd.sums = sums
-        return len(found) == len(same)
-
-    def _note(
-        self, memfd: Memfd, found: Mapping[int, Frozen], digest: bytes, sums: list[bytes]
-    ) -> StateSnapshot:
-        memfd.unchanged.keep(self._skippable, found)
-        memfd.sums = sums
-        return memfd.set(self.header(digest))
-
     @cached_property
     def _packed(self) -> tuple[bytes, int]:
         return pack(self.parts, self.tensors)
-
-    @cached_property
-    def _skippable(self) -> dict[int, torch.Tensor]:
-        return dict(_skippable(self.tensors, self.frozen))
 
 
 class Row(NamedTuple):
@@ -424,31 +346,14 @@ def pack(parts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[by
     return objects, Header.size_of(rows, objects)
 
 
-def _skippable(
-    tensors: Mapping[str, torch.Tensor], frozen: Collection[str]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Those of the tensors named in `frozen` that may be skipped, by where they begin."""
-    start = 0
-    for name, tensor in tensors.items():
-        if name in frozen and can_be_skipped(tensor):
-            yield start, tensor
-        start += aligned(tensor.nbytes)
-
-
-def pieces_of(
-    objects: bytes, tensors: Iterable[torch.Tensor], but: Container[int] = ()
-) -> Iterator[Piece]:
+def pieces_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Piece]:
     """Where each part of the body goes; tensors stay on their device, in the order of `pack`.
 
-    What is between two parts becomes zero, since it is part of the digest. but: where those begin
-    that are there already.
+    What is between two parts becomes zero, since it is part of the digest.
     """
     start = 0
     encoded = torch.frombuffer(bytearray(objects), dtype=torch.uint8)
     for tensor in chain(tensors, (encoded,)):
-        if start in but:
-            start += aligned(tensor.nbytes)
-            continue
         flat = _bytes_of(tensor)
         size = flat.nbytes
         if size:
@@ -510,12 +415,8 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def write_body(
-    body: torch.Tensor, batches: Iterable[Sequence[Piece]], known: Sequence[bytes] = ()
-) -> tuple[bytes, list[bytes]]:
-    """Copy the pieces, which ascend, into the body. The digest of what is there then, and the sums.
-
-    known: the sums of the chunks as they are, for those that no piece reaches.
+def write_body(body: torch.Tensor, batches: Iterable[Sequence[Piece]]) -> bytes:
+    """Copy the pieces, which ascend and fill the body, into it. The digest of what is there then.
 
     Each batch in two halves, a thread for each: as a plain copy does with more than one, and one
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
@@ -523,29 +424,23 @@ def write_body(
     """
     with ThreadPoolExecutor(1) as other:
         sums = _write_batches(body, batches, other)
-    for chunk in chunks_of(body.nbytes):
-        if chunk not in sums:
-            sums[chunk] = known[chunk] if chunk < len(known) else sum_chunk(body, chunk)
-    ordered = [sums[chunk] for chunk in range(len(sums))]
-    return digest_of_sums(ordered), ordered
+    return digest_of_sums(sums[chunk] for chunk in chunks_of(body.nbytes))
 
 
-def sums_of(batches: Iterable[Sequence[Piece]]) -> dict[int, bytes]:
-    """The sums of the chunks that the pieces, which fill each that they reach, would make."""
+def sums_of(batches: Iterable[Sequence[Piece]]) -> Iterator[bytes]:
+    """The sums of the chunks that the pieces, which ascend and fill a body, would make."""
     room = torch.empty(CHUNK, dtype=torch.uint8)
-    sums: dict[int, bytes] = {}
     parts = chain.from_iterable(map(_within_chunks, batches))
-    for chunk, of_chunk in groupby(parts, lambda part: part[0] // CHUNK):
+    for _, of_chunk in groupby(parts, lambda part: part[0] // CHUNK):
         end = 0
         for start, part in of_chunk:
             if part.nbytes == CHUNK:
-                sums[chunk] = sum_of(part)  # where it is
+                yield sum_of(part)  # where it is
                 continue
             ctypes.memmove(room.data_ptr() + start % CHUNK, part.data_ptr(), part.nbytes)
             end = start % CHUNK + part.nbytes
         if end:
-            sums[chunk] = sum_of(room[:end])
-    return sums
+            yield sum_of(room[:end])
 
 
 def _within_chunks(
