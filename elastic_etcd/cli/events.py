@@ -6,8 +6,8 @@ import time
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from elastic_etcd.agent.history import news, past
 from elastic_etcd.cli import query
+from elastic_etcd.cli.history import news, past
 from elastic_etcd.cli.query import in_one_line
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.txn import Snapshot
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elastic_etcd.agent.history import Event
     from elastic_etcd.cli import options
+    from elastic_etcd.cli.history import Event
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 

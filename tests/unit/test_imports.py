@@ -340,7 +340,7 @@ def loaded(code: str, *flags: str) -> set[str]:
             "elastic_etcd.agent.agent",
             {
                 *("torch", "numpy", "rich", "prometheus_client", "http.client"),
-                *("elastic_etcd.agent.history", "elastic_etcd.agent.goodput"),
+                "elastic_etcd.agent.goodput",
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),

@@ -1,7 +1,6 @@
-"""What has happened in a job, in the form of torch.distributed.elastic.events.
+"""The events of a job, in the form of torch.distributed.elastic.events, made of its keys.
 
-`elastic-etcd events` makes them of a job's keys. Where torch has a name for it that is used; all
-others begin with `elastic_etcd.`.
+An event has torch's name if torch has one; the names of all others begin with `elastic_etcd.`.
 """
 
 import json
@@ -11,7 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from elastic_etcd.core.schema import Failure, History, Outcome, Spent, decode
+from elastic_etcd.agent.goodput import total
+from elastic_etcd.core.schema import Failure, History, Outcome, decode
 from elastic_etcd.core.view import View
 
 TORCHS = "torchelastic.worker.status."
@@ -21,16 +21,13 @@ _NAMED = 8  # nodes of a world, in a line
 
 
 class Event(Struct, frozen=True):
-    """One event; `timestamp` is in milliseconds since 1970, 0 where nobody knows.
-
-    `told` is for people to read.
-    """
+    """An event of a job."""
 
     name: str
     source: str
-    timestamp: int
+    timestamp: int  # in milliseconds since 1970; 0: nobody knows
     metadata: dict[str, Any]
-    told: str
+    told: str  # for people to read
 
     def json(self) -> str:
         """As torch's Event.serialize, in one line."""
@@ -65,7 +62,7 @@ def event(
     total: float = 0.0,
     **more: Any,
 ) -> Event:
-    """One event of `job`: torch's of that state, or one of ours.
+    """An event of `job`: torch's of that state, or one of ours.
 
     at: when, as ISO 8601 or in milliseconds. seconds: how long it took. failure: the worker whose
     event it is. total: how long the job has lasted. more: what torch's metadata have no name for.
@@ -107,7 +104,7 @@ def _milliseconds(at: str | int) -> int:
 
 
 def past(job: str, view: View) -> Iterator[Event]:
-    """What a job's keys tell of it, in order."""
+    """All events of which a job's keys tell, in order."""
     for generation, text in view.history:
         try:
             entry = decode(History, text)
@@ -158,9 +155,10 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
         told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
         yield event("FAILED", told, at=failure.at, failure=failure, **common)
     if isinstance(entry.ended, str) and not entry.outcome:
+        steps = f" (trained {spent.trained:.1f} s, {spent.steps} steps)" if spent else ""
         yield event(
             "STOPPED",
-            f"generation {generation}: {entry.ended}{_lasted(spent)}",
+            f"generation {generation}: {entry.ended}{steps if spent and spent.steps else ''}",
             at=entry.ended_at or "",
             node=entry.coordinator or None,
             reason=entry.ended,
@@ -168,23 +166,6 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
         )
     if entry.outcome:
         yield _of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
-
-
-def _lasted(spent: Spent | None) -> str:
-    if spent is None or not spent.steps:
-        return ""
-    return f" (trained {spent.trained:.1f} s, {spent.steps} steps)"
-
-
-def total(spent: Spent | None) -> float:
-    """How many seconds a world took, from its rendezvous to its end.
-
-    `again` and `pause` are not added: they are parts of the others.
-    """
-    if spent is None:
-        return 0.0
-    start = spent.rendezvous + spent.start + spent.first_step
-    return start + spent.trained + spent.detect + spent.hang + spent.stop + spent.unknown
 
 
 OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
@@ -221,7 +202,7 @@ def _of_wanted(job: str, view: View) -> Iterator[Event]:
 
 
 def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
-    """What only shows as it happens, by two views one after the other; seen at `now`."""
+    """Events that no key keeps, by two views one after the other; seen at `now`."""
     old, new = ({m.lease: m for m in view.members} for view in (before, after))
     for lease, member in new.items():
         was = old.get(lease)
