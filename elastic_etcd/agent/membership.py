@@ -172,7 +172,7 @@ class Membership:
         self._begin_task(partial(self._commit, txn))
 
     def _spent(self, state: State) -> Spent | None:
-        """Where the seconds of the last world went, if this node knows."""
+        """The time spent on the last world, if this node knows it."""
         return self.spent_on(state.view.ledger.final if state.view else state.local.ran)
 
     async def publish(self, txn: Txn) -> bool:
@@ -222,7 +222,7 @@ class Membership:
         return outcome if outcome and outcome.run == run else None
 
     async def history(self, generation: int) -> History | None:
-        """What is remembered of a world, None if that can't be had soon."""
+        """The history of a world, None if that can't be had soon."""
         key = self.keys.history(generation)
         try:
             seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
@@ -280,7 +280,7 @@ class Membership:
         return now.nodes > 1
 
     def _begin_task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One thing at a time is asked of etcd; the lifecycle sees to that."""
+        """The lifecycle sees to it that etcd is asked for one thing at a time."""
         self._task = self._tasks.create(self._or_fatal(work))
 
     async def _or_fatal(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -450,7 +450,7 @@ class Membership:
     def stood_still(self) -> Silent | None:
         """That this agent has renewed nothing for as long as one that is cut off may run workers.
 
-        It has been stopped, or the machine was. What is in the inbox is older than that.
+        It has been stopped, or the machine was. All that is in the inbox is older than that.
         """
         if self._session is None:
             return None

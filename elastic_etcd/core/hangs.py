@@ -1,4 +1,4 @@
-"""Who is behind in a world that does not move, by what its agents say of their workers.
+"""The rank that is behind in a world that does not move, found by where all its workers are.
 
 The agent that finds a worker too long in its step publishes where its workers are. The coordinator
 then asks all agents, by a Hang without a line. If none of the ranks does what may take long it asks
@@ -35,13 +35,13 @@ class At(NamedTuple):
 
 
 def of_now(view: View) -> Hang | None:
-    """What is asked or said about the world that trains."""
+    """The question or the line about the world that trains."""
     hang = view.hang
     return hang if hang and hang.generation == view.trains else None
 
 
 def lead(view: View, waited: float) -> Hang | None:
-    """What the coordinator writes next; `waited` is for how long its question has been there."""
+    """The coordinator's next question or line; the last question has `waited` so many seconds."""
     if not view.trains:
         return None
     asked = of_now(view)
@@ -66,7 +66,7 @@ def patience(asked: Hang) -> float:
 
 
 def answer(asked: Hang, ranks: Sequence[At]) -> Hang:
-    """What follows from the answers: a question for evidence, or the line."""
+    """A question for evidence, or the line, by the answers."""
     found = judged(asked, ranks)
     if found.alarm and not asked.evidence:
         return replace(asked, number=asked.number + 1, evidence=True)

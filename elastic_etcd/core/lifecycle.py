@@ -1,9 +1,9 @@
-"""One agent's life as a pure function: `step(state, event, now) -> (state, actions)`.
+"""The life of an agent as a pure function: `step(state, event, now) -> (state, actions)`.
 
-An event is what happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. An
-action is what the agent then does. Both are plain values with a JSON form. The flight recorder
+An event happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. The agent
+answers with actions. Both are plain values with a JSON form. The flight recorder
 (agent/followers/recorder.py) writes them down, and tests/support/replay.py steps through them once
-more. The model checker drives this very function. What the job needs is decided in rules.py.
+more. The model checker drives this very function. The needs of the job are decided in rules.py.
 """
 
 import json
@@ -90,7 +90,7 @@ class Outdated(Struct, frozen=True, tag=True):
 
     @property
     def reason(self) -> str:
-        """What the user is told."""
+        """The sentence that the user sees."""
         newer = f"this job was written by a newer elastic_etcd (format {self.version})"
         return f"{newer}; this one knows format {VERSION}: install the newer one here, too"
 
@@ -380,9 +380,9 @@ class State(Struct, frozen=True):
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """What the agent is after `event` at `now`, and what it does.
+    """The agent's state after `event` at `now`, and its actions.
 
-    The rules know nothing of followers: what these find changes no state.
+    The rules know nothing of followers, whose findings change no state.
     """
     match event:
         case Finding(by, txn):
@@ -403,7 +403,7 @@ def pages(state: State) -> int:
 
 
 def coverage(state: State) -> Coverage:
-    """What this agent mirrors: everything if it is the coordinator, as far as it knows."""
+    """The keys that this agent mirrors: everything if it is the coordinator, as far as it knows."""
     view, lease = state.view, state.local.lease
     if view is None:
         return Narrow()
@@ -591,7 +591,7 @@ def _hear_answer(state: State, ok: bool) -> State:
 
 
 def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> State:
-    """Of a generation that is being stopped, no worker's end is a failure of its own.
+    """A worker's end is no failure of its own if its generation is being stopped.
 
     But where its step may last, nobody has made it end.
     """
@@ -612,7 +612,7 @@ def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> S
 
 
 def _hear_of_workers(local: Local, event: WorkersGone | WorkersElastic | WorkersFinished) -> Local:
-    """Of an older generation it is no news."""
+    """The state of the workers; news of an older generation is none."""
     if event.generation != local.running:
         return local
     if isinstance(event, WorkersElastic):
@@ -633,7 +633,7 @@ def _release_failure(state: State, now: float) -> State:
 def _present(state: State) -> bool:
     """Whether the generation that ran here last is still the job's.
 
-    Of a claim its ledger may be seen before its round.
+    A claim's ledger may be seen before its round.
     """
     view, ran = state.view, state.local.ran
     if view is None or view.round is None:
@@ -668,7 +668,7 @@ def _end_life(state: State, why: Ending) -> State:
 
 
 def _react(state: State, now: float, actions: list[Action]) -> State:
-    """What follows from all that is known, in the order of urgency."""
+    """The consequences of all that is known, in the order of urgency."""
     if state.local.leaving and not state.ending:
         state = _begin_to_leave(state, actions)
     if state.life in (Life.LOST, Life.LEAVING):
@@ -787,7 +787,7 @@ def _start_workers(state: State, begins: Round, part: Participant, actions: list
 def _write(
     state: State, actions: list[Action], what: Writable, generation: int, basis: Basis
 ) -> State:
-    """One write at a time, and each only once on the same basis."""
+    """A single write at a time, and each only once on the same basis."""
     if state.pending or state.tried == basis:
         return state
     write = Write(what, state.local.lease, generation)
@@ -799,9 +799,9 @@ def _write(
 
 
 def to_json(value: Struct) -> bytes:
-    """One line of JSON, from which `from_json` makes an equal value.
+    """A line of JSON, from which `from_json` makes an equal value.
 
-    Half a character in what a worker said becomes a question mark.
+    Half a character in the words of a worker becomes a question mark.
     """
     try:
         return msgspec.json.encode(value, enc_hook=int)  # a Lease

@@ -37,7 +37,7 @@ def is_same(time: StepTime, before: StepTime) -> bool:
 
 
 def lead(view: View, factor: float) -> Stragglers | None:
-    """What the coordinator writes next; None as long as there is nothing new, or too few tell."""
+    """The coordinator's next line; None as long as there is nothing new, or too few tell."""
     times = {t.lease: t for t in view.step_times if t.generation == view.trains}
     told = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
     if len(told) < 2 or 2 * len(told) <= len(view.world):
@@ -51,9 +51,9 @@ def compared(
 ) -> Stragglers | None:
     """The line about those that are slow and were not, or else are so no more.
 
-    Slow is who takes more than `factor` times the median, and no longer so who is below the middle
-    between that and the median: who is at the border is told once. Of two nodes the median is
-    the faster one.
+    A node is slow if it takes more than `factor` times the median, and no longer so below the middle
+    between that and the median: a node at the border is named once. The median of two nodes is the
+    faster one.
     """
     median = median_low(node.outside for node in nodes)
     by_time = sorted(nodes, key=lambda node: -node.outside)

@@ -381,7 +381,7 @@ async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
 
 
 async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Dump]]:
-    """Of those in which NCCL's flight recorder is on, by rank."""
+    """The traces of those in which NCCL's flight recorder is on, by rank."""
     specs = [worker.spec for worker in hanging if nccl_trace.is_on(worker.spec.env)]
 
     def ask() -> list[tuple[int, nccl_trace.Dump]]:
@@ -409,7 +409,7 @@ def _write_file(path: Path, pid: int, rank: int, output: bytes) -> None:
 
 
 def _kernel_state(pid: int) -> Iterator[str]:
-    """What each thread of the worker, and of what it has started, does in the kernel."""
+    """The place in the kernel of each thread of the worker, and of all that it has started."""
     yield "--- threads: process, thread, name, state, where it waits, system call"
     for process in [pid, *(p for p in members_of(pid) if p != pid)][:_PROCESSES]:
         with contextlib.suppress(OSError):

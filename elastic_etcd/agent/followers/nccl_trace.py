@@ -49,7 +49,7 @@ def ask(env: Mapping[str, str], rank: int) -> Dump | None:
 
 
 def stamp(path: Path) -> Stamp:
-    """What changes when it is written; None where it is no file."""
+    """Its time and size, which change when it is written; None where it is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -58,7 +58,7 @@ def stamp(path: Path) -> Stamp:
 
 
 def copy(path: Path, folder: Path) -> Path:
-    """Where it is from here on: in `folder`, unless it is too large. Raises OSError."""
+    """Copy it to `folder`, unless it is too large; gives where it is. Raises OSError."""
     if path.stat().st_size > _MOST:
         return path
     target = folder / "nccl_trace"
