@@ -51,9 +51,9 @@ def compared(
 ) -> Stragglers | None:
     """The line about those that are slow and were not, or else are so no more.
 
-    A node is slow if it takes more than `factor` times the median, and no longer so below the middle
-    between that and the median: a node at the border is named once. The median of two nodes is the
-    faster one.
+    A node is slow if it takes more than `factor` times the median, and no longer so when it is below
+    the middle between that and the median: a node at the border is named once. The median of two
+    nodes is the faster one.
     """
     median = median_low(node.outside for node in nodes)
     by_time = sorted(nodes, key=lambda node: -node.outside)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.agent.followers import hang_watch
+from elastic_etcd.agent.followers import evidence, hang_watch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.core.lifecycle import Event, Finding, Published, State, Tick
 from elastic_etcd.core.rules import Local
@@ -296,10 +296,10 @@ async def test_the_flight_recorder_is_with_the_evidence(
 
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         pytest.skip("this torch writes no record of gloo's")
-    monkeypatch.setattr(hang_watch, "HANG_EVIDENCE", 60.0)
+    monkeypatch.setattr(evidence, "HANG_EVIDENCE", 60.0)
     node = Node(pid)
     node.folder = tmp_path / "evidence"
-    monkeypatch.setattr(hang_watch, "HANG_ASK", 60.0)
+    monkeypatch.setattr(evidence, "HANG_ASK", 60.0)
     pipe, trace = f"{tmp_path}/pipe_", f"{tmp_path}/trace_"
     node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipe
     node.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = trace
@@ -324,7 +324,7 @@ async def test_stacks_that_come_late_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without them a rank that waits looks like one that is behind."""
-    monkeypatch.setattr(hang_watch, "HANG_STACKS", 60.0)
+    monkeypatch.setattr(evidence, "HANG_STACKS", 60.0)
     node = Node(dumping_pid)
     head = b"Stack (most recent call first):\n"
     stack = b'  File "torch/autograd/graph.py", line 829 in _engine_run_backward\n'
@@ -338,15 +338,15 @@ async def test_stacks_that_come_late_are_waited_for(
 def test_a_worker_outlives_being_asked(dumping_pid: int) -> None:
     """Its other threads run on: what a handler reads of theirs may be gone meanwhile."""
     for _ in range(2000):
-        assert hang_watch._ask_for_stacks(dumping_pid)
-        assert hang_watch._status(dumping_pid, "State") != "Z", "it has died"
+        assert evidence._ask_for_stacks(dumping_pid)
+        assert evidence.status(dumping_pid, "State") != "Z", "it has died"
         time.sleep(0.001)
 
 
 async def test_it_is_the_main_thread_that_answers(dumping_pid: int, tmp_path: Path) -> None:
     """Whatever others begin and end."""
     for number in range(1, 51):
-        hang_watch._ask_for_stacks(dumping_pid)
+        evidence._ask_for_stacks(dumping_pid)
         async with asyncio.timeout(10):
             while (tmp_path / "stderr").read_text().count("in <module>\n") < number:  # noqa: ASYNC110 - a file
                 await asyncio.sleep(0.001)
@@ -360,5 +360,5 @@ async def test_a_worker_that_is_stopped_is_not_asked(
     node = Node(dumping_pid)
     task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
-    assert int(hang_watch._status(dumping_pid, "ShdPnd"), 16) == 0
+    assert int(evidence.status(dumping_pid, "ShdPnd"), 16) == 0
     task.cancel()

@@ -5,20 +5,11 @@ ended, nor commits, saves and what `ee.quiet` was told. The agents find out toge
 others wait for (core/hangs.py); an agent that gets no answer names its own workers.
 """
 
-import asyncio
-import contextlib
-import ctypes
 import logging
 import math
-import os
-import re
-from collections.abc import Iterator
-from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from elastic_etcd.agent.followers import nccl_trace
+from elastic_etcd.agent.followers.evidence import Evidence, gather, status
 from elastic_etcd.agent.followers.periodic import PeriodicFollower, leads
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
@@ -28,39 +19,15 @@ from elastic_etcd.core import hangs, schema, writes
 from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.core.schema import Hang, Keys, RankStep, Steps
 from elastic_etcd.core.view import View
-from elastic_etcd.protocol.activity import DUMP_STACKS, Activity, Doing
-from elastic_etcd.system.process import members_of
-from elastic_etcd.system.threads import in_thread
-from elastic_etcd.times import (
-    HANG_ALONE,
-    HANG_ASK,
-    HANG_AT_LEAST,
-    HANG_EVIDENCE,
-    HANG_LEARNT,
-    HANG_STACKS,
-)
+from elastic_etcd.protocol.activity import Activity, Doing
+from elastic_etcd.times import HANG_ALONE, HANG_AT_LEAST, HANG_LEARNT
 
 _PERIOD = 1.0
-_LOOK = 0.2  # between two looks at what is being written
 _TIMES = 10  # the slowest of the recent steps
-_PROCESSES, _THREADS = 64, 256  # of a worker, that are looked at
-_TAIL = 1 << 15
-_LONGEST = 1 << 13  # characters of a stack that is told
-_KERNEL = 1 << 12  # bytes of each file of a thread's
-# What faulthandler writes of the thread that takes the signal, which is the main one.
-_STACK = re.compile(r"^Stack [^\n]*\n((?:  File [^\n]*(?:\n|\Z))+)", re.MULTILINE)
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 log = logging.getLogger(__name__)
 
 Reached: TypeAlias = tuple[Doing, int]  # an activity, after how many steps
-
-
-class Evidence(NamedTuple):
-    """A worker that stood: after how many steps it did, and its Python stack."""
-
-    steps: int
-    stack: str
 
 
 class HangWatch(PeriodicFollower):
@@ -165,64 +132,11 @@ class HangWatch(PeriodicFollower):
             unknown = [worker for worker in late if worker.spec.rank not in self._evidence]
             if unknown:
                 self._gathers = True
-                self._tasks.create(self._gather_alone(unknown))
-
-    async def _gather_alone(self, late: list[Worker]) -> None:
-        await self._gather(late)
-        self._gathers = False
+                self._tasks.create(self._gather(unknown))
 
     async def _gather(self, hanging: list[Worker]) -> None:
-        """Have written where they stand: into a file for each, and into their own output."""
-        known = {worker.pid: worker.output.err.tail() for worker in hanging}
-        asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
-        traces = await _ask_for_traces(hanging)
-        await _await_stacks([w for w in hanging if w.pid in asked], known)
-        now = {worker.pid: activity for worker, activity in self._workers.activities()}
-        hanging = [worker for worker in hanging if worker.pid in now]
-        for worker in hanging:
-            output, at = worker.output.err.tail(), now[worker.pid]
-            new = output if output != known[worker.pid] else b""
-            self._evidence[worker.spec.rank] = Evidence(at.steps, _stack(new))
-            log.warning(
-                "rank %d is in step %d for %.0f s; its slowest of late took %.1f s "
-                "(--hang-timeout)",
-                *(worker.spec.rank, at.steps + 1, at.seconds, at.slowest),
-            )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HANG_EVIDENCE):
-                for worker in hanging:
-                    await self._write_evidence(worker, has_handler=worker.pid in asked)
-                for rank, trace in traces:
-                    await self._collect(rank, trace)
-
-    async def _write_evidence(self, worker: Worker, *, has_handler: bool) -> None:
-        rank, output = worker.spec.rank, worker.output.err.tail()[-_TAIL:]
-        path = self._logs.evidence_file(self._generation, rank)
-        stacks = "" if has_handler else "; it has no handler for stacks"
-        if path is None:
-            log.warning("rank %d: its stacks are in its stderr%s", rank, stacks)
-            return
-        try:
-            await in_thread(partial(_write_file, path, worker.pid, rank, output), HANG_EVIDENCE)
-        except OSError as error:  # a TimeoutError is one
-            log.warning("rank %d: nothing can be written: %s", rank, error)
-        else:
-            log.warning("rank %d: where it stands is in %s%s", rank, path, stacks)
-
-    async def _collect(self, rank: int, trace: nccl_trace.Dump) -> None:
-        """Copy it as soon as it has been written: it has changed, and does so no more."""
-        now, last = trace.before, None
-        while now == trace.before or now != last:  # is not there, or grows
-            await asyncio.sleep(_LOOK)
-            now, last = await in_thread(partial(nccl_trace.stamp, trace.path), HANG_EVIDENCE), now
-        path = self._logs.evidence_file(self._generation, rank)
-        copied = trace.path
-        with contextlib.suppress(OSError):
-            if path:
-                copied = await in_thread(
-                    partial(nccl_trace.copy, trace.path, path.parent), HANG_EVIDENCE
-                )
-        log.warning("rank %d: NCCL's flight recorder is in %s", rank, copied)
+        await gather(hanging, self._workers, self._logs, self._evidence)
+        self._gathers = False
 
     # --- all nodes together ---------------------------------------------------------------
 
@@ -270,8 +184,8 @@ class HangWatch(PeriodicFollower):
         if now.doing is Doing.STEP and _is_traced(worker.pid):
             doing = schema.Doing.TRACED
         elif found and _reached(now) == (Doing.STEP, found.steps):
-            doing = schema.Doing.WAIT if _in_collective(found.stack) else doing
-            what = "stopped" if _status(worker.pid, "State") == "T" else _where(found.stack)
+            doing = schema.Doing.WAIT if found.in_collective else doing
+            what = "stopped" if status(worker.pid, "State") == "T" else found.place
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 
     def _log_line(self, state: State, view: View) -> None:
@@ -317,119 +231,4 @@ def _stands(worker: Worker, now: Activity, seconds: float) -> bool:
 
 
 def _is_traced(pid: int) -> bool:
-    return _status(pid, "TracerPid") not in ("", "0")
-
-
-def _stack(output: bytes) -> str:
-    """The Python stack of the main thread, if it has written that."""
-    found = _STACK.findall(output.decode(errors="replace"))
-    return found[-1][:_LONGEST] if found else ""
-
-
-def _where(stack: str) -> str:
-    """`train.py:9 in sleeps`, "" where that is not known."""
-    frame = _FRAME.match(stack)
-    return f"{Path(frame[1]).name}:{frame[2]} in {frame[3]}" if frame else ""
-
-
-def _in_collective(stack: str) -> bool:
-    """Whether it ends in what waits for other ranks, as far as Python knows."""
-    frame = _FRAME.match(stack)
-    if frame is None:
-        return False
-    path, function = frame[1], frame[3]
-    ends = path.endswith("torch/nn/parallel/distributed.py") or "torch/distributed/" in path
-    return ends or function == "_engine_run_backward"
-
-
-def _ask_for_stacks(pid: int) -> bool:
-    """Have its main thread write its Python stack to stderr, GIL or not; a stopped one could not.
-
-    False if it has no handler for that signal, which would kill it.
-    """
-    caught = int(_status(pid, "SigCgt") or "0", 16)
-    if not caught >> (DUMP_STACKS - 1) & 1:
-        return False
-    if _status(pid, "State") != "T":
-        _signal_main_thread(pid)
-    return True
-
-
-def _signal_main_thread(pid: int) -> None:
-    """Not the process: a thread that has just begun may take that, and has no stack to write."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "tgkill"):  # since glibc 2.30
-        libc.tgkill(pid, pid, int(DUMP_STACKS))
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, DUMP_STACKS)
-
-
-async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
-    """Until they have written them, and write no more; what is stopped writes nothing."""
-    write = [worker for worker in asked if _status(worker.pid, "State") != "T"]
-    last = None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(HANG_STACKS):
-            while True:
-                now = {worker.pid: worker.output.err.tail() for worker in write}
-                told = (known[pid] != output and _stack(output) for pid, output in now.items())
-                if now == last and all(told):
-                    return
-                last = now
-                await asyncio.sleep(_LOOK)
-
-
-async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, nccl_trace.Dump]]:
-    """The traces of those in which NCCL's flight recorder is on, by rank."""
-    specs = [worker.spec for worker in hanging if nccl_trace.is_on(worker.spec.env)]
-
-    def ask() -> list[tuple[int, nccl_trace.Dump]]:
-        asked = ((spec.rank, nccl_trace.ask(spec.env, spec.rank)) for spec in specs)
-        return [(rank, trace) for rank, trace in asked if trace]
-
-    with contextlib.suppress(TimeoutError):
-        return await in_thread(ask, HANG_ASK) if specs else []
-    return []
-
-
-def _status(pid: int, name: str) -> str:
-    """A line of /proc/PID/status; "" when the process is gone."""
-    lines = _text_of(Path(f"/proc/{pid}/status")).splitlines()
-    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
-
-
-def _write_file(path: Path, pid: int, rank: int, output: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    head = f"rank {rank}, pid {pid}, {now}\n\n--- its stderr, with the Python stacks\n"
-    rest = "\n".join(["", *_kernel_state(pid)])
-    with path.open("ab") as file:
-        file.write(head.encode() + output + rest.encode() + b"\n")
-
-
-def _kernel_state(pid: int) -> Iterator[str]:
-    """The place in the kernel of each thread of the worker, and of all that it has started."""
-    yield "--- threads: process, thread, name, state, where it waits, system call"
-    for process in [pid, *(p for p in members_of(pid) if p != pid)][:_PROCESSES]:
-        with contextlib.suppress(OSError):
-            for task in sorted(Path(f"/proc/{process}/task").iterdir())[:_THREADS]:
-                with contextlib.suppress(OSError):
-                    yield f"{process} {task.name} {_thread(task)}"
-
-
-def _thread(task: Path) -> str:
-    stat = (task / "stat").read_text(errors="replace")  # a name may be cut inside a character
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    state = rest.split()[0]
-    found = [name, state, _text_of(task / "wchan") or "-", _text_of(task / "syscall") or "-"]
-    stack = _text_of(task / "stack")  # root's only
-    return " ".join(found) + "".join(f"\n    {line}" for line in stack.splitlines())
-
-
-def _text_of(path: Path) -> str:
-    try:
-        with path.open(errors="replace") as file:
-            return file.read(_KERNEL).strip()
-    except OSError:
-        return ""
+    return status(pid, "TracerPid") not in ("", "0")
