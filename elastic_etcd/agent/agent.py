@@ -416,9 +416,9 @@ class Agent:
             master = self._workers.offer(now.generation, self._membership.reached)
         self._membership.write(self._state, write, master)
 
-    async def _publish(self, told: Publish) -> None:
-        ok = await self._membership.publish(told.txn)
-        self._inbox.put(Published(told.by, ok))
+    async def _publish(self, asked: Publish) -> None:
+        ok = await self._membership.publish(asked.txn)
+        self._inbox.put(Published(asked.by, ok))
 
     def _stop(self, stop: StopWorkers) -> None:
         grace, by = stop.grace, stop.by

@@ -102,7 +102,7 @@ class Membership:
         self._mirror_scope = AsyncExitStack()
         self._coverage: Coverage = Narrow()
         self._first = Narrow()
-        self._looked: Snapshot | None = None
+        self._early: Snapshot | None = None
         self._malformed: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._silence = False
@@ -132,8 +132,8 @@ class Membership:
 
         A job that has succeeded needs nothing that takes long to be loaded.
         """
-        self._looked = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
-        over = None if self._config.rerun else writes.succeeded(self.keys, self._looked)
+        self._early = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
+        over = None if self._config.rerun else writes.succeeded(self.keys, self._early)
         if over:
             self._inbox.put(Fatal(over))
 
@@ -350,7 +350,7 @@ class Membership:
         own = self.keys.member(self._member.lease)
         after = tuple(map(Get, (self.keys.spec, self.keys.round, self.keys.ledger, own)))
         look = writes.look(self.keys)
-        early, self._looked = self._looked, None
+        early, self._early = self._early, None
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
             if writes.look_again(self.keys, seen):
@@ -415,7 +415,7 @@ class Membership:
             return
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._client.refusals.succeeded()
-        self._tell_limits(view.spec.limits)
+        self._take_limits(view.spec.limits)
         coordinator = view.round.coordinator if view.round else None
         self._first = Narrow(coordinator, self._member.lease % view.spec.limits.pages)
         limits = view.spec.limits
@@ -426,14 +426,14 @@ class Membership:
         if self._silence and (since := self._session and self._session.silent_since):
             self._inbox.put(Silent(now() - since))  # to the member that it has become
 
-    def _tell_limits(self, jobs: Limits) -> None:
+    def _take_limits(self, jobs: Limits) -> None:
         """From here on the job's count, also when this agent joins again."""
         known, self._limits = self._limits, jobs
-        self._tell_guardian()
+        self._set_deadline()
         if jobs != known and (differing := jobs.differing(self._config.limits)):
             log.warning("the job's limits count, not this node's: %s", differing)
 
-    def _tell_guardian(self) -> None:
+    def _set_deadline(self) -> None:
         """An agent that is stopped can't stop its workers before its lease may end."""
         if self._guardian is None or self._session is None:
             return
@@ -445,7 +445,7 @@ class Membership:
     def _renewed(self, seconds: float) -> None:
         if silent := self._stood_still_for(seconds):
             self._inbox.put(silent)
-        self._tell_guardian()
+        self._set_deadline()
 
     def stood_still(self) -> Silent | None:
         """That this agent has renewed nothing for as long as one that is cut off may run workers.

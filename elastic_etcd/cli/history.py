@@ -27,7 +27,7 @@ class Event(Struct, frozen=True):
     source: str
     timestamp: int  # in milliseconds since 1970; 0: nobody knows
     metadata: dict[str, Any]
-    told: str  # for people to read
+    text: str  # for people to read
 
     def json(self) -> str:
         """As torch's Event.serialize, in one line."""
@@ -43,7 +43,7 @@ class Event(Struct, frozen=True):
             )
         name = self.name.removeprefix(TORCHS).removeprefix(OURS)
         job = f"  {self.metadata['run_id']:{widest}}" if widest else ""
-        return f"{at.removesuffix('+00:00'):23}{job}  {name:14}  {self.told}"
+        return f"{at.removesuffix('+00:00'):23}{job}  {name:14}  {self.text}"
 
 
 _LATEST = 253402300800000  # the year 10000
@@ -51,7 +51,7 @@ _LATEST = 253402300800000  # the year 10000
 
 def event(
     state: str,
-    told: str,
+    text: str,
     *,
     job: str,
     at: str | int = "",
@@ -87,7 +87,7 @@ def event(
         "duration_ms": None if seconds is None else round(1e3 * seconds, 3),
     }
     source = "WORKER" if failure else "AGENT"
-    return Event(name, source, _milliseconds(at), metadata, told)
+    return Event(name, source, _milliseconds(at), metadata, text)
 
 
 def _milliseconds(at: str | int) -> int:
@@ -105,22 +105,22 @@ def _milliseconds(at: str | int) -> int:
 
 def past(job: str, view: View) -> Iterator[Event]:
     """All events of which a job's keys tell, in order."""
-    for generation, text in view.history:
+    for generation, value in view.history:
         try:
-            entry = decode(History, text)
+            entry = decode(History, value)
         except ValueError as error:
-            told = f"generation {generation}: unreadable: {error}"
-            yield event("malformed", told, job=job, generation=generation)
+            text = f"generation {generation}: unreadable: {error}"
+            yield event("malformed", text, job=job, generation=generation)
         else:
             yield from _of_world(job, entry)
-    if view.outcome and not any(_ends(text) == view.outcome for _, text in view.history):
+    if view.outcome and not any(_ends(value) == view.outcome for _, value in view.history):
         yield _of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
 
 
-def _ends(text: str) -> Outcome | None:
+def _ends(value: str) -> Outcome | None:
     try:
-        return decode(History, text).outcome or None
+        return decode(History, value).outcome or None
     except ValueError:
         return None
 
@@ -146,14 +146,14 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
             **common,
         )
     for line in entry.hangs or ():
-        told = f"generation {generation}: {line}"
-        yield event("hang", told, reason=line, **common)
+        text = f"generation {generation}: {line}"
+        yield event("hang", text, reason=line, **common)
     for line in entry.stragglers or ():
-        told = f"generation {generation}: {line}"
-        yield event("straggler", told, reason=line, **common)
+        text = f"generation {generation}: {line}"
+        yield event("straggler", text, reason=line, **common)
     for failure in entry.failures or ():
-        told = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
-        yield event("FAILED", told, at=failure.at, failure=failure, **common)
+        text = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
+        yield event("FAILED", text, at=failure.at, failure=failure, **common)
     if isinstance(entry.ended, str) and not entry.outcome:
         steps = f" (trained {spent.trained:.1f} s, {spent.steps} steps)" if spent else ""
         yield event(
@@ -190,15 +190,15 @@ def _of_wanted(job: str, view: View) -> Iterator[Event]:
     if view.wanted is None:
         return
     for drain in view.wanted.drains:
-        told = f"{drain.node} is drained{f' by {drain.by}' if drain.by else ''}"
-        yield event("drain", told, job=job, at=drain.at, node=drain.node)
+        text = f"{drain.node} is drained{f' by {drain.by}' if drain.by else ''}"
+        yield event("drain", text, job=job, at=drain.at, node=drain.node)
     if halt := view.wanted.stop:
-        told = f"the job is to stop{f' by {halt.by}' if halt.by else ''}"
-        yield event("stop", told, job=job, at=halt.at, run=halt.run)
+        text = f"the job is to stop{f' by {halt.by}' if halt.by else ''}"
+        yield event("stop", text, job=job, at=halt.at, run=halt.run)
     if scale := view.wanted.scale:
         by = f" by {scale.by}" if scale.by else ""
-        told = f"the job is scaled to {scale.nnodes} nodes{by}"
-        yield event("scale", told, job=job, at=scale.at, run=scale.run, nnodes=scale.nnodes)
+        text = f"the job is scaled to {scale.nnodes} nodes{by}"
+        yield event("scale", text, job=job, at=scale.at, run=scale.run, nnodes=scale.nnodes)
 
 
 def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
@@ -213,17 +213,17 @@ def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
             yield event("node.leaving", f"{member.node} is leaving", **at)
     for lease, member in old.items():
         if lease not in new:
-            told = f"{member.node} is gone"
-            yield event("node.gone", told, job=job, at=now, node=member.node)
+            text = f"{member.node} is gone"
+            yield event("node.gone", text, job=job, at=now, node=member.node)
     was_round, current = before.round, after.round
     if current is None or current == was_round:
         return
     generation, phase = current.generation, current.phase.value
     if was_round is None or (generation, phase) != (was_round.generation, was_round.phase.value):
-        told = f"generation {generation} is {phase}: {current.reason}"
+        text = f"generation {generation} is {phase}: {current.reason}"
     elif current.coordinator != was_round.coordinator:
-        told = f"generation {generation}: {current.node} coordinates from here on"
+        text = f"generation {generation}: {current.node} coordinates from here on"
     else:
         return
     which: dict[str, Any] = {"generation": generation, "phase": phase}
-    yield event("round", told, job=job, at=now, node=current.node, **which)
+    yield event("round", text, job=job, at=now, node=current.node, **which)

@@ -39,10 +39,10 @@ def is_same(time: StepTime, before: StepTime) -> bool:
 def lead(view: View, factor: float) -> Stragglers | None:
     """The coordinator's next line; None as long as there is nothing new, or too few tell."""
     times = {t.lease: t for t in view.step_times if t.generation == view.trains}
-    told = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
-    if len(told) < 2 or 2 * len(told) <= len(view.world):
+    known = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
+    if len(known) < 2 or 2 * len(known) <= len(view.world):
         return None
-    nodes = [NodeTimes(name, time.outside, time.whole) for name, time in told]
+    nodes = [NodeTimes(name, time.outside, time.whole) for name, time in known]
     return compared(view.stragglers or Stragglers(), view.trains, nodes, factor)
 
 
@@ -51,9 +51,9 @@ def compared(
 ) -> Stragglers | None:
     """The line about those that are slow and were not, or else are so no more.
 
-    A node is slow if it takes more than `factor` times the median, and no longer so when it is below
-    the middle between that and the median: a node at the border is named once. The median of two
-    nodes is the faster one.
+    A node is slow if it takes more than `factor` times the median, and fast again below the middle
+    between that and the median: a node at the border is named once. The median of two nodes is the
+    faster one.
     """
     median = median_low(node.outside for node in nodes)
     by_time = sorted(nodes, key=lambda node: -node.outside)

@@ -19,7 +19,7 @@ DEADLINE = 60.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (Source, *SOURCES.values()):
-        monkeypatch.setattr(source, "pace", 0.05)
+        monkeypatch.setattr(source, "period", 0.05)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not for these
 
 

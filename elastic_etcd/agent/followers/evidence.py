@@ -166,8 +166,8 @@ async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
         async with asyncio.timeout(HANG_STACKS):
             while True:
                 now = {worker.pid: worker.output.err.tail() for worker in write}
-                told = (known[pid] != output and _stack(output) for pid, output in now.items())
-                if now == last and all(told):
+                written = (known[pid] != output and _stack(output) for pid, output in now.items())
+                if now == last and all(written):
                     return
                 last = now
                 await asyncio.sleep(_LOOK)

@@ -33,7 +33,7 @@ _FIRST_ANSWER = 130.0  # Azure's first may take two minutes
 _TOKEN_LIFE = "21600"  # noqa: S105 - seconds, the most
 _LARGEST = 1 << 16  # bytes of an answer
 _MOST = 1e6  # seconds that a file may say
-_SELDOM = 12  # times the pace, while nobody answers
+_SELDOM = 12  # times the period, while nobody answers
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class Answer:
 
 
 class Source(ABC):
-    """A source of notices; it is asked each `pace` seconds, in one thread."""
+    """A source of notices; it is asked each `period` seconds, in one thread."""
 
-    pace = 1.0
+    period = 1.0
 
     @abstractmethod
     def look(self) -> Notice | None:
@@ -109,7 +109,7 @@ class _Service(Source):
 class Aws(_Service):
     """A spot instance's interruption notice, two minutes before; with IMDSv2's token."""
 
-    pace = 5.0
+    period = 5.0
     _token = ""
 
     def look(self) -> Notice | None:
@@ -164,7 +164,7 @@ class _Event:
 class Azure(_Service):
     """A scheduled event that takes this VM away; it is approved when nothing runs any more."""
 
-    pace = 2.0
+    period = 2.0
     _path = "/metadata/scheduledevents?api-version=2020-07-01"
     _name = ""
     _timeout = _FIRST_ANSWER
@@ -263,7 +263,7 @@ class Watch:
     def _look_for_notices(self) -> None:
         pause = 0.0
         while not self._ended.wait(pause):
-            pause = self.source.pace
+            pause = self.source.period
             try:
                 notice = self.source.look()
             except Exception as error:  # noqa: BLE001 - whatever is answered, training goes on
