@@ -34,11 +34,9 @@ _KERNEL = 1 << 12  # bytes of each file of a thread's
 # faulthandler writes this of the thread that takes the signal, which is the main one.
 _STACK = re.compile(r"^Stack [^\n]*\n((?:  File [^\n]*(?:\n|\Z))+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-_FILES = (
-    "TORCH_FR_DUMP_TEMP_FILE",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-)  # the name of now, of before
+_NCCL_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+# The name of now, and of before.
+_NCCL_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _MOST = 1 << 24  # bytes of its record that are copied
 
 Stamp: TypeAlias = tuple[int, int] | None
@@ -118,11 +116,11 @@ async def _collect(rank: int, trace: "Trace", path: Path | None) -> None:
     now, last = trace.before, None
     while now == trace.before or now != last:  # is not there, or grows
         await asyncio.sleep(_LOOK)
-        now, last = await in_thread(partial(_stamp, trace.path), HANG_EVIDENCE), now
+        now, last = await in_thread(partial(_stamp_of, trace.path), HANG_EVIDENCE), now
     copied = trace.path
     with contextlib.suppress(OSError):
         if path:
-            copied = await in_thread(partial(_copy, trace.path, path.parent), HANG_EVIDENCE)
+            copied = await in_thread(partial(_copy_trace, trace.path, path.parent), HANG_EVIDENCE)
     log.warning("rank %d: NCCL's flight recorder is in %s", rank, copied)
 
 
@@ -227,28 +225,26 @@ class Trace(NamedTuple):
 
 async def _ask_for_traces(hanging: list[Worker]) -> list[tuple[int, Trace]]:
     """The traces of those in which NCCL's flight recorder is on, by rank."""
-    specs = [worker.spec for worker in hanging if _is_on(worker.spec.env)]
+    specs = [worker.spec for worker in hanging]
 
     def ask() -> list[tuple[int, Trace]]:
-        asked = ((spec.rank, _ask(spec.env, spec.rank)) for spec in specs)
+        asked = ((spec.rank, _ask_for_trace(spec.env, spec.rank)) for spec in specs)
         return [(rank, trace) for rank, trace in asked if trace]
 
     with contextlib.suppress(TimeoutError):
-        return await in_thread(ask, HANG_ASK) if specs else []
+        return await in_thread(ask, HANG_ASK)
     return []
 
 
-def _is_on(env: Mapping[str, str]) -> bool:
-    """Whether a worker with this environment may be asked."""
-    return bool(env.get(_PIPE) and any(map(env.get, _FILES)))
-
-
-def _ask(env: Mapping[str, str], rank: int) -> Trace | None:
-    """Have it write; None where nobody reads its pipe."""
-    path = Path(f"{next(filter(None, map(env.get, _FILES)))}{rank}")
-    asked = Trace(path, _stamp(path))
+def _ask_for_trace(env: Mapping[str, str], rank: int) -> Trace | None:
+    """Have it write; None where it is off, or where nobody reads its pipe."""
+    pipe, file = env.get(_NCCL_PIPE), next(filter(None, map(env.get, _NCCL_FILES)), None)
+    if not pipe or not file:
+        return None
+    path = Path(f"{file}{rank}")
+    asked = Trace(path, _stamp_of(path))
     try:
-        fd = os.open(f"{env[_PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(f"{pipe}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -259,7 +255,7 @@ def _ask(env: Mapping[str, str], rank: int) -> Trace | None:
         os.close(fd)
 
 
-def _stamp(path: Path) -> Stamp:
+def _stamp_of(path: Path) -> Stamp:
     """Its time and size, which change when it is written; None where it is no file."""
     try:
         status = path.stat()
@@ -268,7 +264,7 @@ def _stamp(path: Path) -> Stamp:
     return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
-def _copy(path: Path, folder: Path) -> Path:
+def _copy_trace(path: Path, folder: Path) -> Path:
     """Copy it to `folder`, unless it is too large; gives where it is. Raises OSError."""
     if path.stat().st_size > _MOST:
         return path
