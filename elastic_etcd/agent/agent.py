@@ -38,7 +38,6 @@ from elastic_etcd.agent.inbox import (
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.console import ConsoleHandler
 from elastic_etcd.agent.output.logs import Logs
-from elastic_etcd.agent.preload import PreloadTeller
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -151,9 +150,7 @@ async def _run_agent(
             )
             for each in looking:
                 tasks.create(each.run())
-            preload = PreloadTeller(membership, workers)
-            tasks.create(preload.tell())
-            followers: list[Follower] = [accounting, *looking, preload]
+            followers: list[Follower] = [accounting, *looking]
             if metrics:
                 metrics.follow(membership, workers, accounting)
                 followers.append(metrics)

@@ -29,7 +29,6 @@ from elastic_etcd.protocol.messages import (
     FromAgent,
     FromWorker,
     Hello,
-    Imported,
     Keep,
     Kept,
     Leaving,
@@ -59,17 +58,11 @@ class ChannelServer:
 
     `heard(channel, message)` is given what the server itself does not answer, and last
     Disconnected() of each worker that had said hello; it is called from the event loop.
-    Descriptors that workers have kept are here until `close`; `imported(fd)` is given a file in
-    which one says what its script has imported.
+    Descriptors that workers have kept are here until `close`.
     """
 
-    def __init__(
-        self,
-        heard: Callable[["WorkerChannel", FromWorker | Disconnected], None],
-        imported: Callable[[int], None] = os.close,
-    ) -> None:
+    def __init__(self, heard: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
         self.heard = heard
-        self.imported = imported
         self.kept: dict[tuple[int, str], int] = {}
         self.shared: dict[str, int] = {}
         self._sharers: dict[str, set[int]] = {}
@@ -258,7 +251,7 @@ class WorkerChannel:
         """Take a message and its descriptor, which is taken out of `fds`."""
         if isinstance(message, Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        if fds and not isinstance(message, Keep | Share | Imported):
+        if fds and not isinstance(message, Keep | Share):
             raise ValueError("a descriptor without a keep or share")
         match message:
             case Hello():
@@ -269,8 +262,6 @@ class WorkerChannel:
             case Share(number, name):
                 fd = self._server.share(self.local_rank, name, _one(fds, "a share"))
                 self.send(Recalled(number, name, found=True), fd)
-            case Imported():
-                self._server.imported(_one(fds, "an imported"))
             case Drop(name):
                 self._server.drop(self.local_rank, name)
             case Recall(number, name):

@@ -73,8 +73,7 @@ class AgentConfig:
     `timer_file`: where torch's file timers are served, "" at a path of the agent's; None: nowhere.
     `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
     `preemption_watch`: aws, gcp, azure or file:PATH, see agent/followers/notices.py.
-    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded,
-    and, with `learn`, what the script itself has imported before.
+    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
     """
 
     etcd: EtcdConfig | None
@@ -102,7 +101,6 @@ class AgentConfig:
     no_python: bool = False
     prefork: bool = True
     preload: tuple[str, ...] = ()
-    learn: bool = False
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,

@@ -43,7 +43,6 @@ from elastic_etcd.core.schema import (
     Member,
     Outcome,
     Phase,
-    Preload,
     Spec,
     Spent,
     decode,
@@ -230,18 +229,6 @@ class Membership:
         except (EtcdError, ValueError) as error:
             log.debug("%s: %s", key, error)
             return None
-
-    async def preload(self) -> tuple[str, ...] | None:
-        """What the job's script imports, as its nodes have told; None if that is not known."""
-        key = self.keys.preload
-        try:
-            seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
-            return decode(Preload, seen.kvs[key].value).modules if key in seen.kvs else None
-        except EtcdError as error:
-            log.debug("%s: %s", key, error)
-        except ValueError as error:
-            log.warning("ignored, not written by this program: %s: %s", key, str(error)[:256])
-        return None
 
     async def leave(self, state: State) -> None:
         """Leave for good; the last one that does so stops the job."""

@@ -26,7 +26,6 @@ from elastic_etcd.protocol.messages import (
     LONGEST,
     CannotImport,
     FromForkServer,
-    LeftOut,
     Unsafe,
     Warm,
     from_fork_server,
@@ -49,8 +48,7 @@ _REFILL_AFTER = 2.0
 # One that lived shorter is replaced more and more slowly: each one imports torch.
 _QUIET = 60.0
 _SLOWEST = 60.0
-# A worker that has been ordered from a fork server is there before that is ended.
-_RETIRES_AFTER = 10.0
+_WORTH_A_LINE = 0.5  # seconds
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +60,8 @@ class Prefork:
     them. `env` is the workers' environment as far as it is known before a generation; what
     libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
     order. A fork server that dies is replaced; meanwhile there is none. `create` begins its tasks,
-    and hears of their crashes. `learned(modules)` says what one has loaded that has taken over.
+    and hears of their crashes.
     """
-
-    patience = 30.0  # seconds for the import of a module that is learned
 
     def __init__(
         self,
@@ -74,25 +70,19 @@ class Prefork:
         preload: Sequence[str],
         size: int,
         create: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        learned: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
         self._command = command
         self._env = env
         self._preload = preload
         self._size = size
-        self._learned = learned
         self._create = create
-        self._imported: int | None = None  # the file that says what to learn
         self._server: _ForkServer | None = None
-        self._next: _ForkServer | None = None
-        self._retired: list[tuple[_ForkServer, list[_Preforked]]] = []
         self._discarded: list[Process] = []  # fork servers that may be dying yet
         self._waiting: list[_Preforked] = []
         self._refill: asyncio.TimerHandle | None = None
         self._delay = self._warm_since = 0.0
         self._again: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._starting_next: asyncio.Task[None] | None = None
         self._is_warm = self._was_warm = False
         self._decided = asyncio.Event()
         self._error: UsageError | None = None
@@ -107,94 +97,15 @@ class Prefork:
         """Whether `fork` would be served without an import."""
         return self._is_warm or bool(self._waiting)
 
-    def start(self, imported: int | None = None) -> None:
-        """Start the fork server, which begins to import.
-
-        `imported` is a file that says what scripts import (children/imported.py); it is this
-        object's from here on.
-        """
-        self._keep(imported)
-        self._begin()
-
-    def _begin(self) -> None:
+    def start(self) -> None:
+        """Start the fork server, which begins to import."""
         self._again = None
         self._starting = self._create(self._start())
-
-    def learn(self, imported: int | None) -> None:
-        """As `start`, while this one goes on until that one is warm; None: forget what it knows."""
-        self._drop_next()
-        self._keep(imported)
-        self._starting_next = self._create(self._start_next())
-
-    def _keep(self, imported: int | None) -> None:
-        before, self._imported = self._imported, imported
-        if before is not None and before != imported:
-            os.close(before)
-
-    async def _start_next(self) -> None:
-        server = _ForkServer(self._heard_of_next, self._next_ended)
-        try:
-            await self._start_process(server)
-        except OSError as error:
-            log.debug("no other fork server can be started: %s", error.strerror)
-        else:
-            self._next = server
-
-    def _heard_of_next(self, message: FromForkServer) -> None:
-        match message:
-            case Warm(modules):
-                self._take_over(modules)
-            case LeftOut(module, why):
-                _tell_left_out(module, why)
-            case Unsafe(why) | CannotImport(_, why):
-                log.debug("the fork server stays as it was: %s", why)
-                self._drop_next()
-                self._keep(None)
-
-    def _next_ended(self, code: int, last_words: str) -> None:
-        log.debug("the fork server stays as it was: the next ended (%d): %s", code, last_words)
-        self._drop_next()
-        self._keep(None)
-
-    def _drop_next(self) -> None:
-        if self._starting_next:
-            self._starting_next.cancel()
-        if self._next:
-            self._discarded.append(self._next.close())
-            self._next = None
-
-    def _take_over(self, modules: tuple[str, ...]) -> None:
-        """From now on workers come of the next fork server."""
-        assert self._next
-        for pending in (self._again, self._starting):
-            if pending:
-                pending.cancel()
-        if self._server:
-            self._server.heard, self._server.ended = lambda _: None, lambda *_: None
-            self._retired.append((self._server, self._waiting))
-            asyncio.get_running_loop().call_later(_RETIRES_AFTER, self._end_retired)
-        self._server, self._next, self._waiting = self._next, None, []
-        self._server.heard, self._server.ended = self._heard, self._ended
-        self._heard(Warm(modules))
-        self._learned(modules)
-
-    def _end_retired(self) -> None:
-        """End the one that was retired first."""
-        if self._retired:
-            server, waiting = self._retired.pop(0)
-            for each in waiting:
-                each.end()
-            self._discarded.append(server.close())
-
-    async def _start_process(self, server: "_ForkServer") -> None:
-        known = self._imported
-        learned = "" if known is None else f"{known}:{self.patience:g}"
-        await server.start(self._command, self._preload, self._env, learned)
 
     async def _start(self) -> None:
         server = _ForkServer(self._heard, self._ended)
         try:
-            await self._start_process(server)
+            await server.start(self._command, self._preload, self._env)
         except OSError as error:
             self._give_up(f"the fork server can't be started: {error.strerror}")
         else:
@@ -220,17 +131,17 @@ class Prefork:
         stdin: int = subprocess.DEVNULL,
         given: Sequence[int] = (),
         *,
-        learn: bool = False,
+        time_imports: bool = False,
     ) -> Process:
         """Run `argv` (`python [-u] script ...` or `-m module ...`) as a process of its own.
 
         `env` is its whole environment, `out` and `err` become its descriptors 1 and 2, `stdin`
         its 0; the numbers that it has for the descriptors `given` are appended to `argv`. All of
-        them may be closed when this returns. One that is to `learn` tells the agent at its first
-        step what it has imported. Raises OSError when there is no process to be had.
+        them may be closed when this returns. With `time_imports` it tells the agent at its first
+        step how long its imports took. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
-        assignment = _assignment(argv, env, list(streams), learn=learn)
+        assignment = _assignment(argv, env, list(streams), time_imports=time_imports)
         try:
             preforked = self._take_preforked()
             preforked.order([assignment, *streams.values(), *given])
@@ -245,10 +156,6 @@ class Prefork:
             if pending:
                 pending.cancel()
         self._is_warm = False
-        self._drop_next()
-        while self._retired:
-            self._end_retired()
-        self._keep(None)
         self._stop_server()
         for process in self._discarded:
             end(process)
@@ -295,14 +202,11 @@ class Prefork:
 
     def _heard(self, message: FromForkServer) -> None:
         match message:
-            case Warm(modules):
-                log.debug("loaded ahead: %s", ", ".join(("torch", *modules)))
+            case Warm():
                 self._is_warm = self._was_warm = True
                 self._warm_since = asyncio.get_running_loop().time()
                 self._fill()
                 self._decided.set()
-            case LeftOut(module, why):
-                _tell_left_out(module, why)
             case Unsafe(why):
                 self._give_up(why)
             case CannotImport(module, why) if module and not self._was_warm:
@@ -326,16 +230,12 @@ class Prefork:
             self._delay = 0.0
         when = f"in {self._delay:.0f} s" if self._delay else "now"
         log.warning("%s; it is replaced %s", why, when)
-        self._again = loop.call_later(self._delay, self._begin)
+        self._again = loop.call_later(self._delay, self.start)
         self._delay = min(_SLOWEST, max(1.0, 2 * self._delay))
 
     def _give_up(self, why: str) -> None:
         self._is_warm = False
         self._stop_server()
-        if self._imported is not None and self._error is None:
-            log.debug("the fork server begins again with torch only: %s", why)
-            self.start()
-            return
         if why:
             log.warning("workers are started without the fork server: %s", why)
         self._decided.set()
@@ -353,20 +253,15 @@ class _ForkServer:
     def __init__(
         self, heard: Callable[[FromForkServer], None], ended: Callable[[int, str], None]
     ) -> None:
-        self.heard = heard
-        self.ended = ended
+        self._heard = heard
+        self._ended = ended
 
     async def start(
-        self,
-        command: Sequence[str],
-        preload: Sequence[str],
-        env: Mapping[str, str],
-        learned: str = "",
+        self, command: Sequence[str], preload: Sequence[str], env: Mapping[str, str]
     ) -> None:
         """Start it; a thread does, since the program may be on a disk that stands still."""
         self._channel, theirs = channel_pair()
-        arguments = [str(theirs.fileno()), ",".join(preload), learned, *command]
-        inherited = [int(learned.partition(":")[0])] if learned else []
+        arguments = [str(theirs.fileno()), ",".join(preload), *command]
         program = [command[0], "-u", str(_PROGRAM), *arguments]
         output, theirs_output = os.pipe()
         try:
@@ -376,7 +271,7 @@ class _ForkServer:
                     env,
                     stdout=theirs_output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), *inherited),
+                    pass_fds=(theirs.fileno(),),
                 )
         except BaseException:
             self._channel.close()
@@ -410,14 +305,14 @@ class _ForkServer:
         except ConnectionResetError:
             packet = b""
         if packet:
-            self.heard(from_fork_server(packet))
+            self._heard(from_fork_server(packet))
         else:  # `_on_exit` follows
             asyncio.get_running_loop().remove_reader(self._channel)
 
     def _on_exit(self, code: int) -> None:
         self._listen()  # its last message may have come in the same turn
         if self._channel.fileno() >= 0:  # else that was the end of it
-            self.ended(code, self._output.drain())
+            self._ended(code, self._output.drain())
 
 
 class _Forked:
@@ -534,20 +429,19 @@ class _Preforked:
             self._watch = None
 
 
-def imported(modules: Sequence[str]) -> int:
-    """A file as a worker makes it that tells what it has imported; the caller has to close it."""
-    fd = os.memfd_create("imported", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(json.dumps({"modules": [*modules], "changed": {}}).encode())
-    return fd
-
-
-def _tell_left_out(module: str, why: str) -> None:
-    log.debug("%s is not loaded ahead: %s", module, why)
+def saved_by_preload(seconds: Mapping[str, float]) -> str:
+    """A line that says which --preload saves the time of these imports; "" if it is short."""
+    spent = sum(seconds.values())
+    if spent < _WORTH_A_LINE:
+        return ""
+    packages = ", ".join(dict.fromkeys(name.partition(".")[0] for name in seconds))
+    modules = [n for n in seconds if not any(other.startswith(f"{n}.") for other in seconds)]
+    names = ",".join(modules)
+    return f"restart spent {spent:.1f} s importing {packages}: --preload {names} saves it"
 
 
 def _assignment(
-    argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, learn: bool
+    argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, time_imports: bool
 ) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.
 
@@ -557,7 +451,7 @@ def _assignment(
     """
     fd = os.memfd_create("order")
     with open(fd, "wb", closefd=False) as file:
-        order = {"argv": [*argv], "env": dict(env), "streams": streams, "learn": learn}
-        file.write(json.dumps(order).encode())
+        order = {"argv": [*argv], "env": dict(env), "streams": streams}
+        file.write(json.dumps({**order, "time_imports": time_imports}).encode())
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

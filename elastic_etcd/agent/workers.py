@@ -28,7 +28,7 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
-from elastic_etcd.agent.prefork import Prefork, imported
+from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.agent.store import StoreServer, bind
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core import stragglers
@@ -43,7 +43,6 @@ from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
-    Anew,
     AskCurrent,
     Bye,
     Change,
@@ -52,6 +51,7 @@ from elastic_etcd.protocol.messages import (
     Elastic,
     Finished,
     FromWorker,
+    Imported,
     Interrupt,
     Parked,
 )
@@ -118,24 +118,21 @@ class Workers:
         self._parked_ended = asyncio.Event()
         self._explaining = 0  # failures whose cause is being read
         self._in_order = asyncio.Lock()
-        self._channels = ChannelServer(self._heard, self._imported)
+        self._channels = ChannelServer(self._heard)
         self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._mark = Mark.own(config.node, config.job)
         self._strays = Strays(self._mark)
         self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
-        self.learned: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()  # for the job's other nodes
-        self._forgotten = False
-        self._learns = config.learn  # a worker is to tell what it has imported
+        self._launches = 0
+        self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
             size = config.nproc + 1  # and a store server
-            told = self.learned.put_nowait
-            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create, told)
-            if not config.learn:
-                self._prefork.start()
+            self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create)
+            self._prefork.start()
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
         self._listener: tuple[int, socket.socket] | None = None
         self._interface = ""  # which has this node's address for the others
@@ -177,10 +174,6 @@ class Workers:
         if self._config.timer_file is not None:
             path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
             self._timers = FileTimers(path, self._timer_expired)
-        if self._prefork and self._config.learn:
-            known = await self._membership.preload()
-            self._learns = known is None
-            self._prefork.start(imported(known) if known else None)
         if self._prefork:
             await self._prefork.warm()
 
@@ -223,6 +216,7 @@ class Workers:
         """Start every worker; one that can't be started is told as an exit, like any other."""
         assert self._gone, "I3: older workers are alive"
         self.generation, self._channels.reason = generation, reason
+        self._launches += 1
         self._gone = self._stopping = False
         self._elastic = self._finished = self._patient = self._swept = False
         waiting, self._parked = self._parked, {}
@@ -459,9 +453,9 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                learn = self._learns and spec.local_rank == 0
+                times = self._times_imports and self._launches > 1 and spec.local_rank == 0
                 return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, output.stdin, learn=learn
+                    spec.argv, spec.env, out, err, output.stdin, time_imports=times
                 )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
@@ -634,9 +628,6 @@ class Workers:
         if isinstance(message, AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
-        if isinstance(message, Anew):
-            self._forget()
-            return
         worker = self._find(channel)
         if worker is None:
             log.debug("process %d is no worker of this node", channel.pid)
@@ -656,21 +647,10 @@ class Workers:
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
-
-    def _imported(self, fd: int) -> None:
-        """A worker has told what its script imports: the next ones have it from their start."""
-        if self._prefork and self._learns:
-            self._learns = False
-            self._prefork.learn(fd)
-        else:
-            os.close(fd)
-
-    def _forget(self) -> None:
-        """A module was loaded ahead that this script must import itself: it is never done again."""
-        if self._prefork and not self._forgotten:
-            self._forgotten, self._learns = True, False
-            log.info("this script's own modules are not loaded ahead any more")
-            self._prefork.learn(None)
+            case Imported(seconds) if self._times_imports:
+                self._times_imports = False
+                if line := saved_by_preload(seconds):
+                    log.info("%s", line)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""

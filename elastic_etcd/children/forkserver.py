@@ -1,10 +1,9 @@
 """The fork server: it imports torch once, and forks workers that begin where `import torch` ended.
 
-`python -u forkserver.py CHANNEL MODULES LEARNED COMMAND...` is started by agent/prefork.py, by its
+`python -u forkserver.py CHANNEL MODULES COMMAND...` is started by agent/prefork.py, by its
 path, with the interpreter and the environment of the workers; COMMAND is what they run, `python -u
-train.py ...`. A worker is forked ahead of its use and waits for its order. Standard library, torch,
-MODULES, and of LEARNED (`FD:SECONDS`, see imported.py; or "") what is harmless; its messages are
-those of protocol.py, which this interpreter need not have.
+train.py ...`. A worker is forked ahead of its use and waits for its order. Standard library, torch
+and MODULES; its messages are those of protocol.py, which this interpreter need not have.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ import os
 import select
 import signal
 import socket
+import threading
+import time
 import traceback
 from contextlib import suppress
-from importlib import import_module
+from functools import partial
+from importlib import _bootstrap, import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import uuid
     from collections.abc import Sequence
 
-    from elastic_etcd.children import alone, entry, imported, variables
+    from elastic_etcd.children import entry, variables
 else:  # beside this file; torch.compile looks in sys.modules for what it meets
     _spec = spec_from_file_location("_elastic_etcd_entry", Path(__file__).with_name("entry.py"))
     entry = sys.modules[_spec.name] = module_from_spec(_spec)
     _spec.loader.exec_module(entry)
-    alone = entry.load(Path(__file__).with_name("alone.py"))
-    imported = entry.load(Path(__file__).with_name("imported.py"))
     variables = entry.load(Path(__file__).with_name("variables.py"))
 
 # What a first DDP step imports.
@@ -52,6 +51,7 @@ ELASTIC = (
 IDNA = "encodings.idna"  # which the first look for an address imports
 RUN_SCRIPT = str(Path(__file__).with_name("run_script.py"))
 WITH_TORCH = ("torch", "elastic_etcd.train")
+LOADED = ("torch", "elastic_etcd")
 # A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
 # fork fails after it, and without NVML the question whether there is a GPU initialises it.
 IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -59,10 +59,11 @@ IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # itself.
 OUTLIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
-# Which process the kernel kills where memory is short: one that learns is no loss. To lower it
-# again, to where it was, needs no right.
-OOM_SCORE = Path("/proc/self/oom_score_adj")
-KILLED_FIRST = "1000"
+INSTALLED = {"site-packages", "dist-packages"}  # folders; what is elsewhere is the user's own
+SLOW_IMPORT = 0.1  # seconds
+MOST_IMPORTED = 16
+PATIENCE = 1.0  # seconds for an answer of the agent's
+IMPORT_SYSTEM: Any = _bootstrap
 
 
 class Unsafe(Exception):
@@ -78,13 +79,9 @@ class ForkServer:
         self._cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
         self._umask = os.umask(0)
         os.umask(self._umask)
-        self._oom_score = ""  # of before, once it has changed
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
         self._environment = entry.Environment()
-        self._env = dict(os.environ)
-        self._changed: dict[str, str | None] = {}
-        self._numbers: list[uuid.UUID] = []  # unique ones, which imports have made
         self._imports = variables.Imports()
         # The modules are imported as the script would import them.
         self._start = entry.Entry(command)
@@ -93,48 +90,31 @@ class ForkServer:
             sys.path.insert(0, self._folder)
         self._start.install_as_main()
 
-    def warm_up(self, modules: list[str], learned: str = "") -> bool:
+    def warm_up(self, modules: Sequence[str]) -> bool:
         """Import everything and tell the agent how it went; False if nothing can be forked."""
-        names, patience = self._wanted(learned)
-        if learned:
-            self._oom_score = OOM_SCORE.read_text()
-            set_oom_score(KILLED_FIRST)
-        loads = imported.Learned(self._has, self._load, self._left_out, patience)
         os.environ.update(IMPORTING)
         gc.disable()  # imports make objects that stay: looking for garbage takes a quarter of them
         try:
-            if not self._import_torch(modules):
+            if not self._import_all(modules):
                 return False
-            loads.load(names)
-        except (Unsafe, imported.Spoilt) as error:
+        except Unsafe as error:
             say(self._channel, "unsafe", why=str(error))
             return False
         self._environment.imported()
-        self._renewed = alone.Renewed(self._numbers, self._imports.modules)
         self._start.compile_ahead()
         gc.collect()
         gc.freeze()  # never looked at again by the collector: the pages stay shared
         gc.enable()
-        say(self._channel, "warm", modules=loads.names)
+        say(self._channel, "warm")
         return True
 
-    def _wanted(self, learned: str) -> tuple[list[str], float]:
-        """The modules to learn, and how long each may take."""
-        if not learned:
-            return [], 0.0
-        fd, _, patience = learned.partition(":")
-        names, self._changed = imported.read(int(fd))
-        os.close(int(fd))
-        return names, float(patience)
-
-    def _import_torch(self, modules: Sequence[str]) -> bool:
+    def _import_all(self, modules: Sequence[str]) -> bool:
         """Import torch and what --preload names; False, and the agent is told, if one can't be."""
-        group = variables.Group()
-        with group.noted():
+        with self._imports.noted():
             if not self._import(OURS):
                 return False
             ours = set(sys.modules)
-            with group.kept():
+            with self._imports.kept():
                 if not self._import(modules):
                     return False
             standard = sys.stdlib_module_names
@@ -143,55 +123,14 @@ class ForkServer:
             for name in (*ELASTIC, IDNA):
                 with suppress(Exception):  # a head start, and no more than that
                     import_module(name)
-            self._torch = sys.modules["torch"]
-            with suppress(Exception), self._torch.autograd.profiler.record_function(""):
+            torch = sys.modules["torch"]
+            with suppress(Exception), torch.autograd.profiler.record_function(""):
                 pass  # as each step of an optimizer; the first one looks for the operators
-        names = [name for name in sys.modules if name in preloaded or is_ours(name)]
-        group.modules = {name: sys.modules[name] for name in names}
-        group.loaded(variables.numeric())
         entry.show_steps()
         entry.end_modules_before_groups()
-        self._imports.withhold(group)
+        names = [name for name in sys.modules if name in preloaded or is_ours(name)]
+        self._imports.withhold(names)
         return True
-
-    def _has(self, name: str) -> bool:
-        return name in sys.modules or name in self._imports.modules
-
-    def _load(self, name: str, trial: bool) -> str:
-        """Import a module that scripts import; gives what speaks against it, or ""."""
-        if why := imported.shadowed(name):
-            return str(why)
-        before, names = self._state(trial), self._names() if trial else {}
-        try:
-            asked = alone.Asked()
-            with self._imports.collected() as group, asked.noted():
-                import_module(name)
-            check_safe("it")
-        except BaseException as error:  # noqa: BLE001 - as in `_import`
-            return traceback.format_exception_only(type(error), error)[-1].strip()
-        self._imports.withhold(group)
-        self._numbers += asked.numbers
-        if kept := asked.kept(group.modules):
-            return f"it has {kept}"
-        if changed := imported.touched(group, self._changed):
-            return f"it has to do with {changed}, which the script has otherwise"
-        if group.finds_first:
-            return "it has a finder that comes before Python's own"
-        if other := imported.difference(before, self._state(trial)):
-            return f"it changes {other}"
-        if trial and (other := imported.replaced(names, self._names())):
-            return f"it replaces {other}"
-        return str(imported.foreign(group.modules))
-
-    def _state(self, trial: bool) -> dict[str, object]:
-        settings = imported.settings(self._torch) if trial else {}  # first: torch may warn
-        return {**settings, **imported.state(self._torch)}
-
-    def _names(self) -> dict[object, dict[str, object]]:
-        return imported.names(self._torch, {**sys.modules, **self._imports.modules})
-
-    def _left_out(self, module: str, why: str) -> None:
-        say(self._channel, "left_out", module=module, why=why[:1000])
 
     def _import(self, names: Sequence[str]) -> bool:
         """Import them all; False, and the agent is told, if one can't be. Raises Unsafe."""
@@ -235,17 +174,13 @@ class ForkServer:
         os.fchdir(self._cwd)
         os.close(self._cwd)
         os.umask(self._umask)
-        if self._oom_score:
-            set_oom_score(self._oom_score)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is signal.SIG_IGN:
                 # While it waits SIGINT ends it as it would end a script, but without a traceback.
                 signal.signal(number, signal.SIG_DFL if callable(handler) else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         entry.be_another(self._imports.modules)
-        self._renewed.renew()
         self._imports.touch()
-        known = sys.modules.keys() | self._imports.modules.keys()
         say(orders, "forked", pid=os.getpid())
         message, fds, _, _ = socket.recv_fds(orders, 64, 64)
         if not message:  # the agent doesn't need this one
@@ -267,31 +202,63 @@ class ForkServer:
         entry.show_stacks()
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)
-        self._check_learned(command, order["env"])
-        self._imports.watch(command, order["env"], lambda: self._tell_anew(order["env"]))
-        if order["learn"]:
-            self._learn(known, order["env"])
+        self._imports.watch(command, order["env"])
+        if order["time_imports"]:
+            entry.at_first_step(partial(ImportTimes().tell, order["env"]))
         return script
 
-    def _learn(self, known: set[str], env: dict[str, str]) -> None:
-        """At its first step this worker tells what was imported before its process group."""
-        late = imported.Late()
 
-        def tell() -> None:
-            sys.meta_path.remove(late)
-            imported.tell(known | late.names, self._env, env)
+class ImportTimes:
+    """How long each import of the script takes, from now to its first step.
 
-        sys.meta_path.insert(0, late)
-        entry.at_first_step(tell)
+    Those count that --preload would save: of installed packages, but for what these import
+    themselves. It measures where the import system locks and unlocks a module, so that tracebacks,
+    `sys.meta_path` and `builtins` are as they are without it.
+    """
 
-    def _check_learned(self, command: list[str], env: dict[str, str]) -> None:
-        """Begin anew where a learned module has read what is another value in this worker."""
-        if name := self._imports.differing(env, self._env):
-            self._tell_anew(env)
-            variables.begin_anew(command, env, f"has another {name} than the fork server")
+    def __init__(self) -> None:
+        self._found: list[tuple[str, float]] = []  # in the order of their ends
+        self._thread = threading.get_ident()
+        self._usual = usual = IMPORT_SYSTEM._ModuleLockManager  # noqa: SLF001 - nothing else sees both ends
+        times = self
 
-    def _tell_anew(self, env: dict[str, str]) -> None:
-        imported.call(env, "anew")
+        class Timed(usual):  # type: ignore[misc, valid-type]
+            def __init__(self, name: str) -> None:
+                super().__init__(name)
+                self.name = name
+
+            def __enter__(self) -> None:
+                self.before = len(times._found), threading.active_count(), time.monotonic()
+                super().__enter__()
+
+            def __exit__(self, *error: object) -> None:
+                super().__exit__(*error)
+                if threading.get_ident() == times._thread:
+                    times._imported(self.name, *self.before)
+
+        IMPORT_SYSTEM._ModuleLockManager = Timed  # noqa: SLF001 - as above
+
+    def _imported(self, name: str, known: int, threads: int, begun: float) -> None:
+        """Count it in place of what it has imported itself, unless it is the user's own."""
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        loaded = name.partition(".")[0] in LOADED
+        if loaded or INSTALLED.intersection(Path(str(getattr(spec, "origin", ""))).parts):
+            has_threads = threading.active_count() > threads  # the fork server could not load it
+            counts = not (loaded or has_threads) and name.replace(".", "_").isidentifier()
+            self._found[known:] = [(name, time.monotonic() - begun)] if counts else []
+
+    def tell(self, env: dict[str, str]) -> None:
+        """Tell the agent, and measure no more."""
+        IMPORT_SYSTEM._ModuleLockManager = self._usual  # noqa: SLF001 - as above
+        slow = [(name, round(spent, 3)) for name, spent in self._found if spent >= SLOW_IMPORT]
+        names = ("local_rank", "generation")
+        ids = {name: int(env[f"ELASTIC_ETCD_{name.upper()}"]) for name in names}
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(PATIENCE)
+            channel.connect(env["ELASTIC_ETCD_SOCKET"])
+            say(channel, "hello", v=1, pid=os.getpid(), **ids)
+            channel.recv(1 << 16)  # what is left unread would end the connection before it is read
+            say(channel, "imported", seconds=dict(slow[:MOST_IMPORTED]))
 
 
 def is_ours(name: str) -> bool:
@@ -302,12 +269,6 @@ def is_ours(name: str) -> bool:
 def say(channel: socket.socket, kind: str, **fields: object) -> None:
     """Send the agent one of the messages of protocol.py."""
     channel.send(json.dumps({"type": kind, **fields}).encode())
-
-
-def set_oom_score(score: str) -> None:
-    """Have this process killed earlier or later, where the kernel lets it say so."""
-    with suppress(OSError):
-        OOM_SCORE.write_text(score)
 
 
 def check_safe(who: str) -> None:
@@ -365,8 +326,8 @@ def die_with(agent: int, between: int) -> None:
 def main(argv: list[str]) -> entry.Entry | None:
     """The fork server's whole life; in a worker, what it runs."""
     channel = socket.socket(fileno=int(argv[1]))
-    server = ForkServer(channel, argv[4:])
-    if server.warm_up(argv[2].split(",") if argv[2] else [], argv[3]):
+    server = ForkServer(channel, argv[3:])
+    if server.warm_up(argv[2].split(",") if argv[2] else []):
         return server.serve()
     return None
 

@@ -72,7 +72,6 @@ WITHOUT_MEANING = {
 }
 
 
-NO_MODULES = ("auto", "none", "off")  # as --preload has them
 _PARTS = ", ".join(sorted(PARTS))
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -364,11 +363,9 @@ def _worker(group: FlagGroup) -> None:
         action="extend",
         type=modules,
         default=[],
-        metavar="auto|none|MODULE,...",
+        metavar="MODULE,...",
         help="modules that the fork server loads, too, so that no worker waits for them; "
-        "may be repeated. auto: the installed ones that the script itself has imported by its "
-        "first step are loaded for the next restart and for nodes that join; those whose import "
-        "starts threads, prints or reads what differs between workers are left out (default: none)",
+        "may be repeated. After the first restart the log says which ones would save time",
     )
     group.switch("--virtual-local-rank", help="LOCAL_RANK 0 for all, each sees its own GPU only")
     group.flag(

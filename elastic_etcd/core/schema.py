@@ -27,7 +27,7 @@ PREFIX = "/elastic_etcd"
 PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
-        *("hang", "steps", "wanted", "watched", "paces", "preload"),
+        *("hang", "steps", "wanted", "watched", "paces"),
         *("step_times", "stragglers"),
     )
 )
@@ -41,13 +41,10 @@ MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
 MOST_STRAGGLERS = 1024
 MOST_SECONDS = 1e12
-MOST_MODULES = 512
-MOST_IN_NAMES = 1 << 15  # characters of all modules' names together
 
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
 _IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
 _NONCE = r"\A[0-9a-f]{32}\Z"
-_MODULE = r"\A[^\W\d]\w*(\.[^\W\d]\w*)*\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -170,10 +167,6 @@ class Keys:
         return f"{self.root}/paces/{hexed(lease)}"
 
     @property
-    def preload(self) -> str:
-        return f"{self.root}/preload"
-
-    @property
     def step_times(self) -> str:
         return f"{self.root}/step_times/"
 
@@ -216,7 +209,6 @@ Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
 Port: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 16)]
 IP: TypeAlias = Annotated[str, Meta(pattern=_IP)]
-Module: TypeAlias = Annotated[str, Meta(pattern=_MODULE, max_length=256)]
 Nonce: TypeAlias = Annotated[str, Meta(pattern=_NONCE)]
 
 
@@ -675,20 +667,6 @@ class Pace(Value, frozen=True):
     step: Number
     per_second: Seconds
     doing: Doing
-
-
-class Preload(Value, frozen=True):
-    """The modules that the job's script imports and that a fork server can load before it.
-
-    In the order of the script. None at all: it is not to be tried any more.
-    """
-
-    modules: Annotated[tuple[Module, ...], Meta(max_length=MOST_MODULES)]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for names that are too long together."""
-        if sum(map(len, self.modules)) > MOST_IN_NAMES:
-            raise ValueError(f"modules have more than {MOST_IN_NAMES} characters")
 
 
 class StepTime(Value, frozen=True):

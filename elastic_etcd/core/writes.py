@@ -36,7 +36,6 @@ from elastic_etcd.core.schema import (
     Pace,
     Page,
     Participant,
-    Preload,
     Report,
     Spec,
     Spent,
@@ -178,7 +177,6 @@ def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Del
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
         Delete(keys.world, prefix=True),
-        Delete(keys.preload),
         *_orphans(keys, view),
     )
 
@@ -392,17 +390,6 @@ def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
     return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
-def put_preload(keys: Keys, local: Local, preload: Preload) -> Txn:
-    """What the script imports: who is first says it, and who finds it wrong says "nothing"."""
-    first = (Compare(keys.preload, "mod", 0),) if preload.modules else ()
-    fence = (
-        Compare(keys.member(local.lease), "create", local.created),
-        Compare(keys.spec, "create", local.spec),
-        *first,
-    )
-    return Txn(fence, (Put(keys.preload, encode(preload)),))
-
-
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
     """The coordinator's question or its answer, which is also the world's history if it is a hang.
 
@@ -499,7 +486,6 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.stragglers),
         Delete(keys.step_times, prefix=True),
         Delete(keys.steps(), prefix=True),
-        Delete(keys.preload),
     )
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
-MOST_MODULES = 512  # that are learned
+MOST_IMPORTED = 16  # modules that a worker tells the time of
 UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
 _TEXTS = ("reason", "error")
 M = TypeVar("M")
@@ -22,6 +22,8 @@ M = TypeVar("M")
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LocalRank: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Module: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"\A[^\W\d]\w*(\.[^\W\d]\w*)*\Z")]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
@@ -98,11 +100,9 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
 
 
 class Imported(_Message, frozen=True):
-    """What the script has imported by its first step: a descriptor comes along, of a file."""
+    """How many `seconds` the script's import of each module took, in the order of the imports."""
 
-
-class Anew(_Message, frozen=True):
-    """The worker begins anew as a program, because of a module that was learned and loaded."""
+    seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
 
 
 FromWorker: TypeAlias = (
@@ -117,7 +117,6 @@ FromWorker: TypeAlias = (
     | AskCurrent
     | AskLeaving
     | Imported
-    | Anew
 )
 
 
@@ -208,16 +207,7 @@ class Gone(Struct, frozen=True):
 
 
 class Warm(_Message, frozen=True):
-    """The fork server has imported everything, and forks from now on; `modules` it has learned."""
-
-    modules: Annotated[tuple[Name, ...], Meta(max_length=MOST_MODULES)]
-
-
-class LeftOut(_Message, frozen=True, tag="left_out"):
-    """`module` is one that scripts import, and is not loaded; `why` says what speaks against it."""
-
-    module: str
-    why: str
+    """The fork server has imported everything, and forks from now on."""
 
 
 class Unsafe(_Message, frozen=True):
@@ -239,7 +229,7 @@ class Forked(_Message, frozen=True):
     pid: Number
 
 
-FromForkServer: TypeAlias = Warm | LeftOut | Unsafe | CannotImport
+FromForkServer: TypeAlias = Warm | Unsafe | CannotImport
 
 
 # --- between torchrun's rendezvous handler and the agent beside it ------------------------

@@ -42,15 +42,13 @@ with open(f"{{folder}}/exits", "w") as exits:
     exits.write(str(time.monotonic()))
 os._exit(1)
 """
-OURS = ("elastic_etcd.launch", "--standalone", "--min-uptime=0", "--log-level=debug")
+OURS = ("elastic_etcd.launch", "--standalone", "--min-uptime=0")
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone"),
     "exec": (*OURS, "--start-method=exec"),
-    "--preload none": (*OURS, "--preload=none"),
+    "torch loaded ahead": OURS,
     "--preload MODULE": (*OURS, "--preload={module}"),
-    "--preload auto": (*OURS, "--preload=auto"),
 }
-LEARNED = "loaded ahead: torch, "
 REFILL = 4.0  # seconds until workers wait for their order again
 PATIENCE = 120.0
 
@@ -69,8 +67,6 @@ def restarts(framework: str, launcher: str, repeats: int) -> Iterator[tuple[floa
             agent = subprocess.Popen([sys.executable, "-m", *flags, *more], stdout=log, stderr=log)
         try:
             (folder / "begun").read_text()
-            if launcher == "--preload auto":
-                wait_until_learned(folder / "log")
             for _ in range(repeats):
                 time.sleep(REFILL)
                 (folder / "exit").write_text("")
@@ -80,14 +76,6 @@ def restarts(framework: str, launcher: str, repeats: int) -> Iterator[tuple[floa
         finally:
             agent.send_signal(signal.SIGTERM)
             agent.wait(PATIENCE)
-
-
-def wait_until_learned(log: Path) -> None:
-    end = time.monotonic() + PATIENCE
-    while LEARNED not in (said := log.read_text(errors="replace")):
-        if time.monotonic() > end:
-            raise SystemExit(f"nothing was learned:\n{said}")
-        time.sleep(0.1)
 
 
 def show(found: dict[str, dict[str, list[tuple[float, float]]]]) -> None:

@@ -1,4 +1,7 @@
-"""Draws docs/architecture.svg: nodes, agents, workers and etcd. `python -m scripts.docs_lib.picture`."""
+"""Draws docs/architecture.svg, with nodes, agents, workers and etcd.
+
+`python -m scripts.docs_lib.picture` writes it.
+"""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -10,7 +13,8 @@ HEAD = f"""\
 <title>An agent on each node, its workers, and etcd</title>
 <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"
  orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="#555"/></marker></defs>
-<style>text{{font:13px sans-serif;fill:#222}}.head{{font-weight:bold}}.small{{font-size:11.5px;fill:#444}}
+<style>text{{font:13px sans-serif;fill:#222}}.head{{font-weight:bold}}
+.small{{font-size:11.5px;fill:#444}}
 .arrow{{stroke:#555;stroke-width:1.5;fill:none;marker-start:url(#tip);marker-end:url(#tip)}}
 .one{{stroke:#555;stroke-width:1.5;fill:none;marker-end:url(#tip)}}</style>
 <rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic_etcd.agent.prefork import Prefork, imported
+from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.worker import through_run_script
 from elastic_etcd.system.process import Process, exited, spawn
 
@@ -35,19 +35,12 @@ async def exit_of(process: Process) -> int:
 
 
 class BothWays:
-    """A fork server in an event loop of its own, for tests that aren't coroutines.
+    """A fork server in an event loop of its own, for tests that aren't coroutines."""
 
-    It has `learned` these modules; what is installed beside the suite's own is in `packages`.
-    """
-
-    def __init__(
-        self, folder: Path, preload: Sequence[str] = (), learned: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, preload: Sequence[str] = ()) -> None:
         self.folder = folder
-        self.packages = folder / "site-packages"
-        self._learned = learned
         self.env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-        paths = [str(folder), str(self.packages), *filter(None, sys.path)]
+        paths = [str(folder), *filter(None, sys.path)]
         self.env["PYTHONPATH"] = os.pathsep.join(paths)
         self._runner = asyncio.Runner()
         self.prefork = Prefork(
@@ -68,20 +61,20 @@ class BothWays:
         self._runner.close()
 
     async def _start(self) -> None:
-        self.prefork.start(imported(self._learned) if self._learned else None)
+        self.prefork.start()
         await self.prefork.warm()
 
     async def _close(self) -> None:
         self.prefork.close()
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(self.prefork.fork, argv, env)
+        return self.run(self.prefork.fork, argv, env)
 
     def exec(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(execute, argv, env)
+        return self.run(execute, argv, env)
 
     def scripted(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
-        return self._run(run_script, argv, env)
+        return self.run(run_script, argv, env)
 
     def same(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Outcome:
         """What all ways give alike."""
@@ -95,7 +88,7 @@ class BothWays:
         (self.folder / name).write_text(text)
         return python(self.folder / name)
 
-    def _run(self, start: Start, argv: Sequence[str], env: Mapping[str, str] | None) -> Outcome:
+    def run(self, start: Start, argv: Sequence[str], env: Mapping[str, str] | None) -> Outcome:
         async def run() -> int:
             async with asyncio.timeout(DEADLINE):
                 started = start(argv, self.env if env is None else env, out.fileno(), err.fileno())

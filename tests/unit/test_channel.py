@@ -24,11 +24,10 @@ import elastic_etcd as ee
 from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.agent import guardian, prefork
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.children import forkserver, guard, imported
+from elastic_etcd.children import forkserver, guard
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.messages import (
-    Anew,
     AskCurrent,
     Bye,
     Change,
@@ -39,6 +38,7 @@ from elastic_etcd.protocol.messages import (
     FromWorker,
     Gone,
     Hello,
+    Imported,
     Interrupt,
     Keep,
     Parked,
@@ -412,20 +412,17 @@ async def test_the_document_shows_what_is_sent(
             return packet
 
         monkeypatch.setattr(module, "encode", record)
-    send_fds = socket.send_fds
 
-    def record_sent(sock: socket.socket, packets: list[bytes], *more: Any) -> int:
-        if (kind := json.loads(packets[0])["type"]) in ("imported", "anew"):
-            sent["worker"][kind] = packets[0]
-        return send_fds(sock, packets, *more)
+    def record_plain(channel: socket.socket, kind: str, **fields: object) -> None:
+        packet = json.dumps({"type": kind, **fields}).encode()
+        sent["worker"].setdefault(kind, packet)
+        channel.send(packet)
 
-    monkeypatch.setattr(socket, "send_fds", record_sent)  # of a module without msgspec
+    monkeypatch.setattr(forkserver, "say", record_plain)
     ours = {"SOCKET": agent.path, "LOCAL_RANK": "0", "GENERATION": "7"}
-    env = {f"ELASTIC_ETCD_{name}": value for name, value in ours.items()}
-    await asyncio.to_thread(imported.call, env, "imported", memory(b""))
-    await agent.hears(Disconnected)
-    await asyncio.to_thread(imported.call, env, "anew")
-    await agent.hears(Anew)
+    times = forkserver.ImportTimes()
+    await asyncio.to_thread(times.tell, {f"ELASTIC_ETCD_{n}": v for n, v in ours.items()})
+    await agent.hears(Imported)
     await agent.hears(Disconnected)
     again = await asyncio.to_thread(Channel, agent.path)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
@@ -461,7 +458,9 @@ async def test_the_document_shows_what_is_sent(
 
 def test_what_a_forked_worker_becomes_is_described() -> None:
     (shown,) = re.findall(r"^{.*}$", DOCUMENT.read_text(), re.MULTILINE)
-    written = prefork._assignment(["python", "-u", "train.py"], {"RANK": "0"}, [1, 2], learn=False)
+    written = prefork._assignment(
+        ["python", "-u", "train.py"], {"RANK": "0"}, [1, 2], time_imports=False
+    )
     with os.fdopen(written) as file:
         assert json.loads(shown) == json.load(file)
     read = re.findall(r'\border\["(\w+)"\]', inspect.getsource(forkserver))

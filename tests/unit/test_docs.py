@@ -10,6 +10,7 @@ import elastic_etcd
 from elastic_etcd.cli.options import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
+from scripts.docs_lib import picture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
@@ -140,3 +141,7 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
     for group in groups:
         words = explained(group)
         assert words == sorted(words)
+
+
+def test_the_picture_is_the_one_that_its_program_draws() -> None:
+    assert picture.FILE.read_text() == picture.picture()

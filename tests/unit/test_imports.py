@@ -49,10 +49,8 @@ IN_OTHER_PROGRAMS = {
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "system/trampoline.py": "system/process.py",
     "frameworks/accelerate_environment.py": "frameworks/accelerate.py",
-    "children/alone.py": "children/forkserver.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
-    "children/imported.py": "children/forkserver.py",
-    "children/variables.py": ("children/forkserver.py", "children/imported.py"),
+    "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
     "children/guard.py": "agent/guardian.py",
     "api/run_function.py": "launcher.py",
@@ -74,13 +72,9 @@ CHILDREN = {
         "elastic_etcd.protocol.activity"
     },  # for the type checker, as the next two
     "children/forkserver.py": {
-        "elastic_etcd.children.alone",
         "elastic_etcd.children.entry",
-        "elastic_etcd.children.imported",
         "elastic_etcd.children.variables",
     },
-    "children/alone.py": set[str](),
-    "children/imported.py": {"elastic_etcd.children.variables"},
     "children/run_script.py": {"elastic_etcd.children.entry"},
     "api/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),

@@ -14,7 +14,6 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Participant,
-    Preload,
     decimal,
     decode,
     encode,
@@ -131,28 +130,3 @@ def test_a_value_of_a_hundred_thousand_brackets_is_malformed() -> None:
 def test_a_generation_is_written_in_one_way(text: str) -> None:
     assert decimal(text) is None
     assert decimal("10") == 10
-
-
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ["a b"],
-        ["a."],
-        [".a"],
-        ["1a"],
-        ["a;b"],
-        [""],
-        ["a" * 257],
-        ["a"] * 513,
-        ["a" * 200] * 200,
-        "a",
-    ],
-)
-def test_what_is_no_list_of_modules(modules: object) -> None:
-    with pytest.raises(ValueError, match="modules"):
-        decode(Preload, json.dumps({"v": 1, "modules": modules}))
-
-
-def test_modules() -> None:
-    known = Preload(("transformers", "transformers.models.gpt2", "_a.b1"))
-    assert decode(Preload, encode(known)) == known

@@ -278,19 +278,14 @@ def test_start_method(parse: Parse, argv: list[str], *, prefork: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "preload", "learn"),
+    ("argv", "preload"),
     [
-        ([], (), False),
-        (["--preload=a,b.c", "--preload", "d"], ("a", "b.c", "d"), False),
-        (["--preload=auto"], (), True),
-        (["--preload=auto,a"], ("a",), True),
-        (["--preload=none"], (), False),
-        (["--preload=off"], (), False),
+        ([], ()),
+        (["--preload=a,b.c", "--preload", "d"], ("a", "b.c", "d")),
     ],
 )
-def test_preload(parse: Parse, argv: list[str], preload: tuple[str, ...], *, learn: bool) -> None:
-    config = parse(*argv)
-    assert (config.preload, config.learn) == (preload, learn)
+def test_preload(parse: Parse, argv: list[str], preload: tuple[str, ...]) -> None:
+    assert parse(*argv).preload == preload
 
 
 def test_a_program_that_is_not_python_is_not_preforked(script: str) -> None:

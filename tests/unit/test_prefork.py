@@ -380,13 +380,13 @@ async def test_an_error_of_the_start_is_not_waited_out(tmp_path: Path) -> None:
 async def test_a_crash_of_a_later_start_ends_the_scope_that_it_began_in(tmp_path: Path) -> None:
     """Nobody waits for that start."""
 
-    async def learn() -> None:
+    async def replace() -> None:
         async with asyncio.timeout(DEADLINE), Tasks() as tasks:
             argv, env = python(tmp_path / "script.py"), {"NAME": "a\0b"}
             with closing(Prefork(argv, env, (), 1, tasks.create)) as spoilt:
-                spoilt.learn(None)
+                spoilt.start()
                 await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as raised:
-        await learn()
+        await replace()
     assert "null byte" in str(raised.value.exceptions[0])

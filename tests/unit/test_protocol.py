@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_etcd.children import imported
-from elastic_etcd.core import schema
 from elastic_etcd.protocol import messages as protocol
 from elastic_etcd.protocol.messages import (
     LONGEST,
     LONGEST_TEXT,
-    Anew,
     AskCurrent,
     AskLeaving,
     Bye,
@@ -36,7 +33,6 @@ from elastic_etcd.protocol.messages import (
     Keep,
     Kept,
     Leaving,
-    LeftOut,
     Over,
     Parked,
     Reader,
@@ -70,8 +66,7 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_worker, Share(1, "n"), {"type": "share", "id": 1, "name": "n"}),
     (from_worker, AskCurrent(1), {"type": "current", "id": 1}),
     (from_worker, AskLeaving(1), {"type": "leaving", "id": 1}),
-    (from_worker, Imported(), {"type": "imported"}),
-    (from_worker, Anew(), {"type": "anew"}),
+    (from_worker, Imported({"a.b": 0.5}), {"type": "imported", "seconds": {"a.b": 0.5}}),
     (from_agent, Welcome(1, "r"), {"type": "welcome", "v": 1, "reason": "r"}),
     (from_agent, Kept(1, "n"), {"type": "kept", "id": 1, "name": "n"}),
     (from_agent, Recalled(1, "n", found=False),
@@ -85,8 +80,7 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_agent, World(7, "why", {"A": "b"}),
      {"type": "world", "generation": 7, "reason": "why", "env": {"A": "b"}}),
     (from_agent, Bye("why"), {"type": "bye", "reason": "why"}),
-    (from_fork_server, Warm(("a.b",)), {"type": "warm", "modules": ["a.b"]}),
-    (from_fork_server, LeftOut("a", "w"), {"type": "left_out", "module": "a", "why": "w"}),
+    (from_fork_server, Warm(), {"type": "warm"}),
     (from_fork_server, Unsafe("threads"), {"type": "unsafe", "why": "threads"}),
     (from_fork_server, CannotImport("m", "why"),
      {"type": "cannot_import", "module": "m", "why": "why"}),
@@ -240,12 +234,6 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
         encode(World(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(World(8, "", {"NAME": ""})))
     assert len(encode(World(8, "", {"NAME": "x" * longest}))) == LONGEST
-
-
-def test_limits_that_stand_in_several_files_are_equal() -> None:
-    """Who sends, who reads and who writes it into a key may not import each other."""
-    assert imported._MOST == protocol.MOST_MODULES == schema.MOST_MODULES
-    assert imported._MOST_CHARACTERS == schema.MOST_IN_NAMES
 
 
 def test_no_child_inherits_a_descriptor_that_is_received() -> None:

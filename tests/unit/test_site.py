@@ -117,7 +117,7 @@ def command(parser: options.Parser) -> str:
     return parser.prog.split()[-1]
 
 
-@pytest.mark.parametrize("parser", parsers(), ids=command)
+@pytest.mark.parametrize("parser", list(parsers()), ids=command)
 def test_each_command_has_a_page_with_its_flags(parser: options.Parser) -> None:
     page = (SITE / "reference" / f"{command(parser)}.html").read_text()
     flags = re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", parser.format_help(), re.MULTILINE)

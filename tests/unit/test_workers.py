@@ -359,7 +359,7 @@ class NoFork:
     ready = True
     asked = 0
 
-    async def fork(self, *_: object, learn: bool) -> Process:  # noqa: ARG002
+    async def fork(self, *_: object, **__: object) -> Process:
         self.asked += 1
         raise OSError(11, "the fork server could not fork")
 
