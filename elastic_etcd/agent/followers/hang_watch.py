@@ -85,7 +85,7 @@ class HangWatch(PeriodicFollower):
         self._longest = max((now.seconds for _, now in found), default=0.0)
         await self.hear()
 
-    async def hear(self) -> bool:
+    async def hear(self) -> None:
         """Ask as the coordinator, answer what is asked, and log what was found."""
         state, view = self.state, self.state.view
         if view and state.local.lease:
@@ -93,7 +93,6 @@ class HangWatch(PeriodicFollower):
             if state.local.running == view.trains == self._generation:
                 await self._tell(state, view)
             self._log_line(state, view)
-        return False
 
     # --- this node's own workers ----------------------------------------------------------
 

@@ -38,6 +38,7 @@ class PeriodicFollower(ABC):
         self._workers = workers
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
+        self._due: float | None = None  # when the pause is over
         self._answer: asyncio.Future[bool] | None = None
 
     def see(self, before: State, event: Event, state: State) -> None:
@@ -51,22 +52,22 @@ class PeriodicFollower(ABC):
 
     async def run(self) -> None:
         """Look and hear for as long as the agent lives."""
-        due = self._due()
+        self.rest()
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
+                async with asyncio.timeout_at(self._due):
                     await self.news.wait()
-            if not self.news.is_set():
+            if self.news.is_set():
+                self.news.clear()
+                await self.hear()
+            else:
                 await self.look()
-                due = self._due()
-                continue
-            self.news.clear()
-            if await self.hear():
-                due = self._due()
+                self.rest()
 
-    def _due(self) -> float | None:
+    def rest(self) -> None:
+        """Begin another pause."""
         pause = self.pause()
-        return None if pause is None else self._loop.time() + pause
+        self._due = None if pause is None else self._loop.time() + pause
 
     async def publish(self, txn: Txn) -> bool:
         """Have it written by the agent; gives whether that was done, as far as is known."""
@@ -83,6 +84,6 @@ class PeriodicFollower(ABC):
     async def look(self) -> None:
         """Look at the workers, and publish what is found."""
 
-    async def hear(self) -> bool:
-        """Take in news; gives whether another pause begins."""
-        return False
+    @abstractmethod
+    async def hear(self) -> None:
+        """Take in the news."""

@@ -37,7 +37,7 @@ class Throughput(PeriodicFollower):
         """Not the same for all nodes, so that they do not publish at once."""
         return self._period * random.uniform(0.5, 1) if self._period else None  # noqa: S311
 
-    async def hear(self) -> bool:
+    async def hear(self) -> None:
         """Begin to measure, or end it."""
         self._before = None
         if self._period:
@@ -45,7 +45,7 @@ class Throughput(PeriodicFollower):
         elif self._published and self.state.local.lease:
             self._published = False
             await self.publish(writes.put_pace(self._keys, self.state.local, None))
-        return True
+        self.rest()
 
     async def look(self) -> None:
         """Publish how fast the slowest worker was since the look before."""
