@@ -46,6 +46,7 @@ class HangWatch(PeriodicFollower):
         self._timeout = timeout
         self._logs = logs
         self._last_line: tuple[int, int] | None = None  # its generation and number
+        self._found: Hang | None = None  # by its line, and nobody has acted on it
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
         self._slowest = 0.0  # of all steps of all worlds, as far as one look a second shows
         self._seen: dict[int, Activity] = {}  # by rank, at the look before
@@ -67,9 +68,17 @@ class HangWatch(PeriodicFollower):
         self._longest = 0.0  # of those that nobody has asked about
 
     def see(self, before: State, event: Event, state: State) -> None:
-        """Take note of the agent's new state."""
+        """Take note of the agent's new state, and of a new line, not one from before this agent."""
         super().see(before, event, state)
-        if state.view and (state.view.hang or state.view.steps):
+        view = state.view
+        if view is None or not state.local.lease:
+            return
+        found = hangs.of_now(view)
+        key = (found.generation, found.number) if found and found.line else (0, 0)
+        if found and self._last_line is not None and key > self._last_line:
+            self._found = found
+        self._last_line = max(key, self._last_line or key)
+        if view.hang or view.steps:
             self.news.set()
 
     def pause(self) -> float:
@@ -86,13 +95,19 @@ class HangWatch(PeriodicFollower):
         await self.hear()
 
     async def hear(self) -> None:
-        """Ask as the coordinator, answer what is asked, and log what was found."""
+        """Ask as the coordinator, answer what is asked, and act on what was found."""
         state, view = self.state, self.state.view
         if view and state.local.lease:
             await self._lead(state, view)
             if state.local.running == view.trains == self._generation:
                 await self._tell(state, view)
-            self._log_line(state, view)
+        if found := self._found:
+            self._found = None
+            log.log(logging.WARNING if found.alarm else logging.INFO, "%s", found.line)
+            if found.alarm:
+                self._restart(found)
+            else:
+                self._again = 2 * found.seconds
 
     # --- this node's own workers ----------------------------------------------------------
 
@@ -187,24 +202,14 @@ class HangWatch(PeriodicFollower):
             what = "stopped" if status(worker.pid, "State") == "T" else found.place
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 
-    def _log_line(self, state: State, view: View) -> None:
-        """Log the line once; one that was there before this agent is old."""
-        found = hangs.of_now(view)
-        key = (found.generation, found.number) if found and found.line else (0, 0)
-        if self._last_line is None or key <= self._last_line or found is None:
-            self._last_line = max(key, self._last_line or key)
-            return
-        self._last_line = key
-        log.log(logging.WARNING if found.alarm else logging.INFO, "%s", found.line)
-        if not found.alarm:
-            self._again = 2 * found.seconds
-        restarts = state.limits is not None and state.limits.hang_action == "restart"
-        if found.alarm and restarts and state.local.running == found.generation:
-            self._restart(state, view, found)
-
-    def _restart(self, state: State, view: View, found: Hang) -> None:
+    def _restart(self, found: Hang) -> None:
         """It is the agent of the rank that is behind, else of group rank 0, that ends the world."""
-        part = view.part(state.local.lease)
+        state, limits = self.state, self.state.limits
+        if limits is None or limits.hang_action != "restart":
+            return
+        if state.view is None or state.local.running != found.generation:
+            return
+        part = state.view.part(state.local.lease)
         at = {worker.spec.rank: _reached(now) for worker, now in self._workers.activities()}
         stand = {rank for rank, place in at.items() if place == self._judged.get(rank)}
         if found.rank is None and part and part.group_rank == 0 and stand:
