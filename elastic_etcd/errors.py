@@ -84,6 +84,6 @@ class RendezvousTimeout(ElasticEtcdError):
 
 
 class NotInTime(ElasticEtcdError):
-    """What was asked of a job, and waited for, has not happened yet."""
+    """The job has not done yet what was asked of it and waited for."""
 
     exit_code = 4

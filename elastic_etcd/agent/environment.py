@@ -8,7 +8,7 @@ from functools import cache
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.schema import Limits, Participant, Round
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.process import MARK
+from elastic_etcd.system.leftovers import MARK
 
 # A training script has no business with these, and prints its environment all too often.
 _SECRETS = ("ELASTIC_ETCD_PASSWORD", "ETCDCTL_PASSWORD")

@@ -9,7 +9,6 @@ meanwhile, because orphans of workers would come to it, too, and nobody would re
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -31,18 +30,13 @@ from elastic_etcd.protocol.messages import (
     from_fork_server,
     from_forked,
 )
-from elastic_etcd.system.process import (
-    ExitWatch,
-    LastWords,
-    Process,
-    channel_pair,
-    discard,
-    end,
-    start,
-)
+from elastic_etcd.protocol.packets import channel_pair
+from elastic_etcd.system.exits import ExitWatch, Process, discard, end
+from elastic_etcd.system.memfds import memfd_with
+from elastic_etcd.system.prctl import adopt_orphans
+from elastic_etcd.system.spawn import LastWords, start
 
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")
-_PR_SET_CHILD_SUBREAPER = 36
 # What was used up is forked anew when the generation that used it has had its start.
 _REFILL_AFTER = 2.0
 # One that lived shorter is replaced more and more slowly: each one imports torch.
@@ -359,9 +353,7 @@ class _Preforked:
     @classmethod
     def _adopt(cls, more: int) -> None:
         cls._on_their_way += more
-        wanted = bool(cls._on_their_way)
-        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted)) != 0:
-            raise OSError(errno.EINVAL, "prctl(PR_SET_CHILD_SUBREAPER)")
+        adopt_orphans(wanted=bool(cls._on_their_way))
 
     def order(self, fds: Sequence[int]) -> None:
         """Send its order. Raises OSError when it is gone."""
@@ -449,9 +441,5 @@ def _assignment(
 
     Not by msgspec: a variable may have bytes that are no UTF-8.
     """
-    fd = os.memfd_create("order")
-    with open(fd, "wb", closefd=False) as file:
-        order = {"argv": [*argv], "env": dict(env), "streams": streams}
-        file.write(json.dumps({**order, "time_imports": time_imports}).encode())
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+    order = {"argv": [*argv], "env": dict(env), "streams": streams, "time_imports": time_imports}
+    return memfd_with("order", json.dumps(order).encode())

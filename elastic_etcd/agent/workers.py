@@ -55,8 +55,9 @@ from elastic_etcd.protocol.messages import (
     Interrupt,
     Parked,
 )
-from elastic_etcd.system.leftovers import Mark, Strays, end_former
-from elastic_etcd.system.process import Process, ProcessGroups
+from elastic_etcd.system.exits import Process
+from elastic_etcd.system.groups import ProcessGroups
+from elastic_etcd.system.leftovers import Leftovers, Mark, end_former_agents_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE, STUCK
 
@@ -123,8 +124,8 @@ class Workers:
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._mark = Mark.own(config.node, config.job)
-        self._strays = Strays(self._mark)
-        self._sweeping = self._swept = False  # for strays, when all else of the generation is gone
+        self._leftovers = Leftovers(self._mark)
+        self._sweeping = self._swept = False  # for leftovers, when all else has gone
         self._launches = 0
         self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
@@ -167,7 +168,7 @@ class Workers:
 
         Raises ElasticEtcdError when that takes longer than the kernel should.
         """
-        await end_former(self._mark, self._config.kill_timeout)
+        await end_former_agents_leftovers(self._mark, self._config.kill_timeout)
 
     async def warm(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
@@ -376,7 +377,7 @@ class Workers:
                     await self._parked_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout):
-                await self._strays.end(self.generation)
+                await self._leftovers.end(self.generation)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
@@ -566,7 +567,7 @@ class Workers:
 
     async def _sweep(self) -> None:
         """End what has left its process group: only then is nothing of the generation left."""
-        await self._strays.end(self.generation)
+        await self._leftovers.end(self.generation)
         self._sweeping, self._swept = False, True
         self._settle()
 

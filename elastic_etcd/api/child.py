@@ -6,7 +6,6 @@ leaves the job when the process PID ends, and writes into FOLDER how it went.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -20,11 +19,10 @@ import msgspec
 from elastic_etcd import launch
 from elastic_etcd.agent.followers.run_writer import RunWriter
 from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.system.prctl import signal_at_parents_death
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         ran.exit_code, ran.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
         raise
     finally:
-        with suppress(OSError):  # the program has ended, or will hear that nothing was said
+        with suppress(OSError):  # the program has ended, or will see that there is no record
             (folder / "ran.json").write_bytes(msgspec.json.encode(ran))
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _leave_with(program: int) -> None:
     """Get SIGTERM when the thread of `program` that waits for this process ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    signal_at_parents_death(signal.SIGTERM)
     if os.getppid() != program:
         sys.exit(128 + signal.SIGTERM)
 

@@ -148,10 +148,11 @@ def _remove(folders: list[str]) -> None:
 
 def _kill_the_rest(groups: list[int], mark: str) -> set[int]:
     """Kill also what has left the groups; gives pidfds of all that is dying."""
-    from elastic_etcd.system.process import kill_marked, kill_members
+    from elastic_etcd.system.groups import kill_members
+    from elastic_etcd.system.leftovers import kill_marked
 
-    strays = kill_marked(mark) if mark else []
-    return {*strays, *(pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds)}
+    leftovers = kill_marked(mark) if mark else []
+    return {*leftovers, *(pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds)}
 
 
 def _still_there(dying: set[int]) -> str:

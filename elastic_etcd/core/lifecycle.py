@@ -3,7 +3,7 @@
 An event happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. The agent
 answers with actions. Both are plain values with a JSON form. The flight recorder
 (agent/followers/recorder.py) writes them down, and tests/support/replay.py steps through them once
-more. The model checker drives this very function. The needs of the job are decided in rules.py.
+more. The model checker drives this very function. The rules (rules.py) decide what the job needs.
 """
 
 import json
@@ -90,7 +90,7 @@ class Outdated(Struct, frozen=True, tag=True):
 
     @property
     def reason(self) -> str:
-        """The sentence that the user sees."""
+        """The reason, as the user is told it."""
         newer = f"this job was written by a newer elastic_etcd (format {self.version})"
         return f"{newer}; this one knows format {VERSION}: install the newer one here, too"
 
@@ -380,7 +380,7 @@ class State(Struct, frozen=True):
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """The agent's state after `event` at `now`, and its actions.
+    """Take in `event` at `now`: the agent's next state, and its actions.
 
     The rules know nothing of followers, whose findings change no state.
     """
@@ -591,9 +591,9 @@ def _hear_answer(state: State, ok: bool) -> State:
 
 
 def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> State:
-    """A worker's end is no failure of its own if its generation is being stopped.
+    """Note a worker's end, which is no failure while the generation is being stopped.
 
-    But where its step may last, nobody has made it end.
+    But if its step may last, nobody has made it end.
     """
     if event.generation != state.local.running:
         return state
@@ -612,7 +612,7 @@ def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> S
 
 
 def _hear_of_workers(local: Local, event: WorkersGone | WorkersElastic | WorkersFinished) -> Local:
-    """The state of the workers; news of an older generation is none."""
+    """Note how its workers are; of an older generation it is no news."""
     if event.generation != local.running:
         return local
     if isinstance(event, WorkersElastic):
@@ -633,7 +633,7 @@ def _release_failure(state: State, now: float) -> State:
 def _present(state: State) -> bool:
     """Whether the generation that ran here last is still the job's.
 
-    A claim's ledger may be seen before its round.
+    The ledger of a claim may be seen before its round.
     """
     view, ran = state.view, state.local.ran
     if view is None or view.round is None:
@@ -668,7 +668,7 @@ def _end_life(state: State, why: Ending) -> State:
 
 
 def _react(state: State, now: float, actions: list[Action]) -> State:
-    """The consequences of all that is known, in the order of urgency."""
+    """Do what follows from all that is known, in the order of urgency."""
     if state.local.leaving and not state.ending:
         state = _begin_to_leave(state, actions)
     if state.life in (Life.LOST, Life.LEAVING):
@@ -787,7 +787,7 @@ def _start_workers(state: State, begins: Round, part: Participant, actions: list
 def _write(
     state: State, actions: list[Action], what: Writable, generation: int, basis: Basis
 ) -> State:
-    """A single write at a time, and each only once on the same basis."""
+    """Begin a write, if none is under way; each only once on the same basis."""
     if state.pending or state.tried == basis:
         return state
     write = Write(what, state.local.lease, generation)
@@ -799,7 +799,7 @@ def _write(
 
 
 def to_json(value: Struct) -> bytes:
-    """A line of JSON, from which `from_json` makes an equal value.
+    """Make a line of JSON, from which `from_json` makes an equal value.
 
     Half a character in the words of a worker becomes a question mark.
     """

@@ -1,6 +1,6 @@
-"""What gloo, NCCL and torch say when a peer of theirs is gone."""
+"""The words by which gloo, NCCL and torch say that a peer of theirs is gone."""
 
-# What gloo and NCCL raise has no type of its own before torch 2.4, and gloo's has none today.
+# An error of gloo's or NCCL's has no type of its own before torch 2.4, and gloo's has none today.
 _TEXTS = (
     "gloo/",  # the source file that gloo puts before its message
     "gloo::",
@@ -13,8 +13,8 @@ _TEXTS = (
     "ncclInternalError",
 )
 _ERRORS = tuple(f"torch.distributed.Dist{kind}Error" for kind in ("Backend", "Network", "Store"))
-# What no peer causes, whoever says it: NCCL also when it is used wrongly, and a DataLoader what
-# its own process has met, a file system's "Connection reset by peer" for one.
+# No peer causes these, whoever says it: NCCL raises them when it is used wrongly, and a DataLoader
+# what its own process has met, a file system's "Connection reset by peer" for one.
 _OWN = (
     "ncclInvalidUsage",
     "ncclInvalidArgument",

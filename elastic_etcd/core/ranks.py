@@ -1,4 +1,4 @@
-"""Who takes part in a world, and with which group rank.
+"""Assigns ranks: chooses the members of a world, and says which group rank each gets.
 
 Survivors keep their group rank, a newcomer takes a free one, else ranks close up, so that a
 change moves as few of them as can be and rank 0 stays where it is (pytorch#67615, #99684).
@@ -23,7 +23,7 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def order(members: Iterable[Member]) -> list[Member]:
-    """Newcomers in the order in which they take free group ranks."""
+    """The newcomers in the order in which they take free group ranks."""
     return sorted(members, key=lambda m: (natural(m.topology), natural(m.node), m.lease))
 
 

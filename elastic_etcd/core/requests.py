@@ -1,7 +1,7 @@
-"""What people want of a job, and what follows from it for a node.
+"""Reads what people want of a job, and says what follows from it for a node.
 
 `elastic-etcd drain`, `undrain`, `scale` and `stop` write it into one key, which every agent
-mirrors. It is a state and no message: who sees it late, or again, does the same.
+mirrors. It is a state and no message: an agent that sees it late, or again, does the same.
 """
 
 from msgspec import Struct
@@ -11,11 +11,11 @@ from elastic_etcd.core.view import View
 
 
 class Departure(Struct, frozen=True):
-    """That a node goes. Its workers have `seconds`, None: as ever; with `save` they may save."""
+    """Says that a node is to go."""
 
     reason: str
-    seconds: float | None = None
-    save: bool = True
+    seconds: float | None = None  # that its workers have; None: as ever
+    save: bool = True  # its workers may save
 
 
 def departure(view: View, run: str, lease: int) -> Departure | None:
@@ -51,14 +51,14 @@ def scaled(view: View, run: str, limits: Limits) -> Limits:
 
 
 def leave_deadline(view: View, member: Member, limits: Limits) -> float:
-    """Seconds that the workers of a member have that leaves."""
+    """The seconds that the workers of a leaving member have."""
     drain = _of_member(view, member)
     given = drain.deadline if drain else None
     return limits.leave_deadline if given is None else given
 
 
 def why_stopped(view: View, run: str) -> str:
-    """Why a run ends whose last node has left."""
+    """The reason why a run ends whose last node has left."""
     halt = halted(view, run)
     return f"stopped{_by(halt)}" if halt else "the last node left"
 
@@ -68,7 +68,7 @@ def _drains(view: View) -> tuple[Drain, ...]:
 
 
 def _of_member(view: View, member: Member) -> Drain | None:
-    """The drain that means this member; one that names it first."""
+    """The drain that means this member, best one that names it."""
     own = ("", hexed(member.lease))
     both = [d for d in _drains(view) if d.node == member.node and d.lease in own]
     return max(both, key=lambda d: d.lease, default=None)

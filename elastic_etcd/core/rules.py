@@ -66,10 +66,10 @@ FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place
 
 
 class Local(Struct, frozen=True):
-    """What this agent knows of itself. `lease` is 0 while it is no member."""
+    """An agent, as far as it knows itself."""
 
     run: str
-    lease: int = 0
+    lease: int = 0  # while it is no member
     created: int = 0  # create revision of the member key: the fence of every write
     spec: int = 0  # create revision of the spec: the fence against another run
     acked: int = 0  # generation acked under this lease
@@ -117,7 +117,7 @@ class Verdict(Enum):
 
 
 class _Decided(Struct, frozen=True, tag=True):
-    """What to do, and why; the agent logs the reason when it changes."""
+    """A thing to do, and why; the agent logs the reason when it changes."""
 
     reason: str
 
@@ -155,7 +155,7 @@ class Ack(_Decided, frozen=True):
 
 
 class Finalise(_Decided, frozen=True):
-    """Begin the world. What the round has decided counts from here on, so nothing counts twice."""
+    """Begin the world. The round's verdicts count from here on, so that nothing counts twice."""
 
     round: Round
     ledger: Ledger
@@ -205,7 +205,7 @@ Decision: TypeAlias = (
 
 
 def decide(view: View, local: Local, limits: Limits, elapsed: Elapsed) -> Decision:
-    """What the member `local` does next. Pure; raises nothing for any view."""
+    """Say what the member `local` does next. Pure; raises nothing for any view."""
     now = view.round
     over = ended(view, local)
     if over:
@@ -285,7 +285,7 @@ def _known(view: View, now: Round) -> bool:
 
 
 def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
-    """What a member waits for that has nothing to do in this round."""
+    """The thing for which a member waits that has nothing to do in this round."""
     if now.phase is Phase.FINAL and _known(view, now) and not view.part(local.lease):
         own = _own_name(view, local)
         if why := suspects.why_left_out(now.suspects, own, limits.suspect_after):
@@ -301,7 +301,7 @@ def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
 
 
 def _own_part(view: View, now: Round, local: Local) -> Ack | Run | None:
-    """What every member does for itself in a round, coordinator or not."""
+    """The part of every member in a round, coordinator or not: to ack, and to run."""
     generation, final = now.generation, now.phase is Phase.FINAL
     if local.running or (final and not _known(view, now)):
         return None
@@ -317,8 +317,8 @@ def _own_part(view: View, now: Round, local: Local) -> Ack | Run | None:
 def _turn(view: View, local: Local) -> float:
     """Seconds before this member tries to take a coordinator's place: none for the first ranks.
 
-    Of all that try one is let through, and each of the others costs etcd a refused Txn. Who is not
-    in the last world comes after those who are, and know how long it has trained.
+    Etcd lets one of all that try through, and each of the others costs it a refused Txn. A member
+    that is not in the last world comes after those that are, and know how long it has trained.
     """
     part, nodes = view.part(local.lease), view.ledger.nodes
     turns, first = 0, FIRST_RANKS
@@ -332,8 +332,8 @@ def _turn(view: View, local: Local) -> float:
 def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
     """Lead in a coordinator's place. The world that trains goes on if that one was done.
 
-    Whether it was is in its report, which only a coordinator reads: who takes over decides then.
-    Who has marked itself as leaving has workers to stop, so that it is not done.
+    Its report says whether it was, and only a coordinator reads it: the new one decides then. A
+    coordinator that has marked itself as leaving has workers to stop, so that it is not done.
     """
     now = view.round
     if now is None:
@@ -455,8 +455,8 @@ def _await_steps(
     """Let newcomers wait until the world that they end has come to the end of its step.
 
     As long as that is whole: where one of its nodes goes, or a worker fails, the others may never
-    come out of the step, so that another claim, which is not for newcomers, makes them hurry. One
-    that ends its training meanwhile is done. When the first node has stopped the others follow.
+    come out of the step, so that another claim, which is not for newcomers, makes them hurry. A
+    node that ends its training meanwhile is done. When the first has stopped the others follow.
     """
     last, done = frozenset(_leases(view)), _done(view)
     if last and done.issuperset(last):
@@ -478,7 +478,7 @@ def _await_steps(
 def _await_leavers(view: View, limits: Limits, elapsed: Elapsed) -> Wait | None:
     """Begin no world beside a node of the last one that may still write its checkpoint.
 
-    Its key goes when nothing runs there any more. One that needs its whole deadline has it.
+    Its key goes when nothing runs there any more. It may need its whole deadline, and has it.
     """
     leavers = _leavers(view)
     if not leavers:
@@ -498,7 +498,7 @@ def _freeze(
 
     A failure counts when all of the last world's nodes are back: if one of them is lost, the
     failures of the others are its victims (pytorch#91943), and a world of newcomers only
-    starts with a fresh budget. What was used of it is forgiven once the worlds since the last
+    starts with a fresh budget. Restarts that were used are forgiven once the worlds since the last
     failure have lasted for the restart window together, however many they were.
     """
     lost, culprit, ledger = _lost(view), _culprit(view), view.ledger
@@ -546,7 +546,7 @@ def _freeze_with(
     limits: Limits,
     elapsed: Elapsed,
 ) -> Freeze:
-    """Freeze; say who is not waited for or left out."""
+    """Freeze, and name those that are not waited for, or are left out."""
     late, doubted = _but(_live(view), ready), _but(ready, fit)
     leavers = _leavers(view)
     after = f"after {elapsed.phase:.0f} s"
@@ -562,7 +562,7 @@ def _freeze_with(
 
 
 def _but(members: list[Member], those: list[Member]) -> list[Member]:
-    """All but those."""
+    """All members but those."""
     leases = {m.lease for m in those}
     return [m for m in members if m.lease not in leases]
 
@@ -570,7 +570,7 @@ def _but(members: list[Member], those: list[Member]) -> list[Member]:
 def _fit(
     view: View, ready: list[Member], known: suspects.Suspects, limits: Limits
 ) -> tuple[list[Member], frozenset[str]]:
-    """Who of `ready` takes part, and the names of the nodes that had better not."""
+    """Those of `ready` that take part, and the names of the nodes that had better not."""
     doubt = suspects.doubted(known, limits.suspect_after)
     return suspects.trusted(ready, doubt, _leases(view), limits.min_nodes), doubt
 
@@ -593,7 +593,7 @@ def _all_new(view: View) -> bool:
 
 
 def _leases(view: View) -> tuple[int, ...]:
-    """Of the last world, in rank order."""
+    """The leases of the last world, in rank order."""
     return tuple(p.lease for p in view.world)
 
 
@@ -604,7 +604,7 @@ def _lost(view: View) -> list[str]:
 
 
 def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decision:
-    """Who is ready and still there takes part; group rank 0's ack says where its store is."""
+    """All that are ready and still there take part; group rank 0's ack says where its store is."""
     masters = {ack.lease: ack.master for ack in view.acks}
     ready = [m for m in _live(view) if m.lease in masters]
     fit, _ = _fit(view, ready, now.suspects, limits)
@@ -666,7 +666,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
 def _other_size(
     view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed
 ) -> Claim | Wait | None:
-    """What follows for a healthy world from the sizes that are wanted, and from who waits."""
+    """Begin anew a healthy world that is to have another size, or can have a larger one."""
     if limits.largest(now.nodes) != now.nodes and not local.finished:
         why = f"the job is scaled to {limits.nnodes} nodes"
         return _claim(view, local, why, planned=True, joins=local.elastic)
@@ -726,12 +726,12 @@ def _close(now: Round, verdict: Verdict, reason: str, failure: Failure | None = 
 
 
 def _unread(view: View, members: list[Member]) -> str:
-    """Whose ack or report somebody has written over: its writer would not repeat it."""
+    """The node whose ack or report somebody has written over: it would not repeat that."""
     return next((m.node for m in members if hexed(m.lease) in view.unread), "")
 
 
 def _names(members: list[Member]) -> str:
-    """Their nodes' names, the first few of many."""
+    """The names of their nodes, the first few of many."""
     named = [m.node for m in members[:NAMED]]
     if more := len(members) - len(named):
         return f"{', '.join(named)} and {more} more"
@@ -751,7 +751,7 @@ def _live(view: View) -> list[Member]:
 
 
 def _leavers(view: View) -> list[Member]:
-    """Who of the last world has said that it goes, and is still there."""
+    """The members of the last world that have said that they go, and are still there."""
     last = frozenset(_leases(view))
     return [m for m in view.members if m.leaving and m.lease in last]
 

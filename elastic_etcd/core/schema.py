@@ -1,4 +1,4 @@
-"""A job's keys in etcd: their names, and what each of them holds.
+"""The keys of a job in etcd: their names, and what each of them holds.
 
 Every value is a JSON object with "v": 1 and sorted keys, so that
 `etcdctl get --prefix /elastic_etcd/JOB` reads well. Anybody with the right to write may have
@@ -96,37 +96,46 @@ def decimal(text: str) -> int | None:
     return int(text) if _DECIMAL.fullmatch(text) else None
 
 
+class _Below:
+    """A key, or a folder of keys, that each job has at this path below its root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, keys: "Keys", _: type) -> str:
+        return f"{keys.root}/{self._path}"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one job under `root`, which is PREFIX/JOB."""
 
     root: str
 
-    @property
-    def spec(self) -> str:
-        return f"{self.root}/spec"
-
-    @property
-    def members(self) -> str:
-        return f"{self.root}/members/"
+    spec = _Below("spec")
+    ledger = _Below("ledger")
+    round = _Below("round")
+    outcome = _Below("outcome")
+    hang = _Below("hang")
+    stragglers = _Below("stragglers")
+    wanted = _Below("wanted")
+    watched = _Below("watched")
+    members = _Below("members/")
+    world = _Below("world/")
+    paces = _Below("paces/")
+    step_times = _Below("step_times/")
 
     def member(self, lease: int) -> str:
-        return f"{self.root}/members/{hexed(lease)}"
-
-    @property
-    def ledger(self) -> str:
-        return f"{self.root}/ledger"
-
-    @property
-    def round(self) -> str:
-        return f"{self.root}/round"
-
-    @property
-    def world(self) -> str:
-        return f"{self.root}/world/"
+        return self.members + hexed(lease)
 
     def page(self, number: int) -> str:
-        return f"{self.root}/world/{number}"
+        return f"{self.world}{number}"
+
+    def pace(self, lease: int) -> str:
+        return self.paces + hexed(lease)
+
+    def step_time(self, lease: int) -> str:
+        return self.step_times + hexed(lease)
 
     def acks(self, generation: int | None = None) -> str:
         return self._folder("acks", generation)
@@ -140,48 +149,14 @@ class Keys:
     def report(self, generation: int, lease: int) -> str:
         return self._folder("reports", generation) + hexed(lease)
 
-    def history(self, generation: int | None = None) -> str:
-        return f"{self.root}/history/" + ("" if generation is None else str(generation))
-
-    @property
-    def outcome(self) -> str:
-        return f"{self.root}/outcome"
-
-    @property
-    def hang(self) -> str:
-        return f"{self.root}/hang"
-
-    @property
-    def wanted(self) -> str:
-        return f"{self.root}/wanted"
-
-    @property
-    def watched(self) -> str:
-        return f"{self.root}/watched"
-
-    @property
-    def paces(self) -> str:
-        return f"{self.root}/paces/"
-
-    def pace(self, lease: int) -> str:
-        return f"{self.root}/paces/{hexed(lease)}"
-
-    @property
-    def step_times(self) -> str:
-        return f"{self.root}/step_times/"
-
-    def step_time(self, lease: int) -> str:
-        return f"{self.root}/step_times/{hexed(lease)}"
-
-    @property
-    def stragglers(self) -> str:
-        return f"{self.root}/stragglers"
-
     def steps(self, generation: int | None = None) -> str:
         return self._folder("steps", generation)
 
     def step(self, generation: int, lease: int) -> str:
         return self._folder("steps", generation) + hexed(lease)
+
+    def history(self, generation: int | None = None) -> str:
+        return f"{self.root}/history/" + ("" if generation is None else str(generation))
 
     def _folder(self, kind: str, generation: int | None) -> str:
         return f"{self.root}/{kind}/" + ("" if generation is None else f"{generation}/")
@@ -213,15 +188,11 @@ Nonce: TypeAlias = Annotated[str, Meta(pattern=_NONCE)]
 
 
 class Value(Struct, frozen=True):
-    """What a key holds, or a part of it.
+    """The value of a key, or a part of it."""
 
-    FROM_KEY names the fields that are not in the value: etcd says them. DERIVED are those that
-    are only written, OPTIONAL those that need not be there.
-    """
-
-    FROM_KEY: ClassVar[tuple[str, ...]] = ()
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    FROM_KEY: ClassVar[tuple[str, ...]] = ()  # fields that etcd says, and not the value
+    DERIVED: ClassVar[tuple[str, ...]] = ()  # fields that are only written
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()  # fields that need not be there
 
 
 class Phase(StrEnum):
@@ -284,7 +255,7 @@ class Sizes(Value, frozen=True):
 
 
 class Limits(Sizes, frozen=True):
-    """What the user asked for; times are in seconds."""
+    """The policy of a job, as its user asked for it; times are in seconds."""
 
     max_restarts: Number = 3
     restart_window: Seconds = 3600.0
@@ -302,7 +273,7 @@ class Limits(Sizes, frozen=True):
 
     @property
     def pages(self) -> int:
-        """On how many pages worlds are: the same for all, so that a node knows its page before."""
+        """The number of a world's pages: the same for all, so that a node knows its page before."""
         return min(-(-self.max_nodes // ON_A_PAGE), MOST_PAGES)
 
     def with_sizes(self, of: Sizes) -> "Limits":
@@ -340,19 +311,16 @@ _POLICY = {  # the limits that need not be the same on all nodes, by the flags t
 
 
 class Spec(Value, frozen=True):
-    """What a job was created with; `run` tells two runs of one job id apart.
+    """The first key of a run: its id and its limits."""
 
-    An agent that knows no format version of at least `min_version` may not take part.
-    """
-
-    run: Text
+    run: Text  # tells two runs of one job id apart
     limits: Limits
     created_by: Text = ""
-    min_version: Number = VERSION
+    min_version: Number = VERSION  # of the format, which an agent has to know to take part
 
 
 class Labels(Value, frozen=True):
-    """What a node says of where it is."""
+    """The place of a node, as it says itself."""
 
     topology: Text | UnsetType = UNSET
 
@@ -384,7 +352,7 @@ class Member(Value, frozen=True):
 
     @property
     def topology(self) -> str:
-        """Its label, "" without one."""
+        """The label of its place, "" without one."""
         return (self.labels and self.labels.topology) or ""
 
 
@@ -415,39 +383,31 @@ class Page(Value, frozen=True):
 
 
 class Master(Value, frozen=True):
-    """Where the store of a world is: its MASTER_ADDR and MASTER_PORT."""
+    """The store of a world: its MASTER_ADDR and MASTER_PORT."""
 
     addr: Address
     port: Port
 
 
 class Suspect(Value, frozen=True):
-    """A node that failed or went again and again, by name: see core/suspects.py.
-
-    `failed` is how many times in a row a worker of it failed right after its start, `went` how
-    many times it was lost or left, `since` how many seconds worlds have trained since the last
-    of these.
-    """
+    """A node that failed or went again and again, by name: see core/suspects.py."""
 
     node: Text
-    failed: Number = 0
-    went: Number = 0
-    since: Seconds = 0.0
+    failed: Number = 0  # times in a row that a worker of it failed right after its start
+    went: Number = 0  # times that it was lost or left
+    since: Seconds = 0.0  # that worlds have trained since the last of these
 
 
 class Round(Value, frozen=True):
-    """One agreement on a set of members. Which they are stands in the pages of the world.
-
-    `node` is the coordinator's name, `nodes` and `world_size` count the world once it is final.
-    """
+    """An agreement on a set of members, who stand in the pages of the world."""
 
     generation: Number
     phase: Phase
     coordinator: Lease
     reason: Reason
     run: Text
-    node: Text = ""
-    nodes: Number = 0
+    node: Text = ""  # of the coordinator
+    nodes: Number = 0  # of the world, once it is final, as the next two
     world_size: Number = 0
     master: Master | None = None
     restarts: Number = 0
@@ -467,52 +427,41 @@ class Round(Value, frozen=True):
 
 
 class Ledger(Value, frozen=True):
-    """What outlives a round: it is bound to no lease and changes with the generation.
+    """The facts that outlive a round: bound to no lease, they change with the generation."""
 
-    `generation` is the last one handed out, `final` the last one that had a world, which has
-    `nodes` nodes. `restarts` is how much of the budget is used, `rapid_failures` how many times in
-    a row a worker failed right after its start, `trained` how many seconds the worlds since the
-    last failure have lasted together, `suspects` the nodes that are left out, or soon will be.
-    """
-
-    generation: Number = 0
-    final: Number = 0
-    nodes: Number = 0
-    restarts: Number = 0
-    rapid_failures: Number = 0
-    trained: Seconds = 0.0
-    suspects: tuple[Suspect, ...] = ()
+    generation: Number = 0  # the last one handed out
+    final: Number = 0  # the last one that had a world
+    nodes: Number = 0  # of that world
+    restarts: Number = 0  # that are used of the budget
+    rapid_failures: Number = 0  # times in a row that a worker failed right after its start
+    trained: Seconds = 0.0  # by the worlds since the last failure together
+    suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
 
 
 class Ack(Value, frozen=True):
-    """A member is ready for a generation: none of its older workers is alive.
-
-    `master` is where it will serve the store, should it become group rank 0.
-    """
+    """A member is ready for a generation: none of its older workers is alive."""
 
     FROM_KEY: ClassVar = ("lease",)
 
     lease: int
-    master: Master | None = None
+    master: Master | None = None  # where it will serve the store, should it become group rank 0
 
 
 class Failure(Value, frozen=True):
-    """A worker that ended badly. `code` is negative for a signal; `uptime` is in seconds.
+    """A worker that ended badly.
 
-    One that hung was given up, also by a timer of its own: `hang` says so, and `code` is 0. Where
-    nobody in particular hung `node` is empty, and all numbers are 0; so it is of a world whose
-    store has died.
+    If nobody in particular hung, or a world's store died, `node` is empty and all numbers are 0.
     """
 
     node: Text
     rank: Number
     local_rank: Number
     pid: Number
-    code: ExitCode
+    code: ExitCode  # negative for a signal, 0 for a hang
     uptime: Seconds
     message: Text = ""
     at: Text = ""
-    hang: Text | UnsetType = UNSET
+    hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
 
     def __str__(self) -> str:
         if self.hang:
@@ -522,19 +471,15 @@ class Failure(Value, frozen=True):
 
 
 class Report(Value, frozen=True):
-    """How a node's workers ended: `failure` is None when all of them exited 0.
-
-    A `victim` failed after the next generation had begun: workers die of their peers' end.
-    `revision` is etcd's, of the write.
-    """
+    """The end of a node's workers."""
 
     FROM_KEY: ClassVar = ("lease", "revision")
     DERIVED: ClassVar = ("done",)
 
     lease: int
-    revision: int
-    failure: Failure | None
-    victim: bool = False
+    revision: int  # of the write
+    failure: Failure | None  # None when all of them exited 0
+    victim: bool = False  # it failed after the next generation had begun, by its peers' end
 
     @property
     def done(self) -> bool:
@@ -543,7 +488,7 @@ class Report(Value, frozen=True):
 
 
 class Doing(StrEnum):
-    """What a worker does; the names of those of activity.py, and two more."""
+    """The things that a worker does, by name: those of activity.py, and two more."""
 
     STARTING = "starting"
     INIT = "init"
@@ -558,84 +503,68 @@ class Doing(StrEnum):
 
 
 class RankStep(Value, frozen=True):
-    """Where one rank is: in `step` for so many seconds, of which it does `doing`.
-
-    `what` it said that is quiet, or where its stack ends. Steps that a script has `told` are not
-    those of its optimizers.
-    """
+    """The place of a rank in its training."""
 
     rank: Number
     step: Number
     doing: Doing
-    seconds: Seconds
-    what: Text = ""
-    told: bool = False
+    seconds: Seconds  # for which it has been in that step
+    what: Text = ""  # it said that is quiet, or where its stack ends
+    told: bool = False  # its steps are the script's, and not those of its optimizers
 
 
 class Steps(Value, frozen=True):
-    """Where the workers of a node are, those that run.
-
-    `number` is that of the question that it answers, or wants to be asked.
-    """
+    """The places of a node's workers, of those that run."""
 
     FROM_KEY: ClassVar = ("lease",)
 
     lease: int
-    number: Number
+    number: Number  # of the question that it answers, or wants to be asked
     ranks: Annotated[tuple[RankStep, ...], Meta(max_length=MOST_WORKERS)] = ()
 
 
 class Hang(Value, frozen=True):
-    """The coordinator's question to all nodes where their workers are, and with `line` its answer.
-
-    Somebody has been found in a step for so many `seconds`. With `evidence` it is also asked where
-    those that do not move stand. `alarm` is whether the line is of a hang; `rank` who is behind,
-    where that is known.
-    """
+    """The coordinator's question to all nodes where their workers are, and then its answer."""
 
     generation: Number
     number: Number
-    seconds: Seconds
-    evidence: bool = False
-    line: Text = ""
-    alarm: bool = False
-    rank: Number | None = None
+    seconds: Seconds  # for which some worker has been in a step
+    evidence: bool = False  # it is also asked where those that do not move stand
+    line: Text = ""  # the answer
+    alarm: bool = False  # the answer is that they hang
+    rank: Number | None = None  # of the worker that is behind, if that is known
 
 
 class Drain(Value, frozen=True):
-    """A node that is to go, and not to come back before somebody undrains it.
-
-    Its workers have `deadline` seconds to end, None: the run's leave_deadline. With `lease`, as
-    hexed gives it, only that member is to go, and who comes after it is welcome.
-    """
+    """A node that is to go, and not to come back before somebody undrains it."""
 
     node: Text
-    deadline: Seconds | None = None
-    lease: Text = ""
+    deadline: Seconds | None = None  # of its workers' end; None: the run's leave_deadline
+    lease: Text = ""  # only this member goes (see `hexed`), and the next of that name is welcome
     by: Text = ""
     at: Text = ""
 
 
 class Halt(Value, frozen=True):
-    """That all nodes of `run` are to go; with `save` their scripts are waited for as they leave."""
+    """The wish that all nodes of a run go."""
 
     run: Text
-    save: bool = False
+    save: bool = False  # their scripts are waited for as they leave
     by: Text = ""
     at: Text = ""
 
 
 class Scale(Sizes, frozen=True, kw_only=True):
-    """How many nodes are to train in `run` from now on, `instead_of` what its spec says."""
+    """The wish that other numbers of nodes train in a run from now on."""
 
     run: Text
-    instead_of: Text
+    instead_of: Text  # the numbers in its spec
     by: Text = ""
     at: Text = ""
 
 
 class Wanted(Value, frozen=True):
-    """What people want of a job. They write it, and agents only read it.
+    """The wishes that people have of a job. They write them, and agents only read them.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
     """
@@ -648,17 +577,14 @@ class Wanted(Value, frozen=True):
 
 
 class Watched(Value, frozen=True):
-    """That somebody looks at the job, as long as their lease lives: nodes say how fast they are.
+    """Says that somebody looks at the job, while their lease lives: nodes then say their pace."""
 
-    Each does so every `seconds`, and more seldom where there are many.
-    """
-
-    seconds: Annotated[float, Meta(ge=0.5, le=60.0)] = 2.0
+    seconds: Annotated[float, Meta(ge=0.5, le=60.0)] = 2.0  # from one pace of a node to the next
     by: Text = ""
 
 
 class Pace(Value, frozen=True):
-    """How far the slowest worker of a node is in its world, and how fast it was of late."""
+    """The step and the speed of a node's slowest worker in its world."""
 
     FROM_KEY: ClassVar = ("lease",)
 
@@ -670,16 +596,13 @@ class Pace(Value, frozen=True):
 
 
 class StepTime(Value, frozen=True):
-    """How long a step of a node's workers usually takes, and of that `outside` of collectives.
-
-    In seconds; of several workers it is the one that spends the most outside.
-    """
+    """The usual time of a step of that worker of a node which spends the most outside."""
 
     FROM_KEY: ClassVar = ("lease",)
 
     lease: int
     generation: Number
-    outside: Seconds
+    outside: Seconds  # of collectives
     whole: Seconds
 
 
@@ -693,9 +616,9 @@ class Stragglers(Value, frozen=True):
 
 
 class Outcome(Value, frozen=True):
-    """How a run of the job ended: `state` is succeeded, failed or stopped."""
+    """The end of a run of the job."""
 
-    state: Text
+    state: Text  # succeeded, failed or stopped
     reason: Text
     run: Text
     generation: Number
@@ -705,32 +628,25 @@ class Outcome(Value, frozen=True):
 
 
 class Spent(Value, frozen=True):
-    """Where the seconds of worlds went, as the node that coordinated at their end has measured it.
-
-    Of each world first `rendezvous`, from the end of the one before, then `start` of its workers
-    and their `first_step`; `trained` until the last step, of which `again` is what was lost with
-    it, from the last commit on; `detect`, or `hang`, until it was known to be over, and `stop` of
-    its workers. `unknown` are worlds in which that node did not train, or saw no step. `pause` is
-    the longest from a step of one world to the first of the next.
-    """
+    """The time of worlds by its use, as the node that coordinated at their end has measured it."""
 
     worlds: Number = 1
     planned: Number = 0  # of these, begun because a node joined or left
     steps: Number = 0
     commits: Number = 0
-    rendezvous: Seconds = 0.0
-    start: Seconds = 0.0
-    first_step: Seconds = 0.0
-    trained: Seconds = 0.0
-    again: Seconds = 0.0
-    detect: Seconds = 0.0
-    hang: Seconds = 0.0
-    stop: Seconds = 0.0
-    unknown: Seconds = 0.0
-    pause: Seconds = 0.0
+    rendezvous: Seconds = 0.0  # from the end of the world before
+    start: Seconds = 0.0  # then, of the workers
+    first_step: Seconds = 0.0  # until its end
+    trained: Seconds = 0.0  # until the end of the last step
+    again: Seconds = 0.0  # of that, lost: since the last commit
+    detect: Seconds = 0.0  # until the world was known to be over
+    hang: Seconds = 0.0  # the same, of a world that hung
+    stop: Seconds = 0.0  # then, of the workers
+    unknown: Seconds = 0.0  # of worlds in which that node did not train, or saw no step
+    pause: Seconds = 0.0  # the longest from a step of one world to the first of the next
 
     def plus(self, other: "Spent") -> "Spent":
-        """Both together. What others wrote may be as large as may be, and so may this."""
+        """Both together, within bounds: others may have written numbers of any size."""
         names = self.__struct_fields__
         both = ((name, getattr(self, name), getattr(other, name)) for name in names)
         fields: dict[str, Any] = {name: _within(own + its) for name, own, its in both}
@@ -745,11 +661,7 @@ def _within(value: float) -> float:
 
 
 class History(Value, frozen=True):
-    """Why a world began and ended, and who was in it, for people to read.
-
-    `spent` is how its time went, once it has ended, `spent_before` that of all older worlds of
-    its run, also those that nobody remembers.
-    """
+    """The story of a world for people to read: why it began and ended, and who was in it."""
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
@@ -771,12 +683,12 @@ class History(Value, frozen=True):
     hangs: tuple[Text, ...] | UnsetType = UNSET
     stragglers: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
-    spent: Spent | UnsetType = UNSET
-    spent_before: Spent | UnsetType = UNSET
+    spent: Spent | UnsetType = UNSET  # once it has ended
+    spent_before: Spent | UnsetType = UNSET  # by all older worlds of its run, also forgotten ones
 
     @property
     def spent_until_now(self) -> Spent | None:
-        """Of the run up to the end of this world; None for its first world, before that."""
+        """The time of the run up to the end of this world; None before the end of its first."""
         known = [s for s in (self.spent_before, self.spent) if isinstance(s, Spent)]
         return known[0].plus(known[1]) if len(known) > 1 else known[0] if known else None
 
@@ -785,7 +697,7 @@ class History(Value, frozen=True):
 
 
 def encode(value: Value) -> str:
-    """What a key holds: one JSON object, keys sorted; UTF-8, whatever a worker said."""
+    """The text of a value: one JSON object, keys sorted; UTF-8, whatever a worker said."""
     fields = {"v": VERSION, **plain(value)}
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="replace").decode()

@@ -19,7 +19,7 @@ Suspects: TypeAlias = tuple[Suspect, ...]
 
 
 def term(suspect: Suspect, after: int) -> float:
-    """For how long it is left out; `after` is --suspect-after."""
+    """The seconds for which it is left out; `after` is --suspect-after."""
     if not after:
         return 0.0
     if suspect.failed >= after:
@@ -29,7 +29,7 @@ def term(suspect: Suspect, after: int) -> float:
 
 
 def left(suspects: Suspects, node: str, after: int) -> float:
-    """How much is left of the time for which `node` is left out."""
+    """The seconds for which `node` is still left out."""
     known = _find(suspects, node)
     return max(0.0, term(known, after) - known.since)
 
@@ -47,7 +47,7 @@ def why_left_out(suspects: Suspects, node: str, after: int) -> str:
 def doubted(suspects: Suspects, after: int) -> frozenset[str]:
     """Nodes without which a world begins, if it can: whose workers failed right after their start.
 
-    One that only goes is left out, too, but costs nothing where a world begins anyway.
+    A node that only goes is left out, too, but costs nothing where a world begins anyway.
     """
     failing = (s.node for s in suspects if s.failed >= after)
     return frozenset(node for node in failing if left(suspects, node, after))
@@ -67,7 +67,7 @@ def trusted(
 
 
 def aged(suspects: Suspects, seconds: float, after: int) -> Suspects:
-    """After so much more of training; who gave no more trouble for long is forgotten."""
+    """The suspects after so much more of training; a node that was good for long is forgotten."""
     older = (replace(s, since=round(s.since + seconds, 3)) for s in suspects if after)
     return tuple(s for s in older if s.since < term(s, after) + LONGEST)
 
@@ -75,7 +75,7 @@ def aged(suspects: Suspects, seconds: float, after: int) -> Suspects:
 def failed(suspects: Suspects, node: str, *, rapid: bool) -> Suspects:
     """A worker of `node` has failed: a `rapid` one is one more in a row, another ends the row.
 
-    One that hung counts like a rapid failure, however long it had trained before.
+    A worker that hung counts like a rapid failure, however long it had trained before.
     """
     known = _find(suspects, node)
     if rapid:

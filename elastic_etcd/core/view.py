@@ -1,7 +1,7 @@
 """Everything of a job, read at one etcd revision, as immutable values.
 
 Only the coordinator's view covers all of the job's keys. Everybody else's is narrow: the
-round, the ledger, the outcome, what is said of hangs and stragglers, what people want and whether
+round, the ledger, the outcome, the lines about hangs and stragglers, what people want and whether
 they look, one page of the world, the coordinator's member key and the agent's own.
 """
 
@@ -54,7 +54,7 @@ _SHOWN = 256  # characters of a key, and of what is wrong with it
 
 
 class Narrow(Struct, frozen=True, tag=True):
-    """What there is once of a job, one page, the own member key and a coordinator's."""
+    """The keys that a job has once, one page, the own member key and a coordinator's."""
 
     coordinator: int | None = None  # its lease, as far as it is known
     page: int = 0
@@ -103,7 +103,7 @@ class View(Struct, frozen=True):
 
     @property
     def last(self) -> tuple[int, int]:
-        """Of the last world its generation, and how many nodes it has."""
+        """The generation of the last world, and how many nodes it has."""
         if self.round and self.round.phase is Phase.FINAL:
             return self.round.generation, self.round.nodes
         return self.ledger.final, self.ledger.nodes
@@ -112,7 +112,7 @@ class View(Struct, frozen=True):
     def trains(self) -> int:
         """The generation whose world trains; 0: none does, or its end is near.
 
-        One that ends for newcomers alone trains until its step is over.
+        A world that ends for newcomers alone trains until its step is over.
         """
         now = self.round
         if now is None:
@@ -122,7 +122,7 @@ class View(Struct, frozen=True):
         return self.ledger.final if now.joins and now.phase is Phase.JOINABLE else 0
 
     def part(self, lease: int) -> Participant | None:
-        """What the member with `lease` is in the last world, as far as it is known here."""
+        """The member with `lease` in the last world, as far as it is known here."""
         known = self.page.participants if self.page else self.world
         return next((p for p in known if p.lease == lease), None)
 
@@ -154,7 +154,7 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         round_mod=_mod(kvs.get(keys.round)),
         ledger=_value(Ledger, kvs.get(keys.ledger), bad) or Ledger(),
         ledger_mod=_mod(kvs.get(keys.ledger)),
-        coordinator=_of_node(Member, leader, bad),
+        coordinator=_value(Member, leader, bad),
         members=_members(kvs, keys, spec, bad),
         spec=spec,
         outcome=outcome,
@@ -177,8 +177,8 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
 def _newer(kvs: Mapping[str, KeyValue]) -> int:
     """The highest format version in these keys or asked for by them, 0 if this program knows it.
 
-    Also in keys that this version does not read: to it, what a newer one wrote looks absent, so
-    that it would begin anew over a job that lives.
+    It looks also in keys that this version does not read: to it, what a newer one wrote looks
+    absent, so that it would begin anew over a job that lives.
     """
     newest = max(map(_format_of, kvs.values()), default=0)
     return newest if newest > VERSION else 0
@@ -188,7 +188,7 @@ def _members(
     kvs: Mapping[str, KeyValue], keys: Keys, spec: Spec | None, bad: list[str]
 ) -> tuple[Member, ...]:
     start = keys.members
-    found = (_of_node(Member, kv, bad) for key, kv in kvs.items() if key.startswith(start))
+    found = (_value(Member, kv, bad) for key, kv in kvs.items() if key.startswith(start))
     own = [m for m in found if m and (spec is None or m.run == spec.run)]
     return tuple(sorted(own, key=_BY_LEASE))
 
@@ -222,7 +222,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
 def _world(
     view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]
 ) -> tuple[Participant, ...]:
-    """The last world from all of its pages, in rank order; what is left of older ones is not."""
+    """The last world from all of its pages, in rank order, without what is left of older ones."""
     on = takewhile(kvs.__contains__, map(keys.page, count()))
     found = (_value(Page, kvs[key], bad) for key in on)
     pages = [page for page in found if page and page.generation == view.last[0]]
@@ -253,7 +253,7 @@ def _read_all(kind: type[V], kvs: list[KeyValue], bad: list[str]) -> tuple[list[
     """The values of these keys, and the leases of those that can't be read."""
     values, unread = [], []
     for kv in kvs:
-        if value := _of_node(kind, kv, bad):
+        if value := _value(kind, kv, bad):
             values.append(value)
         else:
             unread.append(kv.key.rpartition("/")[2])
@@ -268,46 +268,27 @@ def _mod(kv: KeyValue | None) -> int:
 
 
 def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
-    """The value of a key that there is once; None, and a line in `bad`, if it can't be read."""
+    """The value of a key; None if it is absent, or, with a line in `bad`, can't be read."""
     if kv is None:
         return None
     try:
-        value: V = _decode_value(kind, kv)
+        value: V = _decode(kind, kv)
     except ValueError as error:
-        bad.append(_malformed(kv, error))
+        bad.append(f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}")
         return None
     return value
-
-
-def _of_node(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
-    """The value of a key whose name ends with a lease; None if it is absent or malformed."""
-    if kv is None:
-        return None
-    try:
-        value: V = _decode_of_node(kind, kv)
-    except ValueError as error:
-        bad.append(_malformed(kv, error))
-        return None
-    return value
-
-
-def _malformed(kv: KeyValue, error: ValueError) -> str:
-    return f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}"
 
 
 # Values change far less often than views are made: each is decoded once.
-@lru_cache(maxsize=128)
-def _decode_value(kind: type[V], kv: KeyValue) -> V:
-    return decode(kind, kv.value)
+@lru_cache(maxsize=1 << 16)
+def _decode(kind: type[V], kv: KeyValue) -> V:
+    if not kind.FROM_KEY:
+        return decode(kind, kv.value)
+    lease = unhexed(kv.key.rpartition("/")[2])
+    from_key = {"lease": lease, "revision": kv.mod}
+    return decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})
 
 
 @lru_cache(maxsize=1 << 16)
 def _format_of(kv: KeyValue) -> int:
     return format_of(kv.value)
-
-
-@lru_cache(maxsize=1 << 16)
-def _decode_of_node(kind: type[V], kv: KeyValue) -> V:
-    lease = unhexed(kv.key.rpartition("/")[2])
-    from_key = {"lease": lease, "revision": kv.mod}
-    return decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})

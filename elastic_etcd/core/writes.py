@@ -61,7 +61,7 @@ MANY = 100  # where the spec is gone, and they all go; a Txn has at most 128 ope
 
 
 def look(keys: Keys, most: int = SOME) -> tuple[Get, ...]:
-    """What an agent reads before it joins; all members read by all would be N x N."""
+    """The keys that an agent reads before it joins; all members read by all would be N x N."""
     members = Get(keys.members, prefix=True, limit=most)
     return (Get(keys.spec), Get(keys.outcome), Get(keys.ledger), Get(keys.wanted), members)
 
@@ -73,7 +73,7 @@ def look_again(keys: Keys, seen: Snapshot) -> bool:
 
 
 def succeeded(keys: Keys, seen: Snapshot) -> Over | None:
-    """That there is nothing left to do, in a job that nobody wants to run once more.
+    """Says that there is nothing left to do, in a job that nobody wants to run once more.
 
     Whoever supervises agents starts them again also after the job's success, and a new run would
     begin to write over what this one has made.
@@ -103,7 +103,7 @@ def join(
     when nobody lives of a run with another --nnodes, `spec` begins a new run
     (pytorch/elastic#151); after success only for a `rerun`. The run's other limits count for all
     its agents, whatever theirs are; but when nobody is there who goes by them, they become those
-    of `spec`. Where nothing is left at all (etcd was wiped) the run it was in begins anew.
+    of `spec`. If nothing is left at all (etcd was wiped) the run it was in begins anew.
     A node that is drained meanwhile comes back into its run `again`, and leaves it as others do.
     Generations keep growing over runs, so that no key of an old run is ever mistaken for one of
     the new.
@@ -130,7 +130,8 @@ def join(
         begun = _begin_run(keys, view, spec, last)
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
     limits = spec.limits.with_sizes(known.limits)  # this node's own may be what it is scaled to
-    if _is_deserted(keys, seen) and known.limits != limits:
+    deserted = not any(key.startswith(keys.members) for key in seen.kvs)  # of any run's members
+    if deserted and known.limits != limits:
         known, fence = replace(known, limits=limits), (*fence, *nobody(keys))
     renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
@@ -152,11 +153,6 @@ def _join_fence(keys: Keys, seen: Snapshot, member: Member) -> tuple[Compare, ..
         Compare(keys.spec, "mod", _mod_of(seen, keys.spec)),
         Compare(keys.outcome, "mod", _mod_of(seen, keys.outcome)),
     )
-
-
-def _is_deserted(keys: Keys, seen: Snapshot) -> bool:
-    """Whether there is no member key at all, not even of another run."""
-    return not any(key.startswith(keys.members) for key in seen.kvs)
 
 
 def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:
@@ -273,7 +269,7 @@ def _write_open(
 
 
 def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze, spent: Spent | None) -> Txn:
-    """From here on no ack is written: their fence is the round's older revision."""
+    """Freeze the round: no ack is written any more, whose fence is its older revision."""
     put = Put(keys.round, encode(freeze.round), local.lease)
     why = freeze.round.reason  # by now it is known whose failure it was
     settled = _settle_history(keys, view, spent, ended=why)
@@ -283,7 +279,7 @@ def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze, spent: S
 def _write_finalise(
     keys: Keys, view: View, local: Local, finalise: Finalise, now: str, pages: int
 ) -> Txn:
-    """The world, ranks and master endpoint in one Txn, bound to no lease from here on."""
+    """Put the world, ranks and master endpoint in one Txn, bound to no lease from here on."""
     final = finalise.round
     began = History(
         generation=final.generation,
@@ -308,7 +304,7 @@ def _write_finalise(
 
 
 def _spent_before(view: View, run: str) -> Spent | UnsetType:
-    """Of all older worlds of the run; a world of which nothing is known counts as one."""
+    """The time spent by all older worlds of the run; an unknown world counts as one."""
     entry = dict(view.history).get(view.ledger.final)
     if entry is None:
         return UNSET
@@ -344,7 +340,7 @@ def _write_close(
 
 
 def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | None) -> Txn:
-    """Ready for the round's generation, with the endpoint that counts from group rank 0."""
+    """Put that this node is ready, with the endpoint that counts if it becomes group rank 0."""
     key, value = keys.ack(ack.generation, local.lease), schema.Ack(local.lease, master)
     return Txn(_round_fence(keys, view, local), (Put(key, encode(value), local.lease),))
 
@@ -352,7 +348,7 @@ def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | 
 def _write_report(
     keys: Keys, view: View | None, local: Local, generation: int, end: ReportEnd
 ) -> Txn:
-    """How this node's workers of `generation` ended. Bound to no lease: it outlives the node.
+    """Put how this node's workers of `generation` ended, bound to no lease: it outlives the node.
 
     A failure is a cause only as long as its world stands, so it is fenced by the ledger: the next
     claim writes that, and a change of coordinator does not.
@@ -374,7 +370,7 @@ def _write_report(
 
 
 def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
-    """Where this node's workers are, as long as their generation is the job's."""
+    """Put where this node's workers are, as long as their generation is the job's."""
     fence = (
         Compare(keys.member(local.lease), "create", local.created),
         Compare(keys.ledger, "mod", view.ledger_mod),
@@ -384,16 +380,16 @@ def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
 
 
 def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
-    """How fast this node's workers are; None: nobody wants to know it any more."""
+    """Put how fast this node's workers are; None: nobody wants to know it any more."""
     key = keys.pace(local.lease)
     fence = (Compare(keys.member(local.lease), "create", local.created),)
     return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
 
 
 def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
-    """The coordinator's question or its answer, which is also the world's history if it is a hang.
+    """Put the coordinator's question or its answer; a hang is told in the world's history, too.
 
-    Bound to no lease: who takes over the lead goes on with it.
+    The key is bound to no lease: whoever takes over the lead goes on with it.
     """
     told = _history_with(keys, view, hang) if hang.alarm else ()
     fence = (*_round_fence(keys, view, local), Compare(keys.hang, "mod", view.hang_mod))
@@ -401,15 +397,15 @@ def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
 
 
 def put_step_time(keys: Keys, local: Local, time: StepTime) -> Txn:
-    """How long a step of this node's workers takes."""
+    """Put how long a step of this node's workers takes."""
     fence = (Compare(keys.member(local.lease), "create", local.created),)
     return Txn(fence, (Put(keys.step_time(local.lease), encode(time), local.lease),))
 
 
 def put_stragglers(keys: Keys, view: View, local: Local, found: Stragglers) -> Txn:
-    """The coordinator's line about a node that is slow, or is so no more; also in the history.
+    """Put the coordinator's line about a node that is slow, or is so no more; also in the history.
 
-    Bound to no lease, as that of a hang.
+    The key is bound to no lease, as that of a hang.
     """
     fence = (
         *_round_fence(keys, view, local),
@@ -444,7 +440,7 @@ def _write_leaving(keys: Keys, local: Local, member: Member) -> Txn:
 
 
 def leave(keys: Keys, local: Local) -> Txn:
-    """Remove the own member key. Of all who leave together, one finds nobody left after it."""
+    """Remove the own member key. If all leave together, one of them finds nobody left after it."""
     own = keys.member(local.lease)
     return Txn((Compare(own, "create", local.created),), (Delete(own),))
 
@@ -490,7 +486,7 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
 
 
 def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -> tuple[Put, ...]:
-    """The last world's history with how it ended: the culprit in full, victims in short."""
+    """Put into the last world's history how it ended: the culprit in full, victims in short."""
     last = view.ledger.final
     entry = dict(view.history).get(last)
     if entry is None:

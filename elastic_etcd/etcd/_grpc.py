@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from google.protobuf.message import Message
+
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
@@ -53,6 +55,8 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 Certificates: TypeAlias = tuple[bytes | None, bytes | None, bytes | None]
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+_In = TypeVar("_In", bound=Message)
+_Out = TypeVar("_Out", bound=Message)
 
 OPTIONS = (
     # Subchannels are otherwise shared by address, and with them a broken connection.
@@ -75,38 +79,20 @@ class Rpc(Generic[Request, Answer]):
     decode: Callable[[bytes], Answer]
 
 
-RANGE = Rpc(
-    "/etcdserverpb.KV/Range", pb.RangeRequest.SerializeToString, pb.RangeResponse.FromString
+def _rpc(method: str, request: type[_In], answer: type[_Out]) -> Rpc[_In, _Out]:
+    return Rpc(f"/etcdserverpb.{method}", request.SerializeToString, answer.FromString)
+
+
+RANGE = _rpc("KV/Range", pb.RangeRequest, pb.RangeResponse)
+TXN = _rpc("KV/Txn", pb.TxnRequest, pb.TxnResponse)
+LEASE_GRANT = _rpc("Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
+LEASE_REVOKE = _rpc("Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
+LEASE_TIME_TO_LIVE = _rpc(
+    "Lease/LeaseTimeToLive", pb.LeaseTimeToLiveRequest, pb.LeaseTimeToLiveResponse
 )
-TXN = Rpc("/etcdserverpb.KV/Txn", pb.TxnRequest.SerializeToString, pb.TxnResponse.FromString)
-LEASE_GRANT = Rpc(
-    "/etcdserverpb.Lease/LeaseGrant",
-    pb.LeaseGrantRequest.SerializeToString,
-    pb.LeaseGrantResponse.FromString,
-)
-LEASE_REVOKE = Rpc(
-    "/etcdserverpb.Lease/LeaseRevoke",
-    pb.LeaseRevokeRequest.SerializeToString,
-    pb.LeaseRevokeResponse.FromString,
-)
-LEASE_TIME_TO_LIVE = Rpc(
-    "/etcdserverpb.Lease/LeaseTimeToLive",
-    pb.LeaseTimeToLiveRequest.SerializeToString,
-    pb.LeaseTimeToLiveResponse.FromString,
-)
-LEASE_KEEP_ALIVE = Rpc(
-    "/etcdserverpb.Lease/LeaseKeepAlive",
-    pb.LeaseKeepAliveRequest.SerializeToString,
-    pb.LeaseKeepAliveResponse.FromString,
-)
-WATCH: Rpc[pb.WatchRequest, pb.WatchResponse] = Rpc(
-    "/etcdserverpb.Watch/Watch", pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
-)
-AUTHENTICATE = Rpc(
-    "/etcdserverpb.Auth/Authenticate",
-    pb.AuthenticateRequest.SerializeToString,
-    pb.AuthenticateResponse.FromString,
-)
+LEASE_KEEP_ALIVE = _rpc("Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
+WATCH = _rpc("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
+AUTHENTICATE = _rpc("Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)
 
 
 def channel(endpoint: str, credentials: Credentials | None) -> Any:
@@ -128,7 +114,7 @@ def target(endpoint: str) -> str:
 
 
 def certificates(config: EtcdConfig) -> Certificates | None:
-    """What is in the PEM files, which may be on a slow disk; None for plain text.
+    """Read the PEM files, which may be on a slow disk; None for plain text.
 
     Raises UsageError.
     """

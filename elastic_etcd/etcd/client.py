@@ -1,6 +1,6 @@
 """The etcd client: requests that outlive frozen members, elections and restarts of etcd.
 
-One channel to one endpoint at a time. An attempt that fails, or gets no answer in 1-2 s,
+It has one channel to one endpoint at a time. An attempt that fails, or gets no answer in 1-2 s,
 moves everything to the next endpoint (one channel with many addresses stays with a frozen
 member for ever: etcd#8980). The two streams, keepalive and watch, are in session.py and
 mirror.py.
@@ -52,31 +52,31 @@ PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """`gets` has one tuple for each Get of the branch that ran.
+    """The answer to a Txn.
 
-    `ambiguous`: an earlier attempt may have been applied, so `succeeded=False` may mean that
-    this very Txn succeeded before. Read again and compare.
+    An earlier attempt of an `ambiguous` one may have been applied, so `succeeded=False` may mean
+    that this very Txn succeeded before. Read again and compare.
     """
 
     succeeded: bool
     revision: int
     ambiguous: bool
-    gets: tuple[tuple[KeyValue, ...], ...]
+    gets: tuple[tuple[KeyValue, ...], ...]  # a tuple for each Get of the branch that ran
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease and the TTL that etcd granted, in seconds (it has a minimum)."""
+    """A lease that etcd has granted."""
 
     id: int
-    ttl: int
+    ttl: int  # in seconds, as granted: etcd has a minimum
 
 
 @dataclass(frozen=True, slots=True)
 class TimeToLive:
-    """Seconds until a lease ends if nobody renews it, -1: it has; and those that were granted."""
+    """For how long a lease still lives."""
 
-    seconds: int
+    seconds: int  # until it ends if nobody renews it; -1: it has ended
     granted: int
 
 
@@ -91,14 +91,14 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What etcd gave for the password, and when; empty if this etcd asks for none."""
+    """The token that etcd gave for the password."""
 
-    value: str
+    value: str  # "" if this etcd asks for none
     issued: float
 
     @property
     def metadata(self) -> Metadata:
-        """To send with each request."""
+        """The metadata that is sent with each request."""
         return (("token", self.value),) if self.value else ()
 
 
@@ -153,32 +153,25 @@ class Login:
 
 @dataclass(slots=True)
 class Call(Generic[Request, Answer]):
-    """A request that is repeated until it is answered, or its deadline is over.
-
-    `what` it is about is for messages. `applied`: an attempt that failed may have been applied.
-    """
+    """A request that is repeated until it is answered, or its deadline is over."""
 
     rpc: Rpc[Request, Answer]
     request: Request
-    what: str
+    what: str  # it is about, for messages
     attempts: Attempts
     began: float = field(default_factory=now)
-    applied: bool = False
+    applied: bool = False  # an attempt that failed may have been applied
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What an error of one attempt is judged by.
-
-    A token that was issued after the attempt `began` is fresh. `hurried`: the attempt got less
-    time than an endpoint needs, because the caller had no more.
-    """
+    """An attempt at a request: whatever its error is judged by."""
 
     what: str
     connection: Connection
     token: Token
-    began: float
-    hurried: bool = False
+    began: float  # a token that was issued later is fresh
+    hurried: bool = False  # it got less time than an endpoint needs: the caller had no more
 
 
 class Client:
@@ -254,7 +247,7 @@ class Client:
                 continue
 
     async def grant(self, ttl: int, timeout: float | None = None) -> Lease:
-        """A new lease of at least `ttl` seconds. One that got lost on the way back expires."""
+        """A new lease of at least `ttl` seconds; it expires if the answer gets lost on its way."""
         request = pb.LeaseGrantRequest(ttl=ttl)
         answer, _ = await self.call(LEASE_GRANT, request, "a lease", _deadline(timeout))
         return Lease(answer.id, answer.ttl)
@@ -326,8 +319,8 @@ class Client:
     async def _read_certificates(self) -> None:
         """Read them again: certificates are renewed under a long training.
 
-        One that is being replaced at this very moment, or lies on a disk that stands still, will
-        be read at the next connection.
+        A file that is being replaced at this very moment, or lies on a disk that stands still,
+        will be read at the next connection.
         """
         reading = self._reading or begin(partial(_certificates, self._config))
         self._reading = reading
@@ -348,7 +341,7 @@ class Client:
         connection.retire()
 
     async def _attempt(self, call: Call[Request, Answer]) -> Answer:
-        """One attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
+        """Make one attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
         patience = call.attempts.growing(jitter.uniform(*ATTEMPT_TIMEOUT))
         try:
             return await self._ask(call, patience)
@@ -443,7 +436,7 @@ class Client:
 
 
 def _certificates(config: EtcdConfig) -> Certificates | None:
-    """As they are now; None if one can't be read, or is no certificate."""
+    """The certificates as they are now; None if one can't be read, or is none."""
     try:
         return certificates(config)
     except UsageError:

@@ -34,7 +34,7 @@ class Connection:
     async def unary(
         self, rpc: Rpc[Request, Answer], request: Request, timeout: float, metadata: Metadata
     ) -> Answer:
-        """One request and its answer. Raises RpcFailed, Unanswered."""
+        """Send one request; gives its answer. Raises RpcFailed, Unanswered."""
         method = self._methods.get(rpc.path)
         if method is None:
             method = self._methods[rpc.path] = self._channel.unary_unary(

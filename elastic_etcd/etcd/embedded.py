@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
-from elastic_etcd.system.process import exited, start
+from elastic_etcd.system.exits import exited
+from elastic_etcd.system.spawn import start
 from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
@@ -36,7 +37,7 @@ class EmbeddedEtcd:
 
     The data is in `directory`, or in a temporary one in `parent` that is removed at the end; the
     log of a server that has failed stays. The server
-    dies with this process, even when that is SIGKILLed. One that ends is started again with the
+    dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
     does not start. `failed` gets that as its exception when it has ended again and again.
     """
@@ -179,7 +180,7 @@ class EmbeddedEtcd:
 
 
 def notification_socket() -> socket.socket:
-    """Where etcd tells that it serves, as it tells systemd (sd_notify).
+    """A socket on which etcd tells that it serves, as it tells systemd (sd_notify).
 
     A request to the port would also be answered by another etcd that was faster to take it.
     """
@@ -235,7 +236,7 @@ def free_ports(count: int) -> list[int]:
 def _candidates() -> Iterator[int]:
     """The ports that the kernel gives to no outgoing connection; 0 for any where those are few.
 
-    One of its own might be taken while a server is started again.
+    A port among those might be taken while a server is started again.
     """
     ports = range(_PORTS.start, min(_PORTS.stop, first_ephemeral_port()))
     return itertools.cycle(random.sample(ports, len(ports)) if len(ports) > _FEW else [0])

@@ -1,4 +1,4 @@
-"""What a failed RPC means: try again, log in again, or tell the user.
+"""Judges a failed RPC: try again, log in again, or tell the user.
 
 Only this module reads the texts of gRPC's errors.
 """
@@ -33,7 +33,7 @@ UNTRUSTED = (*WRONG_NAME, *CLIENT_REFUSED, NO_PAIR, "CERTIFICATE_VERIFY_FAILED")
 
 
 class RpcFailed(Exception):
-    """What gRPC said. Never leaves the package."""
+    """The error that gRPC raised. Never leaves the package."""
 
     def __init__(self, code: Code, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
@@ -79,7 +79,7 @@ Fault = Unanswered | Compacted | EtcdError
 
 
 def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, user: str | None) -> Fault:
-    """What `error` means, which the RPC for `what` met at `endpoint`: an exception to raise."""
+    """The exception to raise for `error`, which the RPC for `what` met at `endpoint`."""
     if isinstance(error, Unanswered):
         return error
     code, details = error.code, error.details
@@ -126,7 +126,7 @@ def transient(code: Code, details: str) -> bool:
 
 
 def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) -> EtcdError:
-    """What the user has to put right."""
+    """An error that the user has to put right."""
     if details == "etcdserver: authentication failed, invalid user ID or password":
         return EtcdDenied(
             f"etcd at {endpoint} refuses the password of user {user!r}.\n"

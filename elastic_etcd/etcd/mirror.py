@@ -38,8 +38,8 @@ class Mirror:
     `changed()` is called in the event loop after the first list and after each batch of
     events; `snapshot()` then gives the copy. Keys of different ranges that one Txn wrote may
     arrive in two batches. While etcd is away the mirror waits, and also while it refuses what it
-    has served before. What it refuses at first becomes the exception of the future `failed`, as
-    does TooLarge where there are more than `most` keys.
+    has served before. A refusal at first becomes the exception of the future `failed`, as does
+    TooLarge where there are more than `most` keys.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Mirror:
     async def _open_watches(self, stream: Stream[pb.WatchRequest, pb.WatchResponse]) -> None:
         """Watch every range, until etcd has confirmed all of them.
 
-        What it says meanwhile counts only then: news of one range may come before the answer of
+        Its news meanwhile count only then: those of one range may come before the answer of
         another that shows another history.
         """
         for index, get in enumerate(self._ranges):
@@ -242,7 +242,7 @@ class Mirror:
 
 
 async def first(client: Client, ranges: tuple[Get, ...], look: Callable[[Snapshot], T | None]) -> T:
-    """What `look` makes of the ranges as soon as that is not None.
+    """Wait until `look` makes something of the ranges that is not None; gives that.
 
     Raises EtcdError when etcd refuses them at first.
     """

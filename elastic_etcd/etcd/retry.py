@@ -65,12 +65,11 @@ class Attempts:
         pause: Callable[[int], float] = short_pause,
     ) -> None:
         self.deadline = deadline
-        self._pause = pause
         self._number = 0
         self._retrying = AsyncRetrying(
             retry=retry_if_exception_type(on),
             stop=lambda _: now() >= deadline,
-            wait=lambda _: self._next_pause(),
+            wait=lambda _: min(pause(self._number), max(0.0, deadline - now())),
             reraise=True,
         )
 
@@ -95,16 +94,13 @@ class Attempts:
         """
         return patience * 2.0 ** min(self._number - 1, 3)
 
-    def _next_pause(self) -> float:
-        return min(self._pause(self._number), max(0.0, self.deadline - now()))
-
 
 class Refusals:
-    """What becomes of requests that etcd refuses: a password, a permission, its space.
+    """Waits out what etcd refuses: a password, a permission, its space.
 
-    Before the first success it is raised: whoever starts something wrong is told at once. From
-    then on it is told and waited for: an administrator can put it right, and no training ends by
-    it. Each client has one, so that each cause is told once, and again after TOLD_AGAIN seconds.
+    Before the first success a refusal is raised: whoever starts something wrong is told at once.
+    From then on it is told and waited for: an administrator can put it right, and no training ends
+    by it. Each client has one, so that each cause is told once, and again after TOLD_AGAIN seconds.
     """
 
     def __init__(self) -> None:
@@ -112,7 +108,7 @@ class Refusals:
         self._told: dict[str, float] = {}
 
     def succeeded(self) -> None:
-        """What is refused from here on was possible before."""
+        """Note a success: whatever is refused from here on was possible before."""
         self._succeeded = True
 
     async def wait_out(self, work: Callable[[], Awaitable[Result]]) -> Result:

@@ -58,17 +58,17 @@ def range_request(get: Get, *, limit: int = 0, values: bool = True) -> pb.RangeR
 
 
 def key_value(kv: pb.KeyValue) -> KeyValue:
-    """One key as read."""
+    """A key with its value, as read."""
     return KeyValue(decode(kv.key), decode(kv.value), kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def key_values(response: pb.RangeResponse) -> dict[str, KeyValue]:
-    """What one Range has read, by key."""
+    """The answer of one Range, by key."""
     return {kv.key: kv for kv in map(key_value, response.kvs)}
 
 
 def gets(response: pb.TxnResponse) -> tuple[tuple[KeyValue, ...], ...]:
-    """What each Get of the branch that ran has read, in order."""
+    """The answers of the Gets of the branch that ran, in order."""
     return tuple(
         tuple(key_value(kv) for kv in answer.range.kvs)
         for answer in response.responses

@@ -1,4 +1,4 @@
-"""What a worker is doing: one page of shared memory that it writes and its agent reads.
+"""A page of shared memory in which a worker says what it is doing, and its agent reads it.
 
 It costs the worker neither a message nor a system call. `step` is called by what trains: by the
 wrappers and calls of this package, or else by every optimizer of torch's. Standard library only:
@@ -8,7 +8,6 @@ what a worker begins with loads this file by its path.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import signal
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# On which a worker writes its main thread's Python stack to its stderr. A real-time signal that
+# A worker that gets it writes its main thread's Python stack to its stderr. A real-time signal that
 # neither torch nor CUDA uses.
 DUMP_STACKS = signal.SIGRTMAX - 3
 VARIABLE = "ELASTIC_ETCD_ACTIVITY"  # the page's path, in a worker's environment
 _NAME = "elastic_etcd-activity"
-_SIZE = 4096
+SIZE = 4096
 _HEAD = struct.Struct("=5Q")  # doing, since, steps, when the step began, whether steps are told
 _WHAT = struct.Struct("=128s")
 _WHAT_AT = 64
@@ -36,8 +35,8 @@ _INIT_AT = 256  # when it began to do that
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
-# What is measured of a step outside of collectives: whether it is wanted, how many times it was
-# done, after how many steps the last time; and the last results, by number modulo 10.
+# The time of a step outside of collectives: whether it is to be measured, how many times it was
+# measured, after how many steps the last time; and the last results, by number modulo 10.
 _OUTSIDE = struct.Struct("=3Q")
 _OUTSIDE_AT = 1024
 _MEASURED = struct.Struct("=10Q")
@@ -50,7 +49,7 @@ _NS = 1e-9
 
 
 class Doing(IntEnum):
-    """What a worker says that it does. It is watched in STEP only."""
+    """The things that a worker says it does. It is watched in STEP only."""
 
     STARTING = 0
     INIT = 1  # making the process group, synchronising the state
@@ -63,36 +62,28 @@ class Doing(IntEnum):
 
 
 class Activity(NamedTuple):
-    """A worker's activity at one moment.
-
-    `seconds` since it began what it does, which in STEP is since the last step's end. `steps` of
-    this world, `slowest` of the recent ones in seconds, `what` ee.quiet was told. Steps are `told`
-    by the script, or those of its optimizers. `commits` of this world took `commit_seconds`
-    together, and the last one ended `since_commit` seconds ago. INIT began `since_init` seconds
-    ago, 0 where it has not. A step usually takes `usual` seconds, of which it spends `outside` out
-    of collectives; these are medians, 0 where they are not known yet. It was `measured` so often.
-    """
+    """A worker's activity at one moment; times are in seconds."""
 
     doing: Doing
-    seconds: float
-    steps: int
-    slowest: float
-    what: str = ""
-    told: bool = False
-    commits: int = 0
-    commit_seconds: float = 0.0
-    since_commit: float = 0.0
-    since_init: float = 0.0
-    usual: float = 0.0
-    outside: float = 0.0
-    measured: int = 0
+    seconds: float  # since it began to do that; in STEP, since the last step's end
+    steps: int  # of this world
+    slowest: float  # of the recent steps
+    what: str = ""  # ee.quiet was told
+    told: bool = False  # the steps are told by the script, and not its optimizers'
+    commits: int = 0  # of this world
+    commit_seconds: float = 0.0  # of these commits together
+    since_commit: float = 0.0  # since the last one ended
+    since_init: float = 0.0  # since INIT began, 0 if it has not
+    usual: float = 0.0  # for a step: a median, 0 if it is not known yet
+    outside: float = 0.0  # of collectives in a step, likewise
+    measured: int = 0  # times that this was measured
 
 
 class ActivityPage:
     """The memory. Times are of CLOCK_MONOTONIC, which both ends share."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, _SIZE)
+        self._memory = mmap.mmap(fd, SIZE)
 
     def step(self, *, told: bool) -> None:
         """A step has ended; those of optimizers don't count where others are `told`."""
@@ -156,12 +147,12 @@ class ActivityPage:
 
     def clear(self, *, measured: bool = False) -> None:
         """Begin a world: nothing is known of its steps."""
-        self._memory[:] = bytes(_SIZE)
+        self._memory[:] = bytes(SIZE)
         _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, measured, 0, 0)
         self.now(Doing.STARTING)
 
     def read(self) -> Activity:
-        """What it says. Whoever runs in the worker can write anything there."""
+        """The activity that it tells. Whoever runs in the worker can write anything there."""
         doing, since, steps, _, told = _HEAD.unpack_from(self._memory)
         (what,) = _WHAT.unpack_from(self._memory, _WHAT_AT)
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
@@ -199,9 +190,11 @@ class ActivityPages:
         `measured`: whether it is to measure what its steps take outside of collectives.
         "" where there is no memory or descriptor to be had: then nothing is known of this worker.
         """
+        from elastic_etcd.system.memfds import sealed_memfd  # noqa: PLC0415 - a worker has no such module
+
         if local_rank not in self._pages:
             try:
-                fd = _sealed_memory()
+                fd = sealed_memfd(_NAME, SIZE)
                 self._pages[local_rank] = fd, ActivityPage(fd)
             except OSError:
                 return ""
@@ -214,7 +207,7 @@ class ActivityPages:
         return tuple(page for _, page in self._pages.values())
 
     def read(self, local_rank: int) -> Activity:
-        """What the worker of that local rank says."""
+        """The activity that the worker of that local rank tells."""
         if local_rank not in self._pages:
             return Activity(Doing.STARTING, 0.0, 0, 0.0)
         return self._pages[local_rank][1].read()
@@ -229,14 +222,6 @@ class ActivityPages:
 def _middle(numbers: Sequence[int]) -> int:
     """A median; the module of that name takes long to import."""
     return sorted(numbers)[len(numbers) // 2] if numbers else 0
-
-
-def _sealed_memory() -> int:
-    """A page that a worker can't shorten, which would end the agent by a SIGBUS."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
 
 
 # --- in a worker --------------------------------------------------------------------------

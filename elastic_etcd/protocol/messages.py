@@ -34,9 +34,9 @@ class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
 
 
 class Hello(_Message, frozen=True):
-    """Who calls; the first message. `v` is the version of these messages."""
+    """The first message: a worker says which one it is."""
 
-    v: int
+    v: int  # the version of these messages
     pid: Number
     local_rank: LocalRank
     generation: Number
@@ -47,10 +47,10 @@ class Elastic(_Message, frozen=True):
 
 
 class Parked(_Message, frozen=True):
-    """The worker waits without a process group; `error` is why, if nobody had asked it to."""
+    """The worker waits without a process group."""
 
     generation: Number
-    error: str
+    error: str  # that made it wait, if nobody had asked it to
 
 
 class Finished(_Message, frozen=True):
@@ -100,7 +100,7 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
 
 
 class Imported(_Message, frozen=True):
-    """How many `seconds` the script's import of each module took, in the order of the imports."""
+    """The seconds that the script's import of each module took, in the order of the imports."""
 
     seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
 
@@ -128,10 +128,10 @@ class Disconnected(Struct, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The answer to Hello; `reason` is why the node's present generation was begun."""
+    """The answer to Hello."""
 
     v: int
-    reason: str
+    reason: str  # why the node's present generation was begun
 
 
 class Kept(_Message, frozen=True):
@@ -142,19 +142,19 @@ class Kept(_Message, frozen=True):
 
 
 class Recalled(_Message, frozen=True):
-    """The answer to Recall and Share; if it is `found`, its descriptor comes along."""
+    """The answer to Recall and Share."""
 
     id: Number
     name: Name
-    found: bool
+    found: bool  # and its descriptor comes along
 
 
 class Current(_Message, frozen=True):
-    """The answer to AskCurrent: None if etcd could not be asked; `reason` is why not."""
+    """The answer to AskCurrent."""
 
     id: Number
-    current: bool | None
-    reason: str
+    current: bool | None  # None: etcd could not be asked
+    reason: str  # why it is not, or why etcd could not be asked
 
 
 class Leaving(_Message, frozen=True):
@@ -165,11 +165,11 @@ class Leaving(_Message, frozen=True):
 
 
 class Change(_Message, frozen=True):
-    """A planned change: stop with all others at one step, and park; or exit if `leaving`."""
+    """A planned change: stop with all others at one step, and park."""
 
     generation: Number
     reason: str
-    leaving: bool
+    leaving: bool  # the node leaves: exit instead
 
 
 class Interrupt(_Message, frozen=True):
@@ -180,11 +180,11 @@ class Interrupt(_Message, frozen=True):
 
 
 class World(_Message, frozen=True):
-    """Go on in this generation; `env` has the variables whose values have changed."""
+    """Go on in this generation."""
 
     generation: Number
     reason: str
-    env: dict[str, str]
+    env: dict[str, str]  # the variables whose values have changed
 
 
 class Bye(_Message, frozen=True):
@@ -211,15 +211,15 @@ class Warm(_Message, frozen=True):
 
 
 class Unsafe(_Message, frozen=True):
-    """Nothing can be forked, or no more; `why` says what a fork would break."""
+    """Nothing can be forked, or no more."""
 
-    why: str
+    why: str  # a fork would break something
 
 
 class CannotImport(_Message, frozen=True, tag="cannot_import"):
-    """`module` can't be imported; "" stands for torch."""
+    """A module can't be imported."""
 
-    module: str
+    module: str  # "" stands for torch
     why: str
 
 
@@ -240,9 +240,9 @@ class Wanted(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """torchrun has ended, because its workers have done all their work (`success`) or for good."""
+    """torchrun has ended."""
 
-    success: bool
+    success: bool  # its workers have done all their work
 
 
 class Formed(_Message, frozen=True):
@@ -271,7 +271,7 @@ ToTorchrun: TypeAlias = Formed | Ended | Over
 
 
 def encode(message: Struct) -> bytes:
-    """A message as a packet; a long reason or error is cut. Raises ValueError if it is too long."""
+    """The packet of a message; a long reason or error is cut. Raises ValueError beyond LONGEST."""
     texts = {name: _short(getattr(message, name)) for name in _TEXTS if hasattr(message, name)}
     packet = json.encode(replace(message, **texts))
     if len(packet) > LONGEST:

@@ -1,9 +1,16 @@
-"""Takes a packet out of a SOCK_SEQPACKET socket, with descriptors that no child inherits."""
+"""Sockets that keep packets whole (SOCK_SEQPACKET), and descriptors that travel with them."""
 
 import socket
 from array import array
 
 from elastic_etcd.protocol.messages import LONGEST
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """(our end, a child's end) of such a socket; ours never blocks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
 
 
 def receive(channel: socket.socket, most: int) -> tuple[bytes, list[int], int]:

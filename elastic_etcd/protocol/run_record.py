@@ -1,4 +1,4 @@
-"""How a run went on one node: as its agent tells it, and as the program that asked sees it."""
+"""The record of a run on one node: as its agent tells it, and as the program that asked sees it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,58 +7,42 @@ from msgspec import Struct
 
 
 class WorkerFailure(Struct, frozen=True, kw_only=True):
-    """A worker that failed. `exitcode` is negative for a signal, and 0 for one that hung.
-
-    `message` is its traceback, or what else is known of the cause. `error_file` holds torch's
-    record of its exception; "" if there is none on this machine.
-    """
+    """A worker that failed."""
 
     generation: int
     rank: int
     local_rank: int
     node: str
     pid: int
-    exitcode: int
-    message: str
-    error_file: str
+    exitcode: int  # negative for a signal, 0 for a hang
+    message: str  # its traceback, or what else is known of the cause
+    error_file: str  # torch's record of its exception; "" if there is none on this machine
     at: str
 
 
 class Ran(Struct):
-    """How an agent ended, and what it went through.
-
-    `outcome` is succeeded, failed or stopped, "left" where the job may go on without this node, and
-    "" where it has not come so far; `generation` is that of the job's last world. `cause` is the
-    index of the failure that ended the job, -1 without one.
-    """
+    """The record that an agent keeps: what it went through, and how it ended."""
 
     exit_code: int = 0
     error: str = ""
-    outcome: str = ""
+    outcome: str = ""  # succeeded, failed, stopped, or left: the job may go on; "" until then
     reason: str = ""
-    generation: int = 0
-    generations: list[int] = []
-    restarts: int = 0
+    generation: int = 0  # of the job's last world
+    generations: list[int] = []  # of the worlds that this node was in
+    restarts: int = 0  # that the job has used of its budget
     failures: list[WorkerFailure] = []
-    cause: int = -1
+    cause: int = -1  # the index of the failure that ended the job; -1 without one
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a job went, as this node saw it.
+    """The way a job went, as this node saw it."""
 
-    `outcome` is succeeded, failed or stopped, or "left" where this node left and the job may go on;
-    `reason` says why, and `exit_code` is the launcher's. `generations` are the worlds that this
-    node was in, in order, `restarts` is how much of the job's budget was used. `failures` are the
-    workers of this node that failed, in order, and the job's `cause`, if that is another node's.
-    `return_values` are those of this node's ranks in the last generation, {} unless it succeeded.
-    """
-
-    outcome: str
+    outcome: str  # succeeded, failed, stopped, or left: this node left and the job may go on
     reason: str
-    exit_code: int
-    generations: tuple[int, ...]
-    restarts: int
-    failures: tuple[WorkerFailure, ...]
-    cause: WorkerFailure | None
-    return_values: dict[int, Any]
+    exit_code: int  # the launcher's
+    generations: tuple[int, ...]  # of the worlds that this node was in, in order
+    restarts: int  # that were used of the job's budget
+    failures: tuple[WorkerFailure, ...]  # of this node, in order, and the cause if it is another's
+    cause: WorkerFailure | None  # the failure that ended the job
+    return_values: dict[int, Any]  # by rank, of this node's last generation; {} without success

@@ -1,4 +1,4 @@
-"""What the first process of a container owes the others, where nothing else is that.
+"""Does the duties of a container's first process, where the agent would be that process.
 
 The kernel gives it every process whose parent has ended, and nobody but it can reap them; and it
 gets no signal for which it has no handler. Reaping all that ends would take the exit codes of an
@@ -30,12 +30,12 @@ def be_init() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     while True:
-        told = signal.sigwaitinfo(signal.valid_signals())
-        if told.si_signo == signal.SIGCHLD:
+        got = signal.sigwaitinfo(signal.valid_signals())
+        if got.si_signo == signal.SIGCHLD:
             _reap(child)
-        elif told.si_code <= _SI_USER or told.si_signo == signal.SIGHUP:
-            # What the terminal sends (Ctrl-C) the child has got, too.
-            os.kill(child, told.si_signo)
+        elif got.si_code <= _SI_USER or got.si_signo == signal.SIGHUP:
+            # The child has got what the terminal sends (Ctrl-C), too.
+            os.kill(child, got.si_signo)
 
 
 def _reap(child: int) -> None:

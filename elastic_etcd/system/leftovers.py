@@ -1,12 +1,13 @@
-"""Processes that workers have started and that have left their process groups: found and killed.
+"""Finds and kills leftovers: processes that workers have started, and that left their groups.
 
 A daemon has a session of its own, no parent that is known here, and none of its starter's
-descriptors (subprocess closes them). Its environment it inherits, so there is a mark in it, which
+descriptors (subprocess closes them). It inherits its environment, so there is a mark in it, which
 also says after an agent's death whose it was; Jenkins finds what a build leaves in the same way. A
 process whose environment is another one, or was written over (setproctitle), is not found.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -16,34 +17,26 @@ from pathlib import Path
 from typing import Self
 
 from elastic_etcd.errors import ElasticEtcdError
-from elastic_etcd.system.process import (
-    GUARDS,
-    MARK,
-    environment,
-    gone,
-    is_gone,
-    kill,
-    marked,
-    open_if,
-    pids,
-    stat,
-)
+from elastic_etcd.system.pidfds import OPEN_AGAIN, gone, is_gone, kill, open_if
+from elastic_etcd.system.procfs import environment, pids, stat
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import STUCK
 
-_AGAIN = 0.2  # seconds, while no descriptor is free
-_NAMED = 5
-_DEAD = "ZX"
+# In the environment of an agent's workers, and of all that they start: which agent that is. Its
+# guardian has it under another name, as that is to end by itself.
+MARK, GUARDS = "ELASTIC_ETCD_AGENT", "ELASTIC_ETCD_GUARDS"
+_NAMED = 5  # processes, in a line of the log
+_DEAD = "ZX"  # states of a process
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Which agent: its pid, when it was started, and its node and job."""
+    """An agent, as its workers' environment names it."""
 
     pid: int
-    started: int
+    started: int  # see `Stat`
     node: str
     job: str
 
@@ -55,7 +48,7 @@ class Mark:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What `str` made; None of anything else."""
+        """The inverse of `str`; None for any other text."""
         pid, started, rest = [*text.split(":", 2), "", ""][:3]
         node, _, job = rest.rpartition("@")
         if not (pid.isdecimal() and started.isdecimal()):
@@ -83,10 +76,10 @@ class _Found:
         return f"{self.pid} ({self.name})"
 
 
-class Strays:
+class Leftovers:
     """`await end(generation)` when the groups of a generation's workers are empty, none parked.
 
-    What then has the mark, and does not descend from this process, was left by a worker.
+    Whatever then has the mark, and does not descend from this process, was left by a worker.
     """
 
     def __init__(self, mark: Mark) -> None:
@@ -94,7 +87,7 @@ class Strays:
 
     async def end(self, generation: int) -> None:
         """SIGKILL to all of them; returns when none is left, however long the kernel takes."""
-        while found := await _find(self._is_stray):
+        while found := await _find(self._is_leftover):
             log.warning(
                 "generation %d left processes in sessions of their own, which are killed; what is "
                 "to be kept has to be started with %s empty: %s",
@@ -102,12 +95,12 @@ class Strays:
             )
             await _end(found, f"generation {generation}")
 
-    def _is_stray(self, pid: int) -> bool:
-        return marked(pid, self._mark) and not _descends(pid, os.getpid())
+    def _is_leftover(self, pid: int) -> bool:
+        return _is_marked(pid, self._mark) and not _descends(pid, os.getpid())
 
 
-async def end_former(own: Mark, patience: float) -> None:
-    """End what a dead agent of this node and job has left, and wait for its guardian to end.
+async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
+    """End all that a dead agent of this node and job has left, and wait for its guardian to end.
 
     Raises ElasticEtcdError when something is still there after `patience` seconds.
     """
@@ -126,8 +119,21 @@ async def end_former(own: Mark, patience: float) -> None:
         ) from None
 
 
+def kill_marked(mark: str) -> list[int]:
+    """SIGKILL to every process with this mark; gives their pidfds. Call it in a thread."""
+    is_marked = partial(_is_marked, mark=mark)
+    found = [pidfd for pid in pids() if (pidfd := open_if(pid, is_marked)) >= 0]
+    for pidfd in found:
+        kill(pidfd)
+    return found
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    return environment(pid, {MARK}).get(MARK) == mark
+
+
 def _is_former(own: Mark, pid: int) -> bool:
-    """Whether it was started by an agent as this one is, which is dead."""
+    """Whether an agent of the same node and job, which is dead, has started it."""
     found = environment(pid, {MARK, GUARDS})
     mark = Mark.parse(found.get(MARK) or found.get(GUARDS, ""))
     if mark is None or (mark.node, mark.job) != (own.node, own.job):
@@ -136,7 +142,7 @@ def _is_former(own: Mark, pid: int) -> bool:
 
 
 def _pid_namespace(pid: int) -> str:
-    """Another one's pids say nothing here."""
+    """The pids of another one say nothing here."""
     try:
         return str(Path(f"/proc/{pid}/ns/pid").readlink())
     except OSError:  # gone meanwhile
@@ -147,22 +153,25 @@ async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
     """Those that are `wanted`; none if the kernel does not say in time."""
     while True:
         try:
-            return await in_thread(partial(_look_for_strays, wanted), STUCK)
+            return await in_thread(partial(_look_for, wanted), STUCK)
         except TimeoutError:
             log.warning("what workers have left can't be seen: /proc does not answer")
             return []
         except OSError as error:  # no descriptor is free, and what can't be seen may still run
             log.warning("what workers have left can't be seen: %s; trying again", error.strerror)
-            await asyncio.sleep(_AGAIN)
+            await asyncio.sleep(OPEN_AGAIN)
 
 
-def _look_for_strays(wanted: Callable[[int], bool]) -> list[_Found]:
-    found = []
-    for pid in pids():
-        if (pidfd := open_if(pid, wanted)) >= 0:
-            seen = stat(pid)
-            guards = bool(environment(pid, {GUARDS}))
-            found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+def _look_for(wanted: Callable[[int], bool]) -> list[_Found]:
+    found: list[_Found] = []
+    with contextlib.ExitStack() as on_error:
+        for pid in pids():
+            if (pidfd := open_if(pid, wanted)) >= 0:
+                on_error.callback(os.close, pidfd)
+                seen = stat(pid)
+                guards = bool(environment(pid, {GUARDS}))
+                found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+        on_error.pop_all()
     return found
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -26,27 +27,18 @@ def begin(work: Callable[[], Result]) -> asyncio.Future[Result]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
-    def tell(answer: Callable[[], None]) -> None:
+    def answer(settle: Callable[[], None]) -> None:
         if not future.done():
-            answer()
+            settle()
 
     def run() -> None:
+        settle: Callable[[], None]
         try:
-            result = work()
+            settle = partial(future.set_result, work())
         except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
-            answer = _raising(future, error)
-        else:
-            answer = _giving(future, result)
+            settle = partial(future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
-            loop.call_soon_threadsafe(tell, answer)
+            loop.call_soon_threadsafe(answer, settle)
 
     threading.Thread(target=run, name="offloaded", daemon=True).start()
     return future
-
-
-def _raising(future: asyncio.Future[Result], error: Exception) -> Callable[[], None]:
-    return lambda: future.set_exception(error)
-
-
-def _giving(future: asyncio.Future[Result], result: Result) -> Callable[[], None]:
-    return lambda: future.set_result(result)

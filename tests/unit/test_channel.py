@@ -291,7 +291,7 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
 async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Agent) -> None:
     forked = """
         import os
-        from elastic_etcd.train import channel
+        from elastic_etcd.train import agent_channel as channel
         mine = channel.agent()
         if os.fork() == 0:
             assert channel.agent() is None
@@ -309,7 +309,7 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
     await agent.hears(Disconnected)
     spawned = """
         import multiprocessing
-        from elastic_etcd.train import channel
+        from elastic_etcd.train import agent_channel as channel
         if __name__ == "__main__":
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 print(pool.apply(channel.agent))
@@ -318,7 +318,7 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
     assert (
         await process(
             "import os; del os.environ['ELASTIC_ETCD_SOCKET']\n"
-            "from elastic_etcd.train import channel; print(channel.agent())"
+            "from elastic_etcd.train import agent_channel as channel; print(channel.agent())"
         )
         == "None\n"
     )

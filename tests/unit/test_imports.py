@@ -24,30 +24,30 @@ MAY_IMPORT = {
     "times": set[str](),
     "version": set[str](),
     "system": {"system", "errors", "times"},
-    "protocol": {"protocol"},
+    "protocol": {"protocol", "system"},
     "core": {"core", "times", "errors"},
     "etcd": BELOW_AGENT,
     "agent": {"agent", "children", *BELOW_AGENT},
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
-    "train": {"train", "core", "protocol", "times", "errors", "version"},
+    "train": {"train", "core", "protocol", "system", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
     "frameworks": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "plugin": {"plugin", "launch", "agent", *BELOW_AGENT},
-    "launcher": {"api", "protocol", "errors"},  # loaded into its user's program
+    "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
+    "launcher": {"api", "cli", "protocol", "errors"},  # loaded into its user's program
     "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {
-    "plugin/torchrun.py": {"protocol", "times"},
+    "plugin/torchrun.py": {"cli", "protocol", "times"},  # of cli, the table of flags
     "api/functions.py": {"errors"},
     "api/child_failed.py": {"protocol", "errors"},
 }
 # The programs that are run by their path, which no import shows, and who runs them.
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
-    "system/trampoline.py": "system/process.py",
+    "system/trampoline.py": "system/spawn.py",
     "frameworks/accelerate_environment.py": "frameworks/accelerate.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
     "children/variables.py": "children/forkserver.py",
@@ -62,8 +62,8 @@ RUN_BY_NAME = {
     "api/child.py": "launcher.py",
     "plugin/torchrun_agent.py": "plugin/torchrun.py",
 }
-# Who starts a child without the trampoline says why; all others call process.spawn.
-STARTERS = {"system/process.py", "agent/guardian.py", "launcher.py", "plugin/torchrun.py"}
+# Who starts a child without the trampoline says why; all others call system/spawn.py.
+STARTERS = {"system/spawn.py", "agent/guardian.py", "launcher.py", "plugin/torchrun.py"}
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
@@ -82,7 +82,8 @@ CHILDREN = {
         "elastic_etcd.errors",
         "elastic_etcd.etcd.client",
         "elastic_etcd.etcd.access",
-        "elastic_etcd.system.process",
+        "elastic_etcd.system.groups",
+        "elastic_etcd.system.leftovers",
         "elastic_etcd.times",
     },
     "children/store_server.py": {"torch"},
@@ -93,11 +94,8 @@ SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
     "Finished": "the worker's message, and the event that all of them have finished",
-    "Job": "one that is steered is one that is looked at",
     "Lease": "the id in a key, and what etcd has granted with it",
-    "Offer": "what a rank or a node has for the others, whose newest is taken",
     "Over": "the end of the job as the agent's action, and as its last message",
-    "State": "all that an agent remembers; and what of ElasticState two files need",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
@@ -237,6 +235,13 @@ def test_a_library_stands_behind_one_door(library: str, only: str) -> None:
     assert {named(file) for file in users(library)} == {only}
 
 
+def test_one_room_asks_the_kernel_for_pidfds_and_memory_files() -> None:
+    """But for programs without this package, and an agent that watches no child but torchrun."""
+    asks = {"pidfd_open", "memfd_create", "F_ADD_SEALS", "prctl"}
+    asked = {part(f) for f in FILES for n in _nodes(f) if getattr(n, "attr", "") in asks}
+    assert asked == {"system", "children", "plugin"}
+
+
 def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
     children = {named(f) for f in FILES if part(f) == "children" and f.stem != "__init__"}
     elsewhere = {
@@ -327,9 +332,10 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.errors", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
         ("elastic_etcd.times", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
         ("elastic_etcd.protocol.messages", {"torch", "grpc", "asyncio", "socket", "logging"}),
-        ("elastic_etcd.system.process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
+        ("elastic_etcd.system.spawn", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
+        ("elastic_etcd.cli.flags", {"torch", "grpc", "asyncio", "rich", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
             {

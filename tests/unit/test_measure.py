@@ -14,7 +14,8 @@ from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
-from elastic_etcd.protocol.activity import ActivityPage, Doing, _sealed_memory
+from elastic_etcd.protocol.activity import SIZE, ActivityPage, Doing
+from elastic_etcd.system.memfds import sealed_memfd
 from tests.support.aio import elapse
 
 OWN, OTHER = 0xA, 0xB
@@ -36,7 +37,7 @@ class Node:
     """An agent's states one after the other, and its worker's page."""
 
     def __init__(self) -> None:
-        self.page = ActivityPage(_sealed_memory())
+        self.page = ActivityPage(sealed_memfd("activity", SIZE))
         self.ended = 0.0
         workers: Any = SimpleNamespace(pages=(self.page,))
         self.accounting = TimeAccounting(workers)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -16,22 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.system import process as process_module
-from elastic_etcd.system.process import (
-    ExitWatch,
-    LastWords,
-    ProcessGroups,
-    channel_pair,
-    discard,
-    end,
-    exited,
-    is_gone,
-    kill_members,
-    signal_group,
-    spawn,
-    start,
-    stat,
-)
+from elastic_etcd.protocol.packets import channel_pair
+from elastic_etcd.system import exits
+from elastic_etcd.system.exits import ExitWatch, discard, end, exited
+from elastic_etcd.system.groups import ProcessGroups, kill_members, signal_group
+from elastic_etcd.system.pidfds import is_gone, open_if
+from elastic_etcd.system.procfs import stat
+from elastic_etcd.system.spawn import LastWords, spawn, start
 from tests.support.aio import elapse
 from tests.support.disks import (
     disk_that_may_stand_still,
@@ -286,7 +278,7 @@ def test_the_end_is_the_end() -> None:
 async def test_r19_the_loop_waits_for_no_child_that_the_kernel_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "CHILD_GONE", 0.05)
+    monkeypatch.setattr(exits, "CHILD_GONE", 0.05)
     disk = tmp_path / "disk"
     disk.mkdir()
     hear, told = os.pipe()
@@ -461,3 +453,18 @@ def test_a_signal_to_a_group_that_is_not_there() -> None:
     with child("true") as (process, _):
         process.wait(DEADLINE)
         assert not signal_group(process.pid, signal.SIGKILL)
+
+
+def test_no_pidfd_stays_open_where_no_descriptor_is_left_to_look_once_more() -> None:
+    asked: list[int] = []
+
+    def wanted(pid: int) -> bool:
+        asked.append(pid)
+        if len(asked) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return True
+
+    before = descriptors()
+    with pytest.raises(OSError, match="Too many"):
+        open_if(os.getpid(), wanted)
+    assert descriptors() == before

@@ -16,8 +16,10 @@ import pytest
 from elastic_etcd.agent import workers
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
-from elastic_etcd.system import process
-from elastic_etcd.system.process import MARK, Process, is_gone
+from elastic_etcd.system import exits, groups
+from elastic_etcd.system.exits import Process
+from elastic_etcd.system.leftovers import MARK
+from elastic_etcd.system.pidfds import is_gone
 from elastic_etcd.times import STUCK
 from tests.unit.watched import Watched
 
@@ -404,8 +406,9 @@ class Lingering:
     """Processes that a worker leaves in its group don't die by SIGKILL: the kernel holds them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._signal_group = process.signal_group
-        patch.setattr(process, "signal_group", self._but_not_kill)
+        self._signal_group = groups.signal_group
+        for module in (exits, groups):
+            patch.setattr(module, "signal_group", self._but_not_kill)
         patch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what kill_members does
 
     def _but_not_kill(self, group: int, number: int) -> bool:

@@ -19,7 +19,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersHang,
 )
 from elastic_etcd.core.schema import Failure, Limits
-from elastic_etcd.system.process import MARK
+from elastic_etcd.system.leftovers import MARK
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.guardian import Guardian
