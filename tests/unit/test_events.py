@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from elastic_etcd.cli.events import _Printer
-from elastic_etcd.cli.history import event, news, past
+from elastic_etcd.cli.events import _Printer, event, news, past
 from elastic_etcd.cli.query import while_read
 from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
