@@ -6,32 +6,25 @@ times are of this agent's clock.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from elastic_etcd.agent.followers.recovery import Recovery, cause_of
+from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
-from elastic_etcd.protocol.activity import Activity, ActivityPage, Doing
+from elastic_etcd.protocol.activity import Activity, Doing
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
 _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training all the same
 
 
-class HasPages(Protocol):
-    """The workers, by their pages."""
-
-    @property
-    def pages(self) -> Sequence[ActivityPage]: ...
-
-
 class TimeAccounting:
     """Accounts for one world after the other, and for each `recovery` in between."""
 
-    def __init__(self, workers: HasPages) -> None:
+    def __init__(self, workers: Workers) -> None:
         self.recovery = Recovery()
         self._workers = workers
         self._loop = asyncio.get_running_loop()
