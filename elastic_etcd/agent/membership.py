@@ -16,7 +16,7 @@ from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, MirrorChanged, Tasks
-from elastic_etcd.agent.peer_links import Lines
+from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
@@ -94,7 +94,7 @@ class Membership:
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
         self._limits = config.limits  # the job's, as soon as they are known
-        self._lines = Lines(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
+        self._links = PeerLinks(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
         self._mirror: Mirror | None = None
@@ -114,7 +114,7 @@ class Membership:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
-        self._lines.close()
+        self._links.close()
         await self._mirror_scope.aclose()
         await self._session_scope.aclose()
 
@@ -196,9 +196,9 @@ class Membership:
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
     def see(self, before: State, event: Event, state: State) -> None:
-        """Keep the line to the coordinator that this agent sees, and the lease in safe hands."""
+        """Keep the link to the coordinator that this agent sees, and the lease in safe hands."""
         del before, event
-        self._lines.follow(state.view, state.local.lease)
+        self._links.follow(state.view, state.local.lease)
         if self._guardian and self._config.etcd:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=state.local.lease)
 
@@ -301,7 +301,7 @@ class Membership:
         self.reached = await own_address(config, self._client.endpoint, self.reached)
         address = self.reached.address
         called = config.proof_of_death and config.limits.max_nodes > 1
-        contact = await self._lines.open(address) if called else None
+        contact = await self._links.open(address) if called else None
         session = Session(
             self._client,
             config.lease_ttl,

@@ -143,10 +143,10 @@ class TorchrunWorkers:
             case Done():
                 self._leave(_ENDED)
 
-    async def alone(self) -> None:
+    async def end_former_agents_leftovers(self) -> None:
         """No groups of processes are ours to find: they are torchrun's."""
 
-    async def warm(self) -> None:
+    async def prestart(self) -> None:
         """There is nothing to fork."""
 
     def offer(self, generation: int, reached: Reached) -> Master:
