@@ -37,6 +37,7 @@ from elastic_etcd.agent.inbox import (
 )
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -137,9 +138,8 @@ async def _run_agent(
         logs, client, guardian, embedded, memory, folder = resources
 
         def build(tasks: Tasks) -> Agent:
-            inbox = tasks.inbox
             membership = Membership(client, config, tasks, guardian)
-            workers = Workers(config, logs, inbox, tasks, membership, guardian, memory, folder)
+            workers = Workers(config, logs, tasks, membership, guardian, memory, folder)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
             looking = (
@@ -159,11 +159,11 @@ async def _run_agent(
             if config.preemption_watch:
                 from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
 
-                watch = Watch(config.preemption_watch, inbox.put_from_thread)
+                watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
                 scope.push_async_callback(watch.close)
                 followers.append(watch)
             if embedded:
-                embedded.failed.add_done_callback(inbox.put_error)
+                embedded.failed.add_done_callback(tasks.inbox.put_error)
             return Agent(config, tasks, membership, workers, followers)
 
         return await live(build)
@@ -261,7 +261,7 @@ class Agent:
         self._membership = membership
         self._workers = workers
         self._followers = (membership, *followers)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._state = State(Local(run=""), config.nproc)
         self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._recorder = FlightRecorder()
@@ -388,11 +388,9 @@ class Agent:
             case Exit():
                 self._exit = action
             case SetTimer(at):
-                if self._timer:
-                    self._timer.cancel()
-                self._timer = None
+                self._timer.cancel()
                 if at is not None:
-                    self._timer = self._loop.call_at(at, self._inbox.put, Tick())
+                    self._timer.start(at - self._loop.time(), self._inbox.put, Tick())
             case Log(decision):
                 self._log_reason(decision)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from elastic_etcd.agent.followers.recovery import Recovery, cause_of
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
@@ -40,7 +41,7 @@ class TimeAccounting:
         self._first: float | None = None  # when the first step of the world was done
         self._last: float | None = None  # when the newest step here was done, in any world
         self._commits = False  # ever
-        self._looking: asyncio.TimerHandle | None = None
+        self._looking = Timer()
 
     def spent_on(self, generation: int) -> Spent | None:
         """The time spent on this world, or None if it is not the last one that this node saw.
@@ -112,7 +113,7 @@ class TimeAccounting:
 
     def _look_later(self, now: float) -> None:
         pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
-        self._looking = self._loop.call_later(pause, self._look_for_step)
+        self._looking.start(pause, self._look_for_step)
 
     def _look_now(self, now: float) -> None:
         pages = self._activities()
@@ -129,8 +130,7 @@ class TimeAccounting:
             self.recovery.train(now)
 
     def _end_world(self, generation: int, now: float) -> None:
-        if self._looking:
-            self._looking.cancel()
+        self._looking.cancel()
         if self._first is None:
             self._look_now(now)
         self._trains, self._generation, self._ended = False, generation, now
