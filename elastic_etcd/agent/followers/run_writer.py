@@ -1,6 +1,6 @@
-"""How a run goes on this node, for the Python program that has started its agent (launcher.py).
+"""The record of a run on this node, for the Python program that has started its agent.
 
-Loaded for such a program only.
+It is loaded for such a program (launcher.py) only.
 """
 
 from elastic_etcd.agent.output.logs import Logs
@@ -53,15 +53,12 @@ class RunWriter:
         cause = outcome.failure
         if cause is None:
             return
-        known = [f for f in self.record.failures if _is_same(f, cause)]
+        same = (cause.node, cause.pid, cause.at)
+        known = [f for f in self.record.failures if (f.node, f.pid, f.at) == same]
         if not known:
             self.record.failures.append(_worker_failure(self.record.generation, cause, ""))
             known = self.record.failures[-1:]
         self.record.cause = self.record.failures.index(known[-1])
-
-
-def _is_same(known: WorkerFailure, failure: Failure) -> bool:
-    return (known.node, known.pid, known.at) == (failure.node, failure.pid, failure.at)
 
 
 def _worker_failure(generation: int, failure: Failure, error_file: str) -> WorkerFailure:
