@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Mapping, Sequence
 
-    from elastic_etcd.agent.followers.run_writer import Account
+    from elastic_etcd.agent.followers.run_writer import RunWriter
     from elastic_etcd.etcd.access import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
@@ -59,12 +59,12 @@ def run(
     argv: Sequence[str],
     env: Mapping[str, str],
     prog: str = options.COMMAND,
-    account: Account | None = None,
+    run_writer: RunWriter | None = None,
     remarks: Sequence[str] = (),
 ) -> int:
     """Be the agent of this command line and environment; gives the exit code.
 
-    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError.
+    The `run_writer` follows it, if there is one. Raises ElasticEtcdError.
     """
     args = _arguments(argv, env, prog)
     config = _config(args, env)
@@ -73,7 +73,7 @@ def run(
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once
 
-    return agent.run(config, account)
+    return agent.run(config, run_writer)
 
 
 def open_standard_streams() -> None:

@@ -1,7 +1,7 @@
-"""One node of a job: an inbox of events, and a loop that does what core/lifecycle.py says.
+"""The agent of a node: an inbox of events, and a loop that does what core/lifecycle.py says.
 
 Nothing is decided here. Views, worker exits, a lost lease, signals and timers are put into one
-inbox; each is stepped through the lifecycle, and the actions that come out are done.
+inbox. The loop steps each through the lifecycle, shows it to the followers and does the actions.
 """
 
 import asyncio
@@ -11,14 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    AsyncExitStack,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
-from typing import TYPE_CHECKING, Never, Protocol
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
@@ -27,21 +21,23 @@ from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
-from elastic_etcd.agent.followers.throughput import PaceTeller
-from elastic_etcd.agent.followers.time_accounting import Measure
+from elastic_etcd.agent.followers.throughput import Throughput
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import (
     FatalError,
-    Inbox,
+    Follower,
     Incoming,
     LeaveAtOnce,
     MirrorChanged,
+    Notice,
     Tasks,
     Unkillable,
 )
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -52,12 +48,15 @@ from elastic_etcd.core.lifecycle import (
     Exit,
     Fatal,
     Grace,
+    JobEnded,
     LeaseLost,
     Left,
     Life,
     Log,
     Outdated,
     Over,
+    Publish,
+    Published,
     Rejoin,
     SetTimer,
     Signalled,
@@ -69,16 +68,7 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import (
-    Failure,
-    Limits,
-    Master,
-    Outcome,
-    Participant,
-    Phase,
-    Round,
-    Spent,
-)
+from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -92,18 +82,11 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol.messages import Change, Interrupt
 from elastic_etcd.system.leftovers import Mark
 from elastic_etcd.system.threads import in_thread
-from elastic_etcd.times import (
-    APPROVE_TIMEOUT,
-    GRACE_CHANGE,
-    GRACE_FAILURE,
-    LEAVE_TIMEOUT,
-    SIGTERM_TWICE,
-)
+from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
-    from elastic_etcd.agent.followers.notices import Notice, Watch
-    from elastic_etcd.agent.followers.run_writer import Account
+    from elastic_etcd.agent.followers.run_writer import RunWriter
 
 _CUT_OFF = "this node is cut off from etcd"
 
@@ -113,15 +96,15 @@ _RECORD_TIMEOUT = 10.0
 log = logging.getLogger(__name__)
 
 
-def run(config: AgentConfig, account: "Account | None" = None) -> int:
+def run(config: AgentConfig, run_writer: "RunWriter | None" = None) -> int:
     """Be this node's agent until the job is over here; gives the exit code.
 
-    An `account` is kept of it, where somebody wants one. Raises ElasticEtcdError for what the user
-    is to be told: what failed, where, what to do.
+    The `run_writer` follows it, if there is one. Raises ElasticEtcdError for all that the user has
+    to know: what failed, where, what to do.
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run_agent(config, metrics, account))
+        return asyncio.run(_run_agent(config, metrics, run_writer))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -136,85 +119,89 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
+class Resources(NamedTuple):
+    """All that is open before an agent's first event, and is closed after its last one."""
+
+    logs: Logs
+    client: Client
+    guardian: Guardian
+    embedded: EmbeddedEtcd | None  # where no other etcd was given
+    memory: str  # the node's directory for checkpoints, "" if it has none
+    folder: str  # for its socket
+
+
 async def _run_agent(
-    config: AgentConfig, metrics: "Metrics | None", account: "Account | None"
+    config: AgentConfig, metrics: "Metrics | None", run_writer: "RunWriter | None"
 ) -> int:
     async with AsyncExitStack() as scope:
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        names = {"job": config.job, "node": config.node, "role": config.role}
-        logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
-        scope.enter_context(_logging_through(logs))
-        watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
-        if metrics:
-            metrics.watch(watchdog)
-        folder, remove_folder = own_directory()
-        scope.callback(remove_folder)
-        etcd, embedded = config.etcd, None
-        if etcd is None:
-            embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder))
-            etcd = EtcdConfig((embedded.endpoint,))
-            _tell_embedded(config, embedded.endpoint)
-        memory, remove = memory_directory(config.memory_dir)
-        guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory, folder)
-        guardian.start()
-        scope.callback(guardian.dismiss)
-        scope.callback(remove)  # before that: else nobody would, if this were killed now
-        on_answer = metrics.requests.observe if metrics else None
-        client = await scope.enter_async_context(Client(etcd, on_answer))
-        told = (metrics, account)
-        return await run_agent(config, client, guardian, logs, embedded, memory, folder, *told)
+        resources = await _open_resources(config, metrics, scope)
+        logs, client, guardian, embedded, memory, folder = resources
+
+        def build(tasks: Tasks) -> Agent:
+            membership = Membership(client, config, tasks, guardian)
+            workers = Workers(config, logs, tasks, membership, guardian, memory, folder)
+            accounting = TimeAccounting(workers)
+            membership.spent_on = accounting.spent_on
+            looking = (
+                HangWatch(config.hang_timeout, membership.keys, workers, logs, tasks),
+                StragglerWatch(membership.keys, workers, tasks),
+                Throughput(membership.keys, workers, tasks),
+            )
+            for each in looking:
+                tasks.create(each.run())
+            followers: list[Follower] = [accounting, *looking]
+            if metrics:
+                metrics.follow(membership, workers, accounting)
+                followers.append(metrics)
+            if run_writer:
+                run_writer.follow(logs)
+                followers.append(run_writer)
+            if config.preemption_watch:
+                from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
+
+                watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
+                scope.push_async_callback(watch.close)
+                followers.append(watch)
+            if embedded:
+                embedded.failed.add_done_callback(tasks.inbox.put_error)
+            return Agent(config, tasks, membership, workers, followers)
+
+        return await live(build)
 
 
-async def run_agent(
-    config: AgentConfig,
-    client: Client,
-    guardian: Guardian,
-    logs: Logs,
-    embedded: EmbeddedEtcd | None = None,
-    memory: str = "",
-    folder: str = "",
-    metrics: "Metrics | None" = None,
-    account: "Account | None" = None,
-) -> int:
-    """As `run`, on a client, a guardian, logs and perhaps an etcd that have been started.
-
-    `memory` is the node's directory for checkpoints, if it has one, and `folder` for its socket;
-    `metrics` if they are served.
-    """
-
-    def build(inbox: Inbox, tasks: Tasks) -> Agent:
-        if embedded:
-            embedded.failed.add_done_callback(lambda failed: _put_error(inbox, failed))
-        membership = Membership(client, config, inbox, tasks, guardian)
-        workers = Workers(config, logs, inbox, tasks, membership, guardian, memory, folder)
-        hangs = HangWatch(config.hang_timeout, membership, workers, logs)
-        tasks.create(hangs.watch())
-        tasks.create(hangs.answer())
-        measure = Measure(workers)
-        pace = PaceTeller(membership, workers)
-        tasks.create(pace.tell())
-        stragglers = StragglerWatch(membership, workers)
-        tasks.create(stragglers.tell())
-        tasks.create(stragglers.compare())
-        if metrics:
-            metrics.follow(membership, workers, measure)
-        if account:
-            account.follow(logs)
-        observers: tuple[Observer, ...] = (hangs, pace, stragglers)
-        if metrics:
-            observers = (*observers, metrics)
-        own = (measure, observers, account)
-        return Agent(config, inbox, tasks, membership, workers, guardian, *own)
-
-    return await live(build)
+async def _open_resources(
+    config: AgentConfig, metrics: "Metrics | None", scope: AsyncExitStack
+) -> Resources:
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    names = {"job": config.job, "node": config.node, "role": config.role}
+    logs = await scope.enter_async_context(Logs.open(config.log, template=template, **names))
+    scope.enter_context(_logging_through(logs))
+    watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
+    if metrics:
+        metrics.watch(watchdog)
+    folder, remove_folder = own_directory()
+    scope.callback(remove_folder)
+    etcd, embedded = config.etcd, None
+    if etcd is None:
+        embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder))
+        etcd = EtcdConfig((embedded.endpoint,))
+        _tell_embedded(config, embedded.endpoint)
+    memory, remove = memory_directory(config.memory_dir)
+    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory, folder)
+    guardian.start()
+    scope.callback(guardian.dismiss)
+    scope.callback(remove)  # before that: else nobody would, if this were killed now
+    on_answer = metrics.requests.observe if metrics else None
+    client = await scope.enter_async_context(Client(etcd, on_answer))
+    return Resources(logs, client, guardian, embedded, memory, folder)
 
 
-async def live(build: Callable[[Inbox, Tasks], "Agent"]) -> int:
+async def live(build: Callable[[Tasks], "Agent"]) -> int:
     """Live the life of the agent that is built; gives the exit code. Raises ElasticEtcdError."""
     agent: Agent | None = None
     try:
         async with Tasks() as tasks:
-            agent = build(Inbox(), tasks)
+            agent = build(tasks)
             return await agent.live()
     except BaseExceptionGroup as errors:  # of the loop, or of tasks that crashed
         error = errors.exceptions[0]
@@ -223,14 +210,8 @@ async def live(build: Callable[[Inbox, Tasks], "Agent"]) -> int:
         raise error from None
 
 
-def _put_error(inbox: Inbox, failed: asyncio.Future[Never]) -> None:
-    error = None if failed.cancelled() else failed.exception()
-    if isinstance(error, Exception):
-        inbox.put(FatalError(error))
-
-
 class LocalWorkers(Protocol):
-    """What an agent asks of those who run this node's workers; agent/workers.py says what it means.
+    """This node's workers, as an agent needs them; agent/workers.py says what each method means.
 
     Each start is answered by WorkerEnded of each worker that ends, each stop by WorkersGone.
     """
@@ -262,50 +243,34 @@ class LocalWorkers(Protocol):
     def close(self) -> None: ...
 
 
-class Observer(Protocol):
-    """Who is told of every state of the agent."""
-
-    def see(self, state: State) -> None: ...
-
-
 class Agent:
     """The inbox and its loop."""
 
     def __init__(
         self,
         config: AgentConfig,
-        inbox: Inbox,
         tasks: Tasks,
         membership: Membership,
         workers: LocalWorkers,
-        guardian: Guardian | None = None,
-        measure: Measure | None = None,
-        observers: Sequence[Observer] = (),
-        account: "Account | None" = None,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self._config = config
-        self._guardian = guardian
         self._tasks = tasks
+        self._inbox = tasks.inbox
         self._loop = asyncio.get_running_loop()
-        self._inbox = inbox
         self._membership = membership
         self._workers = workers
-        self._measure = measure
-        self._observers = observers
-        self._account = account
-        self._malformed: set[str] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._followers = (membership, *followers)
+        self._timer = Timer()
         self._state = State(Local(run=""), config.nproc)
         self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
         self._first = False  # its workers of the last world had rank 0
-        self._asked = False  # to leave, by a signal
-        self._asked_at = 0.0
+        self._asked_at: float | None = None  # when a signal first told it to leave
         self._signal = signal.SIGTERM  # the one on which this node leaves
-        self._watch: Watch | None = None
-        self._goes_at: float | None = None  # this machine, as a notice says
+        self._goes_at: float | None = None  # when this machine goes, as a notice says
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
@@ -314,14 +279,13 @@ class Agent:
         handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
         for number in handled:
             self._loop.add_signal_handler(number, self._signalled, number)
-        others = {signal.SIGUSR1: self._asked_for_record, signal.SIGUSR2: self._asked_to_drain}
+        others: dict[signal.Signals, Callable[[], object]] = {
+            signal.SIGUSR1: lambda: self._tasks.create(self.write_record("SIGUSR1")),
+            signal.SIGUSR2: self._drain,
+        }
         for number in others.keys() - set(handled):
             self._loop.add_signal_handler(number, others[number])
             handled.append(number)
-        if self._config.preemption_watch:
-            from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - only if it is asked for
-
-            self._watch = Watch(self._config.preemption_watch, self._hear_notice)
         try:
             async with self._membership:
                 joining = self._tasks.create(self._join())
@@ -333,8 +297,6 @@ class Agent:
                     joining.cancel()
         finally:
             self._workers.close()
-            if self._watch:
-                self._watch.end()
             for number in handled:
                 self._loop.remove_signal_handler(number)
 
@@ -342,9 +304,6 @@ class Agent:
         """Leave the job, as on SIGTERM."""
         log.info("%s: leaving", why)
         self._begin_to_leave()
-
-    def _asked_for_record(self) -> None:
-        self._tasks.create(self.write_record("SIGUSR1"))
 
     async def write_record(self, why: str) -> None:
         """Write the flight record into a file of its own, and say so in the log."""
@@ -362,7 +321,6 @@ class Agent:
                 began = time.thread_time()
                 view = self._membership.view()
                 if view is not None:
-                    self._tell_malformed(set(view.malformed))
                     await self._step(ViewChanged(view))
                 self._inbox.rest(time.thread_time() - began)
             case LeaveAtOnce():
@@ -372,11 +330,13 @@ class Agent:
                 await self._step(Fatal(Error(str(error))))
             case Unkillable():
                 self._exit = Exit(self._give_up_waiting())
+            case Notice():
+                self._take_notice(incoming)
             case _:
                 await self._step(incoming)
 
     def _give_up_waiting(self) -> Ending:
-        """How this node ends beside processes that don't; a job that is over stays what it was."""
+        """End beside processes that don't; a job that is over stays as it was."""
         text = "workers are still there long after SIGKILL (a hung driver or file system?)"
         if isinstance(self._state.ending, Over):
             log.warning("%s; this node ends without them", text)
@@ -387,25 +347,17 @@ class Agent:
     async def _step(self, event: Event) -> None:
         if isinstance(event, LeaseLost):
             log.warning("the lease is lost: %s", event.reason)
-        now = self._loop.time()
-        step = self._recorder.record(self._state, now, event)
-        before = self._state
-        self._state, step.actions = lifecycle.step(self._state, event, now)
-        if self._account:
-            self._account.see(before, event, self._state)
+        before, now = self._state, self._loop.time()
+        step = self._recorder.record(before, now, event)
+        self._state, step.actions = lifecycle.step(before, event, now)
         if self._state.local.leaving and not before.local.leaving:
-            self._tell_order()
-        if self._measure:
-            self._measure.see(self._state)
+            self._note_departure()
+        for follower in self._followers:
+            follower.see(before, event, self._state)
         for action in step.actions:
             self._do(action)
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
-        self._membership.follow(self._state)
-        for observer in self._observers:
-            observer.see(self._state)
-        if self._guardian:  # an etcd of one's own ends with the agent
-            self._guardian.guard(lease=self._state.local.lease if self._config.etcd else 0)
 
     async def _join(self) -> None:
         """Have everything ready before joining, so that nobody waits for this node."""
@@ -423,6 +375,8 @@ class Agent:
         match action:
             case Write():
                 self._begin_write(action)
+            case Publish():
+                self._tasks.create(self._publish(action))
             case StartWorkers(now, part):
                 self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
@@ -434,11 +388,9 @@ class Agent:
             case Exit():
                 self._exit = action
             case SetTimer(at):
-                if self._timer:
-                    self._timer.cancel()
-                self._timer = None
+                self._timer.cancel()
                 if at is not None:
-                    self._timer = self._loop.call_at(at, self._inbox.put, Tick())
+                    self._timer.start(at - self._loop.time(), self._inbox.put, Tick())
             case Log(decision):
                 self._log_reason(decision)
 
@@ -456,13 +408,11 @@ class Agent:
         master = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
             master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master, self._spent())
+        self._membership.write(self._state, write, master)
 
-    def _spent(self) -> Spent | None:
-        """Where the seconds of the last world went, if this node knows."""
-        view = self._state.view
-        last = view.ledger.final if view else self._state.local.ran
-        return self._measure.of(last) if self._measure else None
+    async def _publish(self, asked: Publish) -> None:
+        ok = await self._membership.publish(asked.txn)
+        self._inbox.put(Published(asked.by, ok))
 
     def _stop(self, stop: StopWorkers) -> None:
         grace, by = stop.grace, stop.by
@@ -497,7 +447,7 @@ class Agent:
                 return GRACE_FAILURE if given is None else given
 
     def _time_left(self) -> float:
-        """Until this machine goes, but for what telling the others takes."""
+        """Seconds until this machine goes, but for those in which the others are told."""
         if self._goes_at is None:
             return math.inf
         return max(0.0, self._goes_at - LEAVE_TIMEOUT - self._loop.time())
@@ -516,7 +466,7 @@ class Agent:
         return Interrupt(generation, self._state.logged)
 
     def _level(self, decision: Decision) -> int:
-        """What a user waits for or has to know is told; the rest is for debugging."""
+        """INFO for a reason that a user waits for or has to know, DEBUG for the rest."""
         view = self._state.view
         now = view.round if view else None
         if isinstance(decision, Stop):
@@ -530,13 +480,8 @@ class Agent:
         spare = now.phase is Phase.FINAL and not view.part(self._state.local.lease)
         return logging.INFO if spare else logging.DEBUG
 
-    def _tell_malformed(self, malformed: set[str]) -> None:
-        for text in malformed - self._malformed:
-            log.warning("ignored, not written by this program: %s", text)
-        self._malformed = malformed
-
-    def _tell_order(self) -> None:
-        """Why this node goes, if people want it; its workers know before they get SIGTERM."""
+    def _note_departure(self) -> None:
+        """Log why people want this node to go; its workers know before they get SIGTERM."""
         local, view = self._state.local, self._state.view
         departure = requests.departure(view, local.run, local.lease) if view else None
         if departure is None:
@@ -545,14 +490,14 @@ class Agent:
         if departure.save:
             self._workers.tell_leaving()
 
-    def _asked_to_drain(self) -> None:
-        """By a scheduler that is about to end this node's job; its SIGTERM is no second signal."""
+    def _drain(self) -> None:
+        """Leave for a scheduler that is about to end the job; its SIGTERM is no second signal."""
         if not self._state.local.leaving:
             log.info("SIGUSR2: leaving; a signal does not hurry it, a second one does")
         self._begin_to_leave()
 
     def _signalled(self, number: signal.Signals) -> None:
-        if self._asked:
+        if self._asked_at is not None:
             since = self._loop.time() - self._asked_at
             if number == self._signal == signal.SIGTERM and since < SIGTERM_TWICE:
                 return
@@ -560,8 +505,7 @@ class Agent:
             self._inbox.put(LeaveAtOnce(128 + number))
             return
         log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
-        self._asked, self._asked_at = True, self._loop.time()
-        self._signal = number
+        self._asked_at, self._signal = self._loop.time(), number
         self._begin_to_leave()
 
     def _begin_to_leave(self) -> None:
@@ -569,12 +513,7 @@ class Agent:
             self._workers.tell_leaving()  # before they get SIGTERM
             self._inbox.put(Signalled())
 
-    def _hear_notice(self, notice: "Notice") -> None:
-        """From the thread that looks for notices."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._take_notice, notice)
-
-    def _take_notice(self, notice: "Notice") -> None:
+    def _take_notice(self, notice: Notice) -> None:
         """Leave; the signal that often follows a notice is no second one."""
         left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
         log.warning("%s%s: leaving", notice.what, left)
@@ -585,7 +524,7 @@ class Agent:
         self._begin_to_leave()
 
     async def _leave(self, end: Exit | LeaveAtOnce) -> int:
-        """What the agent's end means: an exit code, or an error for the user."""
+        """End; gives the exit code. Raises the error that the user is to see."""
         if isinstance(end, LeaveAtOnce):
             return end.exit_code
         local = self._state.local
@@ -593,9 +532,10 @@ class Agent:
             case Left():
                 await self._workers.end("this node is leaving")
                 if local.lease:
-                    await self._membership.leave(local, self._spent())
-                await self._approve()
-                return self._left(local.run)
+                    await self._membership.leave(self._state)
+                outcome = self._state.view.outcome if self._state.view else None
+                succeeded = outcome and (outcome.run, outcome.state) == (local.run, _SUCCEEDED)
+                return 0 if succeeded else self._unfinished(local.run)
             case Error(reason):
                 await self._workers.end(reason)
                 raise self._error or ElasticEtcdError(reason)
@@ -606,19 +546,8 @@ class Agent:
                 await self._workers.end(reason)
                 return await self._over(local.run or run, reason)
 
-    async def _approve(self) -> None:
-        """The machine may go."""
-        if self._watch:
-            with suppress(TimeoutError):
-                await in_thread(self._watch.approve, APPROVE_TIMEOUT)
-
-    def _left(self, run: str) -> int:
-        """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
-        outcome = self._state.view.outcome if self._state.view else None
-        succeeded = outcome and (outcome.run, outcome.state) == (run, _SUCCEEDED)
-        return 0 if succeeded else self._unfinished(run)
-
     def _unfinished(self, run: str) -> int:
+        """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
         config, view = self._config, self._state.view
         stopped = view is not None and requests.halted(view, run) is not None
         code = config.stop_exit_code if stopped else None
@@ -635,15 +564,14 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
-        if self._account:
-            self._account.end(outcome)
+        await self._step(JobEnded(outcome))
         if self._first:
             await self._report()
         code = _exit_code(outcome)
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
-        """Say where the time of the run went, if etcd answers soon."""
+        """Log how the time of the run was spent, if etcd answers soon."""
         from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
 
         entry = await self._membership.history(self._state.local.ran)

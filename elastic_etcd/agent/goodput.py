@@ -1,13 +1,23 @@
-"""Where the time of a run went: for `elastic-etcd report`, and for the log at the job's end."""
+"""The share of a run's time that was training, for `elastic-etcd report` and the log at the end."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_etcd.agent.history import total
 from elastic_etcd.core.schema import History, Spent
 
 LOST = ("detect", "hang", "stop", "rendezvous", "start", "first_step", "again")
 _SHOWN = {"first_step": "first step", "again": "trained again"}
+
+
+def total(spent: Spent | None) -> float:
+    """How many seconds a world took, from its rendezvous to its end.
+
+    `again` and `pause` are not added: they are parts of the others.
+    """
+    if spent is None:
+        return 0.0
+    start = spent.rendezvous + spent.start + spent.first_step
+    return start + spent.trained + spent.detect + spent.hang + spent.stop + spent.unknown
 
 
 def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
@@ -41,12 +51,12 @@ def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
 
 
 def at_end(entry: History) -> Iterator[str]:
-    """What is said of the run by whose agent had rank 0 in this world, if that was the last one."""
+    """The lines of a run that has ended with this world, in which the agent had rank 0."""
     return lines(of_run(entry)) if entry.outcome else iter(())
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """What `of_run` has found, in words, a line each."""
+    """The findings of `of_run` in words, a line each."""
     if found["goodput"] is None:
         yield "goodput: nothing is known yet"
     else:

@@ -1,16 +1,31 @@
-"""What an agent's parts have in common: the inbox of events, and the group of tasks.
+"""The inbox of an agent, the group of its tasks, and the door of its followers.
 
-An event is put into the inbox and stepped through core/lifecycle.py, one after the other. What
+An event is put into the inbox and stepped through core/lifecycle.py, one after the other. Work that
 takes time runs as a task of the group, so that a task that crashes ends the agent with its error.
 """
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
-from elastic_etcd.core.lifecycle import Event
+from elastic_etcd.core.lifecycle import Event, State
+
+
+class Follower(Protocol):
+    """Learns of the agent's life, and changes nothing in it.
+
+    A follower that wants something written to etcd puts Finding into the inbox, so that the flight
+    recorder has it, and is answered by Published.
+    """
+
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Take note of each event, and of the state before and after it.
+
+        The actions that follow from it have not been done yet.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +52,25 @@ class Unkillable:
     """Workers are still there long after SIGKILL."""
 
 
-Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """This machine goes, in so many `seconds` if that is known."""
 
+    what: str
+    seconds: float | None = None
+
+
+Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable | Notice
 
 _RESTS = 4
 _CHEAP = 0.001  # seconds: a view of some hundred nodes
 
 
 class Inbox:
-    """A queue of what comes in. Many changes of the mirror before it is looked at are one."""
+    """A queue of all that comes in. Many changes of the mirror before it is looked at are one."""
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Incoming] = asyncio.Queue()
         self._changed = False
         self._rests_until = 0.0
@@ -58,11 +81,20 @@ class Inbox:
             if self._changed:
                 return
             self._changed = True
-            loop = asyncio.get_running_loop()
-            if self._rests_until > loop.time():
-                loop.call_at(self._rests_until, self._queue.put_nowait, event)
+            if self._rests_until > self._loop.time():
+                self._loop.call_at(self._rests_until, self._queue.put_nowait, event)
                 return
         self._queue.put_nowait(event)
+
+    def put_from_thread(self, event: Incoming) -> None:
+        """Add an event, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.put, event)
+
+    def put_error(self, ended: asyncio.Future[Any]) -> None:
+        """Add FatalError if the future has ended with an error."""
+        if not ended.cancelled() and isinstance(error := ended.exception(), Exception):
+            self.put(FatalError(error))
 
     def rest(self, seconds: float) -> None:
         """Let changes of the mirror gather for longer than the last one took, if that was long.
@@ -70,7 +102,7 @@ class Inbox:
         Each costs a look at all nodes: of 10,000 that join one by one, that would be their square.
         """
         if seconds > _CHEAP:
-            self._rests_until = asyncio.get_running_loop().time() + _RESTS * seconds
+            self._rests_until = self._loop.time() + _RESTS * seconds
 
     async def get(self) -> Incoming:
         """The oldest event, once there is one."""
@@ -84,10 +116,11 @@ class Tasks:
     """`async with Tasks() as tasks`: its tasks end with the scope, and the scope with a crash.
 
     A task that raises cancels the scope's body and all other tasks, and leaving the scope raises
-    its error, as the first of an ExceptionGroup.
+    its error, as the first of an ExceptionGroup. The tasks have an `inbox` for what they find out.
     """
 
     def __init__(self) -> None:
+        self.inbox = Inbox()
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 

@@ -6,22 +6,22 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Never, Self
+from typing import Self
 
 from msgspec import UNSET, structs
 
 from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
+from elastic_etcd.agent.inbox import FatalError, MirrorChanged, Tasks
 from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Answered,
+    Event,
     Fatal,
     Joined,
     LeaseLost,
@@ -32,7 +32,7 @@ from elastic_etcd.core.lifecycle import (
     Write,
     WriteDone,
 )
-from elastic_etcd.core.rules import Local, may_still_save
+from elastic_etcd.core.rules import may_still_save
 from elastic_etcd.core.schema import (
     Drain,
     History,
@@ -75,24 +75,21 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This agent's lease, mirror and writes. What comes of them is put into the inbox.
+    """This agent's lease, mirror and writes. All that comes of them is put into the inbox.
 
-    The guardian, if there is one, is told until when workers may run without another renewal.
+    The guardian, if there is one, is told the lease, and until when workers may run without another
+    renewal.
     """
 
     def __init__(
-        self,
-        client: Client,
-        config: AgentConfig,
-        inbox: Inbox,
-        tasks: Tasks,
-        guardian: Guardian | None = None,
+        self, client: Client, config: AgentConfig, tasks: Tasks, guardian: Guardian | None = None
     ) -> None:
         self.keys = Keys(f"{config.prefix}/{config.job}")
         self.reached = Reached()  # --advertise, or this node's address on the way to etcd
+        self.spent_on: Callable[[int], Spent | None] = lambda _: None  # a world; by its accounting
         self._client = client
         self._config = config
-        self._inbox = inbox
+        self._inbox = tasks.inbox
         self._tasks = tasks
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
@@ -104,7 +101,8 @@ class Membership:
         self._mirror_scope = AsyncExitStack()
         self._coverage: Coverage = Narrow()
         self._first = Narrow()
-        self._looked: Snapshot | None = None
+        self._early: Snapshot | None = None
+        self._malformed: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._silence = False
         self._changed = asyncio.Event()  # the mirror, since it was last looked at
@@ -133,8 +131,8 @@ class Membership:
 
         A job that has succeeded needs nothing that takes long to be loaded.
         """
-        self._looked = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
-        over = None if self._config.rerun else writes.succeeded(self.keys, self._looked)
+        self._early = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
+        over = None if self._config.rerun else writes.succeeded(self.keys, self._early)
         if over:
             self._inbox.put(Fatal(over))
 
@@ -166,12 +164,15 @@ class Membership:
             self._task.cancel()
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
-    def write(
-        self, state: State, write: Write, master: Master | None, spent: Spent | None = None
-    ) -> None:
+    def write(self, state: State, write: Write, master: Master | None) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
+        spent = self._spent(state)
         txn = writes.build(self.keys, state, write, self._member, master, _timestamp(), spent)
         self._begin_task(partial(self._commit, txn))
+
+    def _spent(self, state: State) -> Spent | None:
+        """The time spent on the last world, if this node knows it."""
+        return self.spent_on(state.view.ledger.final if state.view else state.local.ran)
 
     async def publish(self, txn: Txn) -> bool:
         """Whether `txn`, which nobody waits for, was done, as far as is known."""
@@ -189,21 +190,29 @@ class Membership:
             return
         await self._mirror_scope.aclose()
         self._coverage = coverage
-        mirror = Mirror(self._client, self._covered(coverage), self._mirror_changed)
-        mirror.failed.add_done_callback(self._mirror_failed)
+        ranges = covered(self.keys, coverage, self._member.lease)
+        mirror = Mirror(self._client, ranges, self._mirror_changed)
+        mirror.failed.add_done_callback(self._inbox.put_error)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
-    def follow(self, state: State) -> None:
-        """Keep the line to the coordinator that this agent sees."""
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Keep the link to the coordinator that this agent sees, and the lease in safe hands."""
+        del before, event
         self._links.follow(state.view, state.local.lease)
-
-    def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
-        return covered(self.keys, coverage, self._member.lease)
+        if self._guardian and self._config.etcd:  # an etcd of one's own ends with the agent
+            self._guardian.guard(lease=state.local.lease)
 
     def view(self) -> View | None:
         """The newest view, None before the first list."""
         snapshot = self._mirror.snapshot() if self._mirror else None
-        return view_of(snapshot, self.keys, self._coverage) if snapshot else None
+        if snapshot is None:
+            return None
+        view = view_of(snapshot, self.keys, self._coverage)
+        malformed = set(view.malformed)
+        for text in malformed - self._malformed:
+            log.warning("ignored, not written by this program: %s", text)
+        self._malformed = malformed
+        return view
 
     async def outcome(self, run: str) -> Outcome | None:
         """How `run` ended; None if that is nowhere to be found."""
@@ -212,7 +221,7 @@ class Membership:
         return outcome if outcome and outcome.run == run else None
 
     async def history(self, generation: int) -> History | None:
-        """What is remembered of a world, None if that can't be had soon."""
+        """The history of a world, None if that can't be had soon."""
         key = self.keys.history(generation)
         try:
             seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
@@ -221,12 +230,9 @@ class Membership:
             log.debug("%s: %s", key, error)
             return None
 
-    async def leave(self, local: Local, spent: Spent | None = None) -> None:
-        """Leave for good; the last one that does so stops the job.
-
-        `spent` is what this node has measured of the last world.
-        """
-        keys = self.keys
+    async def leave(self, state: State) -> None:
+        """Leave for good; the last one that does so stops the job."""
+        keys, local, spent = self.keys, state.local, self._spent(state)
         gets = (Get(keys.ledger), Get(keys.wanted), Get(keys.history(), prefix=True))
         await self._until_known(local.ran)
         try:
@@ -261,7 +267,7 @@ class Membership:
         return now.nodes > 1
 
     def _begin_task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One thing at a time is asked of etcd; the lifecycle sees to that."""
+        """The lifecycle sees to it that etcd is asked for one thing at a time."""
         self._task = self._tasks.create(self._or_fatal(work))
 
     async def _or_fatal(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -274,23 +280,16 @@ class Membership:
         self._changed.set()
         self._inbox.put(MirrorChanged())
 
-    def _mirror_failed(self, future: asyncio.Future[Never]) -> None:
-        if not future.cancelled() and (error := future.exception()):
-            self._inbox.put(FatalError(_ordinary(error)))
-
     async def _join(self, run: str, last: int) -> None:
         """Join with a lease of its own; again, it may take as long as etcd may be away."""
+        limit = self._config.etcd_timeout
+        again = None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
         try:
-            await self._join_within(self._again_timeout if run else CONTACT_TIMEOUT, run, last)
+            await self._join_within(again if run else CONTACT_TIMEOUT, run, last)
         except EtcdUnreachable as error:
             if run:
                 raise EtcdUnreachable(f"{error}\nIt was given up by --etcd-timeout.") from error
             raise
-
-    @property
-    def _again_timeout(self) -> float | None:
-        limit = self._config.etcd_timeout
-        return None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
 
     async def _join_within(self, timeout: float | None, run: str, last: int) -> None:
         await self._mirror_scope.aclose()
@@ -314,7 +313,9 @@ class Membership:
         )
         session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
         self._session = await self._session_scope.enter_async_context(session)
-        await self._end_lease(before)
+        if before and not before.lost.done():  # it was given up while etcd did not answer
+            with suppress(EtcdError):  # it ends by itself
+                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
         self._member = Member(
             lease=session.lease,
             node=config.node,
@@ -331,18 +332,12 @@ class Membership:
         except LeaseNotFound:
             self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
 
-    async def _end_lease(self, before: Session | None) -> None:
-        """End the lease of the member before, which was given up while etcd did not answer."""
-        if before and not before.lost.done():
-            with suppress(EtcdError):  # it ends by itself
-                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
-
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
         own = self.keys.member(self._member.lease)
         after = tuple(map(Get, (self.keys.spec, self.keys.round, self.keys.ledger, own)))
         look = writes.look(self.keys)
-        early, self._looked = self._looked, None
+        early, self._early = self._early, None
         seen = early or await self._client.range(*look, timeout=timeout)
         while True:
             if writes.look_again(self.keys, seen):
@@ -362,7 +357,7 @@ class Membership:
             if not isinstance(txn, Txn):
                 self._inbox.put(self._why_not(txn, again))
                 return
-            reading = replace(txn, then=(*txn.then, *after), otherwise=look)
+            reading = structs.replace(txn, then=(*txn.then, *after), otherwise=look)
             result = await self._client.txn(reading, timeout)
             seen = _snapshot_of(result)
             if result.succeeded or result.ambiguous:
@@ -407,23 +402,25 @@ class Membership:
             return
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._client.refusals.succeeded()
-        self._tell_limits(view.spec.limits)
+        self._take_limits(view.spec.limits)
         coordinator = view.round.coordinator if view.round else None
         self._first = Narrow(coordinator, self._member.lease % view.spec.limits.pages)
-        limits = self._of_this_lease(view.spec.limits)
+        limits = view.spec.limits
+        if limits.cut_off is not None:  # the job says that who is cut off stops, this lease when
+            limits = structs.replace(limits, cut_off=float(self._config.lease_ttl))
         joined = Joined(view.spec.run, run.create, self._member.lease, key.create, limits)
         self._inbox.put(joined)
         if self._silence and (since := self._session and self._session.silent_since):
             self._inbox.put(Silent(now() - since))  # to the member that it has become
 
-    def _tell_limits(self, jobs: Limits) -> None:
+    def _take_limits(self, jobs: Limits) -> None:
         """From here on the job's count, also when this agent joins again."""
         known, self._limits = self._limits, jobs
-        self._tell_guardian()
+        self._set_deadline()
         if jobs != known and (differing := jobs.differing(self._config.limits)):
             log.warning("the job's limits count, not this node's: %s", differing)
 
-    def _tell_guardian(self) -> None:
+    def _set_deadline(self) -> None:
         """An agent that is stopped can't stop its workers before its lease may end."""
         if self._guardian is None or self._session is None:
             return
@@ -435,12 +432,12 @@ class Membership:
     def _renewed(self, seconds: float) -> None:
         if silent := self._stood_still_for(seconds):
             self._inbox.put(silent)
-        self._tell_guardian()
+        self._set_deadline()
 
     def stood_still(self) -> Silent | None:
         """That this agent has renewed nothing for as long as one that is cut off may run workers.
 
-        It has been stopped, or the machine was. What is in the inbox is older than that.
+        It has been stopped, or the machine was. All that is in the inbox is older than that.
         """
         if self._session is None:
             return None
@@ -458,12 +455,6 @@ class Membership:
         session.fall_silent()
         return Silent(seconds)
 
-    def _of_this_lease(self, jobs: Limits) -> Limits:
-        """The job's limits say whether who is cut off stops, this node's lease says when."""
-        if jobs.cut_off is None:
-            return jobs
-        return structs.replace(jobs, cut_off=float(self._config.lease_ttl))
-
     async def _commit(self, txn: Txn) -> None:
         result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
         self._inbox.put(WriteDone(result.succeeded))
@@ -471,8 +462,10 @@ class Membership:
     def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
         if session is not self._session or lost.cancelled():
             return
-        error = lost.exception()
-        self._inbox.put(FatalError(_ordinary(error)) if error else LeaseLost(lost.result()))
+        if lost.exception():
+            self._inbox.put_error(lost)
+        else:
+            self._inbox.put(LeaseLost(lost.result()))
 
     def _silent(self, seconds: float) -> None:
         limit = self._config.etcd_timeout
@@ -494,12 +487,6 @@ class Membership:
 
 def _snapshot_of(result: TxnResult) -> Snapshot:
     return Snapshot(result.revision, {kv.key: kv for got in result.gets for kv in got})
-
-
-def _ordinary(error: BaseException) -> Exception:
-    if not isinstance(error, Exception):
-        raise error
-    return error
 
 
 def _timestamp() -> str:

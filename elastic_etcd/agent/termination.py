@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import ParamSpec
 
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
+from elastic_etcd.agent.inbox import Tasks, Unkillable
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
@@ -39,7 +39,6 @@ class Termination:
     def __init__(
         self,
         kill_timeout: float,
-        inbox: Inbox,
         tasks: Tasks,
         guardian: Guardian,
         mark: Mark,
@@ -50,7 +49,7 @@ class Termination:
         self.patient = False  # they stop when their step is over
         self.gone = True  # nothing of the generation runs, though some of it may be parked
         self._kill_timeout = kill_timeout
-        self._inbox = inbox
+        self._inbox = tasks.inbox
         self._tasks = tasks
         self._guardian = guardian
         self._leftovers = Leftovers(mark)

@@ -20,9 +20,9 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.followers.file_timers import FileTimerRequest, FileTimers
+from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import Inbox, Tasks
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
 from elastic_etcd.agent.prefork import Prefork, saved_by_preload
@@ -76,7 +76,6 @@ class Workers:
         self,
         config: AgentConfig,
         logs: Logs,
-        inbox: Inbox,
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
@@ -86,7 +85,7 @@ class Workers:
         self.generation = 0
         self._config = config
         self._logs = logs
-        self._inbox = inbox
+        self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
         self._memory = memory
@@ -101,7 +100,7 @@ class Workers:
         self._in_order = asyncio.Lock()  # the failures whose cause is being read
         self._mark = Mark.own(config.node, config.job)
         self._termination = Termination(
-            config.kill_timeout, inbox, tasks, guardian, self._mark, self._running, self._parked
+            config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
         self._socket = self._channels.open(folder)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastic_etcd import launch
-from elastic_etcd.agent.followers.run_writer import Account
+from elastic_etcd.agent.followers.run_writer import RunWriter
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.system.prctl import signal_at_parents_death
 
@@ -29,13 +29,13 @@ def main(argv: Sequence[str]) -> int:
     """Be the agent until the job, or the program, has ended; gives the exit code."""
     program, folder = int(argv[0]), Path(argv[1])
     launch.open_standard_streams()
-    account = Account()
-    ran = account.ran
+    run_writer = RunWriter()
+    ran = run_writer.record
     # Until the agent handles it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _leave_with(program)
-        ran.exit_code = launch.run(argv[2:], _environment(), account=account)
+        ran.exit_code = launch.run(argv[2:], _environment(), run_writer=run_writer)
         if not ran.outcome:
             ran.outcome = "left" if ran.exit_code else "succeeded"
             ran.reason = "this node has left" if ran.exit_code else "it had succeeded before"

@@ -1,28 +1,39 @@
-"""`elastic-etcd events`: a job's history, or that of each with --all, and its news as they come."""
+"""`elastic-etcd events`: a job's history, or that of each with --all, and its news as they come.
+
+They are made of a job's keys, in the form of torch.distributed.elastic.events. An event has torch's
+name if torch has one; the names of all others begin with `elastic_etcd.`.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from datetime import UTC, datetime
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.agent.history import news, past
+from msgspec import Struct
+
+from elastic_etcd.agent.goodput import total
 from elastic_etcd.cli import query
 from elastic_etcd.cli.query import in_one_line
-from elastic_etcd.core.schema import Keys
+from elastic_etcd.core.schema import Failure, History, Keys, Outcome, decode
 from elastic_etcd.core.txn import Snapshot
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.etcd.mirror import first
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from elastic_etcd.agent.history import Event
     from elastic_etcd.cli import options
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
+TORCHS = "torchelastic.worker.status."
+OURS = "elastic_etcd."
+BACKEND = "etcd-v3"
+_NAMED = 8  # nodes of a world, in a line
 _EPILOG = f"""\
 Times are UTC, of the machine on which something happened. Events that only show as they happen
 (nodes that come and go, the phases of a round) have the time of this one.
@@ -116,3 +127,215 @@ class _Printer:
             if line not in self._known:
                 self._known.add(line)
                 print(line, flush=True)
+
+
+# --- an event -----------------------------------------------------------------------------
+
+
+class Event(Struct, frozen=True):
+    """An event of a job."""
+
+    name: str
+    source: str
+    timestamp: int  # in milliseconds since 1970; 0: nobody knows
+    metadata: dict[str, Any]
+    text: str  # for people to read
+
+    def json(self) -> str:
+        """As torch's Event.serialize, in one line."""
+        fields = {name: getattr(self, name) for name in ("name", "source", "timestamp", "metadata")}
+        return json.dumps(fields)
+
+    def line(self, widest: int = 0) -> str:
+        """For people to read; with the job's name, in so many columns, if they are not 0."""
+        at = "-"
+        if 0 < self.timestamp < _LATEST:
+            at = datetime.fromtimestamp(self.timestamp / 1e3, UTC).isoformat(
+                timespec="milliseconds"
+            )
+        name = self.name.removeprefix(TORCHS).removeprefix(OURS)
+        job = f"  {self.metadata['run_id']:{widest}}" if widest else ""
+        return f"{at.removesuffix('+00:00'):23}{job}  {name:14}  {self.text}"
+
+
+_LATEST = 253402300800000  # the year 10000
+
+
+def event(
+    state: str,
+    text: str,
+    *,
+    job: str,
+    at: str | int = "",
+    node: str | None = None,
+    failure: Failure | None = None,
+    restarts: int = 0,
+    seconds: float | None = None,
+    total: float = 0.0,
+    **more: Any,
+) -> Event:
+    """An event of `job`: torch's of that state, or one of ours.
+
+    at: when, as ISO 8601 or in milliseconds. seconds: how long it took. failure: the worker whose
+    event it is. total: how long the job has lasted. more: what torch's metadata have no name for.
+    """
+    name = (TORCHS if state.isupper() else OURS) + state
+    if failure:  # torch has made tuples of these
+        more = {"local_rank": [failure.local_rank], "exit_code": [failure.code]} | more
+        more["worker_pid"] = [failure.pid]
+    metadata = {
+        "run_id": job,
+        "global_rank": failure.rank if failure else None,
+        "group_rank": None,
+        "worker_id": str(failure.pid) if failure else None,
+        "role": None,
+        "hostname": failure.node if failure else node,
+        "state": state,
+        "total_run_time": int(total),
+        "rdzv_backend": BACKEND,
+        "raw_error": (failure.message or None) if failure else None,
+        "metadata": json.dumps({name: value for name, value in more.items() if value is not None}),
+        "agent_restarts": restarts,
+        "duration_ms": None if seconds is None else round(1e3 * seconds, 3),
+    }
+    source = "WORKER" if failure else "AGENT"
+    return Event(name, source, _milliseconds(at), metadata, text)
+
+
+def _milliseconds(at: str | int) -> int:
+    """0 for what is no time."""
+    if isinstance(at, int):
+        return at
+    try:
+        return max(0, round(1e3 * datetime.fromisoformat(at).timestamp()))
+    except (ValueError, OverflowError):
+        return 0
+
+
+# --- from a job's keys --------------------------------------------------------------------
+
+
+def past(job: str, view: View) -> Iterator[Event]:
+    """All events of which a job's keys tell, in order."""
+    for generation, value in view.history:
+        try:
+            entry = decode(History, value)
+        except ValueError as error:
+            text = f"generation {generation}: unreadable: {error}"
+            yield event("malformed", text, job=job, generation=generation)
+        else:
+            yield from _of_world(job, entry)
+    if view.outcome and not any(_ends(value) == view.outcome for _, value in view.history):
+        yield _of_outcome(job, view.outcome, 0.0)
+    yield from _of_wanted(job, view)
+
+
+def _ends(value: str) -> Outcome | None:
+    try:
+        return decode(History, value).outcome or None
+    except ValueError:
+        return None
+
+
+def _of_world(job: str, entry: History) -> Iterator[Event]:
+    generation, spent = entry.generation, entry.spent or None
+    common: dict[str, Any] = {"job": job, "restarts": entry.restarts or 0, "generation": generation}
+    if isinstance(entry.began, str):
+        nodes = entry.nodes or ()
+        more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+        world = f"world of {entry.world_size or '?'} on {', '.join(nodes[:_NAMED])}{more}"
+        yield event(
+            "RENDEZVOUS",
+            f"generation {generation}: {world}: {entry.began}",
+            at=entry.began_at or "",
+            node=entry.coordinator or None,
+            seconds=spent.rendezvous if spent else None,
+            reason=entry.began,
+            run=entry.run or None,
+            nodes=nodes,
+            group_world_size=len(nodes),
+            world_size=entry.world_size or None,
+            **common,
+        )
+    for line in entry.hangs or ():
+        text = f"generation {generation}: {line}"
+        yield event("hang", text, reason=line, **common)
+    for line in entry.stragglers or ():
+        text = f"generation {generation}: {line}"
+        yield event("straggler", text, reason=line, **common)
+    for failure in entry.failures or ():
+        text = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
+        yield event("FAILED", text, at=failure.at, failure=failure, **common)
+    if isinstance(entry.ended, str) and not entry.outcome:
+        steps = f" (trained {spent.trained:.1f} s, {spent.steps} steps)" if spent else ""
+        yield event(
+            "STOPPED",
+            f"generation {generation}: {entry.ended}{steps if spent and spent.steps else ''}",
+            at=entry.ended_at or "",
+            node=entry.coordinator or None,
+            reason=entry.ended,
+            **common,
+        )
+    if entry.outcome:
+        yield _of_outcome(job, entry.outcome, total(entry.spent_until_now), common["restarts"])
+
+
+OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
+
+
+def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
+    return event(
+        OUTCOMES.get(outcome.state, "TERMINATED"),
+        f"the job {outcome.state}: {outcome.reason}",
+        job=job,
+        at=outcome.at,
+        total=lasted,
+        restarts=restarts,
+        reason=outcome.reason,
+        run=outcome.run,
+        generation=outcome.generation,
+        exit_code=outcome.exit_code,
+    )
+
+
+def _of_wanted(job: str, view: View) -> Iterator[Event]:
+    if view.wanted is None:
+        return
+    for drain in view.wanted.drains:
+        text = f"{drain.node} is drained{f' by {drain.by}' if drain.by else ''}"
+        yield event("drain", text, job=job, at=drain.at, node=drain.node)
+    if halt := view.wanted.stop:
+        text = f"the job is to stop{f' by {halt.by}' if halt.by else ''}"
+        yield event("stop", text, job=job, at=halt.at, run=halt.run)
+    if scale := view.wanted.scale:
+        by = f" by {scale.by}" if scale.by else ""
+        text = f"the job is scaled to {scale.nnodes} nodes{by}"
+        yield event("scale", text, job=job, at=scale.at, run=scale.run, nnodes=scale.nnodes)
+
+
+def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:
+    """Events that no key keeps, by two views one after the other; seen at `now`."""
+    old, new = ({m.lease: m for m in view.members} for view in (before, after))
+    for lease, member in new.items():
+        was = old.get(lease)
+        at: dict[str, Any] = {"job": job, "at": now, "node": member.node}
+        if was is None:
+            yield event("node.joined", f"{member.node} is there", **at)
+        if member.leaving and not (was and was.leaving):
+            yield event("node.leaving", f"{member.node} is leaving", **at)
+    for lease, member in old.items():
+        if lease not in new:
+            text = f"{member.node} is gone"
+            yield event("node.gone", text, job=job, at=now, node=member.node)
+    was_round, current = before.round, after.round
+    if current is None or current == was_round:
+        return
+    generation, phase = current.generation, current.phase.value
+    if was_round is None or (generation, phase) != (was_round.generation, was_round.phase.value):
+        text = f"generation {generation} is {phase}: {current.reason}"
+    elif current.coordinator != was_round.coordinator:
+        text = f"generation {generation}: {current.node} coordinates from here on"
+    else:
+        return
+    which: dict[str, Any] = {"generation": generation, "phase": phase}
+    yield event("round", text, job=job, at=now, node=current.node, **which)

@@ -1,4 +1,4 @@
-"""Who is behind in a world that does not move, by what its agents say of their workers.
+"""The rank that is behind in a world that does not move, found by where all its workers are.
 
 The agent that finds a worker too long in its step publishes where its workers are. The coordinator
 then asks all agents, by a Hang without a line. If none of the ranks does what may take long it asks
@@ -35,13 +35,13 @@ class At(NamedTuple):
 
 
 def of_now(view: View) -> Hang | None:
-    """What is asked or said about the world that trains."""
+    """The question or the line about the world that trains."""
     hang = view.hang
     return hang if hang and hang.generation == view.trains else None
 
 
 def lead(view: View, waited: float) -> Hang | None:
-    """What the coordinator writes next; `waited` is for how long its question has been there."""
+    """The coordinator's next question or line; the last question has `waited` so many seconds."""
     if not view.trains:
         return None
     asked = of_now(view)
@@ -53,10 +53,10 @@ def lead(view: View, waited: float) -> Hang | None:
             return None
         return answer(asked, _located(view.world, answers, done))
     number = asked.number if asked else 0
-    wanted = [s for s in view.steps if s.number == number + 1]
-    if not wanted:
+    asking = [s for s in view.steps if s.number == number + 1]
+    if not asking:
         return None
-    seconds = max((r.seconds for s in wanted for r in s.ranks if r.doing in _IN_STEP), default=0)
+    seconds = max((r.seconds for s in asking for r in s.ranks if r.doing in _IN_STEP), default=0)
     return Hang(view.trains, number + 1, float(seconds))
 
 
@@ -66,7 +66,7 @@ def patience(asked: Hang) -> float:
 
 
 def answer(asked: Hang, ranks: Sequence[At]) -> Hang:
-    """What follows from the answers: a question for evidence, or the line."""
+    """A question for evidence, or the line, by the answers."""
     found = judged(asked, ranks)
     if found.alarm and not asked.evidence:
         return replace(asked, number=asked.number + 1, evidence=True)
@@ -111,10 +111,10 @@ def _located(
     by_lease = {s.lease: s for s in answers}
     ranks = []
     for part in world:
-        said = by_lease.get(part.lease)
-        known = {r.rank: r for r in said.ranks} if said else {}
+        steps = by_lease.get(part.lease)
+        known = {r.rank: r for r in steps.ranks} if steps else {}
         for rank in range(part.first_rank, part.first_rank + part.nproc):
-            has_ended = said or part.lease in done
+            has_ended = steps or part.lease in done
             ended = RankStep(rank, 0, Doing.DONE, 0.0) if has_ended else None
             ranks.append(At(rank, part.node, known.get(rank, ended)))
     return ranks
@@ -177,23 +177,23 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
     longest = _longest(still)
     mute = [at for at in ranks if at.step and _tells_nothing(at.step, longest)]
     ended = [at for at in ranks if at.step and at.step.doing is Doing.DONE]
-    told = []
+    parts = []
     if behind:
-        told.append(f"{_are(behind, f'in {_steps(behind)}')} for {_longest(behind):.0f} s")
+        parts.append(f"{_are(behind, f'in {_steps(behind)}')} for {_longest(behind):.0f} s")
     if mute:
-        told.append(f"{_who(mute)} {_verb(mute, 'tells', 'tell')} no steps")
+        parts.append(f"{_who(mute)} {_verb(mute, 'tells', 'tell')} no steps")
     if ended:
-        told.append(_are(ended, "at its end" if len(ended) == 1 else "at their end"))
-    if not told:
+        parts.append(_are(ended, "at its end" if len(ended) == 1 else "at their end"))
+    if not parts:
         why = "storage? network? an evaluation outside ee.quiet?"
         return f"nobody has moved for {longest:.0f} s ({why})"
     named = {at.rank for at in behind}
     if waiting := [at for at in still if at.rank not in named]:
-        told.append(_waiting(waiting, "" if behind else f" for {longest:.0f} s"))
+        parts.append(_waiting(waiting, "" if behind else f" for {longest:.0f} s"))
     if moving := sum(1 for at in ranks if at.step and _moves(at.step, seconds)):
-        told.append(f"{moving} {'goes' if moving == 1 else 'go'} on")
+        parts.append(f"{moving} {'goes' if moving == 1 else 'go'} on")
     where = behind[0].step.what if len(behind) == 1 and behind[0].step else ""
-    return ", ".join(told) + (f" ({where})" if where else "")
+    return ", ".join(parts) + (f" ({where})" if where else "")
 
 
 def _waiting(waiting: list[At], seconds: str) -> str:
@@ -247,5 +247,5 @@ def _spans(ranks: list[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:NAMED]]
-    return ", ".join(told) + (", ..." if len(spans) > NAMED else "")
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:NAMED]]
+    return ", ".join(texts) + (", ..." if len(spans) > NAMED else "")

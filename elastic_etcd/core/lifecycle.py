@@ -1,7 +1,7 @@
 """The life of an agent as a pure function: `step(state, event, now) -> (state, actions)`.
 
-An event is what happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. An
-action is what the agent then does. Both are plain values with a JSON form. The flight recorder
+An event happens to an agent: a view, a worker's end, a lost lease, a signal, a timer. The agent
+answers with actions. Both are plain values with a JSON form. The flight recorder
 (agent/followers/recorder.py) writes them down, and tests/support/replay.py steps through them once
 more. The model checker drives this very function. The rules (rules.py) decide what the job needs.
 """
@@ -35,7 +35,16 @@ from elastic_etcd.core.rules import (
     vacant,
     vanished,
 )
-from elastic_etcd.core.schema import VERSION, Failure, Limits, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    VERSION,
+    Failure,
+    Limits,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+)
+from elastic_etcd.core.txn import Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View
 from elastic_etcd.times import HOLD, KILLED
 
@@ -182,6 +191,26 @@ class Fatal(Struct, frozen=True, tag=True):
     why: Over | Error | Outdated
 
 
+class Finding(Struct, frozen=True, tag=True):
+    """A follower has found what other agents are to know; `by` is its name."""
+
+    by: str
+    txn: Txn
+
+
+class Published(Struct, frozen=True, tag=True):
+    """The follower's Txn was answered; `ok` is whether it was done, as far as is known."""
+
+    by: str
+    ok: bool
+
+
+class JobEnded(Struct, frozen=True, tag=True):
+    """This agent, which is about to end, knows how the job has ended."""
+
+    outcome: Outcome
+
+
 Event: TypeAlias = (
     ViewChanged
     | Joined
@@ -197,6 +226,9 @@ Event: TypeAlias = (
     | Answered
     | Tick
     | Fatal
+    | Finding
+    | Published
+    | JobEnded
 )
 
 
@@ -228,6 +260,13 @@ class Write(Struct, frozen=True, tag=True):
     what: Writable
     lease: int
     generation: int = 0
+
+
+class Publish(Struct, frozen=True, tag=True):
+    """Put a follower's Txn into etcd, if that answers soon; answered by Published."""
+
+    by: str
+    txn: Txn
 
 
 class StartWorkers(Struct, frozen=True, tag=True):
@@ -270,7 +309,7 @@ class Log(Struct, frozen=True, tag=True):
     decision: Decision
 
 
-Action: TypeAlias = Write | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
+Action: TypeAlias = Write | Publish | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
 
 
 # --- state --------------------------------------------------------------------------------
@@ -341,7 +380,15 @@ class State(Struct, frozen=True):
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """Take in `event` at `now`: the agent's next state, and what it does."""
+    """Take in `event` at `now`: the agent's next state, and its actions.
+
+    The rules know nothing of followers, whose findings change no state.
+    """
+    match event:
+        case Finding(by, txn):
+            return state, [Publish(by, txn)]
+        case Published() | JobEnded():
+            return state, []
     state = _release_failure(_absorb(state, event, now), now)
     actions: list[Action] = []
     state = _give_up_lease(state, now, actions)
@@ -754,7 +801,7 @@ def _write(
 def to_json(value: Struct) -> bytes:
     """Make a line of JSON, from which `from_json` makes an equal value.
 
-    Half a character in what a worker said becomes a question mark.
+    Half a character in the words of a worker becomes a question mark.
     """
     try:
         return msgspec.json.encode(value, enc_hook=int)  # a Lease

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from elastic_etcd.core.schema import MOST_STRAGGLERS, Limits, Round, Stragglers
+from elastic_etcd.core.schema import MOST_STRAGGLERS, Limits, Round, StepTime, Stragglers
 from elastic_etcd.core.view import View
 
 NAMED = 3  # nodes of many, in a line
 SHARE = 0.1  # of a step, that it must be longer for it: else the slow thing is something else
 STEPS = 50  # over which a node is measured
+SAME = 0.1  # a step time that differs by less from the one before is not worth a write
 
 
 class NodeTimes(NamedTuple):
@@ -30,13 +31,18 @@ def are_told(limits: Limits, now: Round) -> bool:
     return limits.straggler_factor > 0 and now.nodes > 1
 
 
+def is_same(time: StepTime, before: StepTime) -> bool:
+    """Whether it says no more than the one before."""
+    return abs(time.outside - before.outside) <= SAME * before.outside
+
+
 def lead(view: View, factor: float) -> Stragglers | None:
-    """What the coordinator writes next; None as long as there is nothing new, or too few tell."""
+    """The coordinator's next line; None as long as there is nothing new, or too few tell."""
     times = {t.lease: t for t in view.step_times if t.generation == view.trains}
-    told = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
-    if len(told) < 2 or 2 * len(told) <= len(view.world):
+    known = [(p.node, times[p.lease]) for p in view.world if p.lease in times]
+    if len(known) < 2 or 2 * len(known) <= len(view.world):
         return None
-    nodes = [NodeTimes(name, time.outside, time.whole) for name, time in told]
+    nodes = [NodeTimes(name, time.outside, time.whole) for name, time in known]
     return compared(view.stragglers or Stragglers(), view.trains, nodes, factor)
 
 
@@ -45,9 +51,9 @@ def compared(
 ) -> Stragglers | None:
     """The line about those that are slow and were not, or else are so no more.
 
-    Slow is who takes more than `factor` times the median, and no longer so who is below the middle
-    between that and the median: who is at the border is told once. Of two nodes the median is
-    the faster one.
+    A node is slow if it takes more than `factor` times the median, and fast again below the middle
+    between that and the median: a node at the border is named once. The median of two nodes is the
+    faster one.
     """
     median = median_low(node.outside for node in nodes)
     by_time = sorted(nodes, key=lambda node: -node.outside)

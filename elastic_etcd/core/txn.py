@@ -1,7 +1,8 @@
-"""A Txn as plain data: what the client sends to etcd and what the model checker applies.
+"""A Txn as plain data, which the client sends to etcd and the model checker applies.
 
-Rules and agent describe writes with these types, so that the model explores the very
-Txns that run in production (https://etcd.io/docs/v3.5/learning/api/#transaction).
+Rules and followers describe writes with these types, so that the model explores the very Txns that
+run in production, and the flight recorder writes them down
+(https://etcd.io/docs/v3.5/learning/api/#transaction).
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(Struct, frozen=True):
     """`target` of `key` equals `value`; with `prefix`, of every key that starts with `key`."""
 
     key: str
@@ -21,8 +21,7 @@ class Compare:
     prefix: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, frozen=True, tag=True):
     """Write `value`; the key is bound to `lease` (0: to none)."""
 
     key: str
@@ -30,16 +29,14 @@ class Put:
     lease: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Struct, frozen=True, tag=True):
     """Remove `key`, or every key that starts with it."""
 
     key: str
     prefix: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(Struct, frozen=True, tag=True):
     """Read `key`, or every key that starts with it, of these at most `limit` (0: all)."""
 
     key: str
@@ -47,8 +44,7 @@ class Get:
     limit: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Txn:
+class Txn(Struct, frozen=True):
     """If all of `compare` hold, do `then`, else `otherwise`, at one revision."""
 
     compare: tuple[Compare, ...]

@@ -83,10 +83,9 @@ async def _run(config: AgentConfig, channel: socket.socket, torchrun: int) -> in
         await scope.enter_async_context(Watchdog(config.lease_ttl))
         client = await scope.enter_async_context(Client(config.etcd))
 
-        def build(inbox: Inbox, tasks: Tasks) -> Agent:
-            membership = Membership(client, config, inbox, tasks)
-            workers = TorchrunWorkers(config.node, torchrun, channel, inbox)
-            agent = Agent(config, inbox, tasks, membership, workers)
+        def build(tasks: Tasks) -> Agent:
+            workers = TorchrunWorkers(config.node, torchrun, channel, tasks.inbox)
+            agent = Agent(config, tasks, Membership(client, config, tasks), workers)
             workers.follow(agent.leave)
             return agent
 

@@ -7,7 +7,7 @@ starts nothing, and its lease is renewed on a stream that all of them share.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Never
 
 from msgspec import structs
@@ -142,7 +142,7 @@ class CrowdMember:
         assert isinstance(txn, Txn), txn
         own = keys.member(self.lease)
         after = tuple(map(Get, (keys.spec, keys.round, keys.ledger, own)))
-        result = await client.txn(replace(txn, then=(*txn.then, *after)))
+        result = await client.txn(structs.replace(txn, then=(*txn.then, *after)))
         assert result.succeeded, "an agent has to have begun the job before there is a crowd"
         entered = {kv.key: kv for got in result.gets for kv in got}
         local = Local("", self.lease, created=entered[own].create)

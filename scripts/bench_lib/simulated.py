@@ -258,10 +258,8 @@ class Simulated(Agent):
     def __init__(
         self, config: AgentConfig, client: Client, tasks: Tasks, tell: "Callable[..., None]"
     ) -> None:
-        inbox = Inbox()
-        membership = Membership(client, config, inbox, tasks)
-        workers = SimulatedWorkers(inbox)
-        super().__init__(config, inbox, tasks, membership, workers)
+        workers = SimulatedWorkers(tasks.inbox)
+        super().__init__(config, tasks, Membership(client, config, tasks), workers)
         self._recorder = TimedRecorder()
         self._tell = tell
 

@@ -10,7 +10,7 @@ import struct
 import torch
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.agent.followers.file_timers import request_of
+from elastic_etcd.agent.file_timers import request_of
 from elastic_etcd.core import schema
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire

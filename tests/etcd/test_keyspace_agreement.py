@@ -1,11 +1,11 @@
 """The key space of the scenarios behaves as a real etcd does, Txn by Txn."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.etcd.client import Client

@@ -40,10 +40,12 @@ class Node(NamedTuple):
         it = self.joined
         return Local(it.run, it.lease, it.created, it.spec, ran=ran, leaving=True)
 
+    def state(self, ran: int = 0) -> State:
+        return State(self.local(ran), 1, Life.LEAVING)
+
     def mark(self) -> None:
         """Begin to write that it leaves."""
-        state = State(self.local(), 1, Life.LEAVING)
-        self.membership.write(state, Write(MarkLeaving(), self.joined.lease, 0), None)
+        self.membership.write(self.state(), Write(MarkLeaving(), self.joined.lease, 0), None)
 
     async def written(self) -> None:
         assert await asyncio.wait_for(self.inbox.get(), 60) == WriteDone(ok=True)
@@ -64,7 +66,7 @@ async def test_r5_the_mark_is_seen_before_the_key_goes(etcd: EtcdServer, prefix:
     """Else the node looks like one that is lost."""
     async with node(etcd, prefix) as it:
         it.mark()
-        await it.membership.leave(it.local())  # its workers have ended at once
+        await it.membership.leave(it.state())  # its workers have ended at once
         await it.written()
         assert not etcd.ctl("get", it.keys.member(it.joined.lease))
 
@@ -82,7 +84,7 @@ async def test_r5_a_key_goes_when_the_others_have_begun_anew(
         await it.membership.cover(Narrow(7))
         while it.membership.view() is None:
             await asyncio.wait_for(it.inbox.get(), 60)
-        leaving = asyncio.create_task(it.membership.leave(it.local(ran=1)))
+        leaving = asyncio.create_task(it.membership.leave(it.state(ran=1)))
         await asyncio.wait({leaving}, timeout=0.3)
         anew = Round(2, Phase.SETUP, 7, "n1 is leaving", run)
         there = Compare(keys.member(lease), "create", it.joined.created)

@@ -1,7 +1,6 @@
 """Production's own functions, remembered: what an agent reads, decides and writes."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -148,7 +147,7 @@ def _txn(state: State, write: Write) -> Txn:
     if isinstance(write.what, Ack):
         assert master, "an ack is for a round"
     txn = writes.build(KEYS, state, write, Member(lease, name, 1, run=RUN), master, "")
-    return replace(txn, then=tuple(_plain(op) for op in txn.then))
+    return structs.replace(txn, then=tuple(_plain(op) for op in txn.then))
 
 
 @cache
@@ -156,5 +155,5 @@ def _plain(op: Put | Delete | Get) -> Put | Delete | Get:
     """Reasons are for people: states that differ in them only are one."""
     if isinstance(op, Put) and op.key == KEYS.round:
         fields = {**json.loads(op.value), "reason": "for a reason"}
-        return replace(op, value=json.dumps(fields, sort_keys=True))
+        return structs.replace(op, value=json.dumps(fields, sort_keys=True))
     return op

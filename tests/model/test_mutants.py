@@ -4,7 +4,6 @@ For each kind of fault there is a mistake that is found only where that fault ma
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,7 +165,7 @@ def a_failure_is_fenced_by_the_round(patch: pytest.MonkeyPatch) -> None:
     def mutant(keys: Keys, seen: View | None, local: Local, generation: int, end: ReportEnd) -> Txn:
         txn = report(keys, seen, local, generation, end)
         round_ = Compare(keys.round, "mod", seen.round_mod if seen else 0)
-        return replace(
+        return structs.replace(
             txn, compare=tuple(round_ if c.key == keys.ledger else c for c in txn.compare)
         )
 
@@ -249,7 +248,7 @@ def reports_are_only_cleared_by_a_final(patch: pytest.MonkeyPatch) -> None:
 
     def clear(keys: Keys, *args: Any) -> Txn:
         txn = finalise(keys, *args)
-        return replace(txn, then=(*txn.then, Delete(keys.reports(), prefix=True)))
+        return structs.replace(txn, then=(*txn.then, Delete(keys.reports(), prefix=True)))
 
     patch.setattr(view, "_with_parts", read)
     patch.setattr(writes, "_write_finalise", clear)

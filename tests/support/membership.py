@@ -12,11 +12,6 @@ from elastic_etcd.etcd.client import Client
 @asynccontextmanager
 async def joining(client: Client, config: AgentConfig) -> AsyncIterator[tuple[Inbox, Membership]]:
     """One that has begun to join, with this client, which is its own."""
-    inbox = Inbox()
-    async with (
-        client,
-        Tasks() as tasks,
-        Membership(client, config, inbox, tasks) as membership,
-    ):
+    async with client, Tasks() as tasks, Membership(client, config, tasks) as membership:
         membership.join("", 0)
-        yield inbox, membership
+        yield tasks.inbox, membership

@@ -30,8 +30,8 @@ async def test_a_reason_is_not_said_twice(
 ) -> None:
     """A node whose workers stop late waits, says that it is ready, and waits for the same again."""
     caplog.set_level(logging.INFO, "elastic_etcd")
-    given: Any = SimpleNamespace(nproc=1)
-    agent = Agent(given, given, given, given, given)
+    given: Any = SimpleNamespace(nproc=1, inbox=None)
+    agent = Agent(given, given, given, given)
     for generation, decision in decisions:
         now = Round(generation, Phase.JOINABLE, Lease(1), "n2 is lost", "run")
         agent._state = State(Local("run"), 1, view=View(9, Everything(), round=now))

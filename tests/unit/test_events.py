@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from elastic_etcd.agent.history import event, news, past
-from elastic_etcd.cli.events import _Printer
+from elastic_etcd.cli.events import _Printer, event, news, past
 from elastic_etcd.cli.query import while_read
 from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
@@ -65,7 +64,7 @@ def test_what_a_job_went_through() -> None:
 def test_the_job_is_scaled() -> None:
     wanted = Wanted(scale=Scale(min_nodes=1, max_nodes=4, run="r", instead_of="1:2", by="ann"))
     *_, last = past("j", view(RUNNING | {KEYS.wanted: encode(wanted)}))
-    assert (last.name, last.told) == ("elastic_etcd.scale", "the job is scaled to 1:4 nodes by ann")
+    assert (last.name, last.text) == ("elastic_etcd.scale", "the job is scaled to 1:4 nodes by ann")
 
 
 @pytest.mark.parametrize(("as_json", "again"), [(False, ["STOPPED"]), (True, SETTLED)])
@@ -126,7 +125,7 @@ def test_what_is_no_time_is_unknown(at: str) -> None:
 
 def test_what_only_shows_as_it_happens() -> None:
     def told(before: dict[str, str], after: dict[str, str]) -> list[str]:
-        return [e.told for e in news("j", view(before), view(after), 1)]
+        return [e.text for e in news("j", view(before), view(after), 1)]
 
     more = {KEYS.member(0xC): encode(Member(0xC, "n3", 1, run="r"))}
     assert told(RUNNING, RUNNING) == []

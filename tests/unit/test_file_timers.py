@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.timer import FileTimerClient, expires
 
 from elastic_etcd.agent.config import LogConfig
-from elastic_etcd.agent.followers.file_timers import FileTimerRequest, FileTimers
+from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.errors import UsageError
 from elastic_etcd.system.pidfds import is_gone

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.agent.followers import hang_watch
+from elastic_etcd.agent.followers import evidence, hang_watch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
-from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.lifecycle import Event, Finding, Published, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Hang,
@@ -115,8 +115,10 @@ class Node:
         self.generation = 1
         self.given_up: list[int | None] = []
         self.published: list[Txn] = []
-        self.keys = Keys("/elastic_etcd/j")
-        self.watch = HangWatch(timeout, *3 * [self])  # type: ignore[arg-type]
+        self.inbox = self
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.state = state(None)
+        self.watch = HangWatch(timeout, Keys("/elastic_etcd/j"), *3 * [self])  # type: ignore[arg-type]
 
     def activities(self) -> list[tuple[Any, Activity]]:
         return [(self.worker, self.at)]
@@ -130,9 +132,17 @@ class Node:
     def suspects(self) -> bool:
         return self.watch._suspicion is not None
 
-    async def publish(self, txn: Txn) -> bool:
-        self.published.append(txn)
-        return True
+    def create(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.add(asyncio.create_task(work))
+
+    def put(self, found: Finding) -> None:
+        self.published.append(found.txn)
+        self.see(self.state, Published(found.by, ok=True))
+
+    def see(self, now: State, event: Event | None = None) -> None:
+        """The agent is in that state."""
+        before, self.state = self.state, now
+        self.watch.see(before, event or Tick(), now)
 
     @property
     def said(self) -> list[int]:
@@ -161,15 +171,9 @@ def state(hang: Hang | None) -> State:
     return State(local, 1, view=view, limits=Limits(1, 2, hang_action="restart"))
 
 
-async def running(node: Node) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(node.watch.watch())
-        group.create_task(node.watch.answer())
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "_PACE", 0.01)
+    monkeypatch.setattr(hang_watch, "_PERIOD", 0.01)
     monkeypatch.setattr(hang_watch, "HANG_ALONE", 0.05)
 
 
@@ -177,11 +181,11 @@ async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(pid)
-    task = asyncio.create_task(running(node))
+    task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
     await asyncio.sleep(0.5)
     assert caplog.text.count("rank 0 is in step 7") == 1
-    node.watch.see(state(None))
+    node.see(state(None))
     await node.until(lambda: node.said)
     assert node.said == [1]
     task.cancel()
@@ -192,12 +196,12 @@ async def test_who_waits_for_what_may_last_is_asked_about_again_later(
 ) -> None:
     caplog.set_level("INFO")
     node = Node(pid)
-    task = asyncio.create_task(running(node))
-    node.watch.see(state(None))
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(None))
     await node.until(lambda: node.said)
-    node.watch.see(state(ASKED))
+    node.see(state(ASKED))
     await node.until(lambda: node.watch._judged)
-    node.watch.see(state(WAITS))
+    node.see(state(WAITS))
     await node.until(lambda: "waits in step 7" in caplog.text)
     node.at = HUNG._replace(seconds=139.0)
     await asyncio.sleep(0.3)
@@ -213,14 +217,14 @@ async def test_a_world_that_goes_on_is_not_begun_anew(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture, goes_on: bool
 ) -> None:
     node = Node(pid)
-    task = asyncio.create_task(running(node))
-    node.watch.see(state(None))
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(None))
     await node.until(lambda: node.said)
-    node.watch.see(state(ASKED))
+    node.see(state(ASKED))
     await asyncio.sleep(0.2)
     if goes_on:  # the storage was back before the coordinator's line was here
         node.at = Activity(Doing.STEP, 0.1, 900, 0.1)
-    node.watch.see(state(NOBODY))
+    node.see(state(NOBODY))
     await node.until(lambda: "nobody has moved" in caplog.text)
     assert node.given_up == ([] if goes_on else [None])
     task.cancel()
@@ -235,7 +239,7 @@ async def test_a_validation_that_was_given_up_has_twice_as_long_in_the_next_worl
     pid: int, quick: None
 ) -> None:
     node = Node(pid, timeout=None)
-    task = asyncio.create_task(node.watch.watch())
+    task = asyncio.create_task(node.watch.run())
     await node.seen(stands(61.0))
     await node.until(node.suspects)
     await node.seen(stands(1.0), generation=2)
@@ -250,7 +254,7 @@ async def test_a_gap_between_steps_that_was_seen_once_is_no_hang_later(
     pid: int, quick: None
 ) -> None:
     node = Node(pid, timeout=None)
-    task = asyncio.create_task(node.watch.watch())
+    task = asyncio.create_task(node.watch.run())
     await node.seen(stands(90.0))
     await node.seen(stands(0.1, 79))
     await node.seen(stands(170.0, 79))
@@ -273,7 +277,7 @@ async def test_a_pipe_that_nobody_reads_does_no_harm(
         (tmp_path / "pipe_0.pipe").write_text("mine")
     elif pipe == "nobody reads":
         os.mkfifo(tmp_path / "pipe_0.pipe")
-    task = asyncio.create_task(node.watch.watch())
+    task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "where it stands is in" in caplog.text)
     assert "flight recorder" not in caplog.text
     if pipe == "a file":
@@ -292,10 +296,10 @@ async def test_the_flight_recorder_is_with_the_evidence(
 
     if not hasattr(_distributed_c10d, "_dump_fr_trace"):
         pytest.skip("this torch writes no record of gloo's")
-    monkeypatch.setattr(hang_watch, "HANG_EVIDENCE", 60.0)
+    monkeypatch.setattr(evidence, "HANG_EVIDENCE", 60.0)
     node = Node(pid)
     node.folder = tmp_path / "evidence"
-    monkeypatch.setattr(hang_watch, "HANG_ASK", 60.0)
+    monkeypatch.setattr(evidence, "HANG_ASK", 60.0)
     pipe, trace = f"{tmp_path}/pipe_", f"{tmp_path}/trace_"
     node.env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipe
     node.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = trace
@@ -303,7 +307,7 @@ async def test_the_flight_recorder_is_with_the_evidence(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "ready\n"
-        task = asyncio.create_task(node.watch.watch())
+        task = asyncio.create_task(node.watch.run())
         try:
             await node.until(lambda: "NCCL's flight recorder is in" in caplog.text)
         finally:
@@ -320,12 +324,12 @@ async def test_stacks_that_come_late_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without them a rank that waits looks like one that is behind."""
-    monkeypatch.setattr(hang_watch, "HANG_STACKS", 60.0)
+    monkeypatch.setattr(evidence, "HANG_STACKS", 60.0)
     node = Node(dumping_pid)
     head = b"Stack (most recent call first):\n"
     stack = b'  File "torch/autograd/graph.py", line 829 in _engine_run_backward\n'
     node.tails = chain([b""] * 4, [head], repeat(head + stack))
-    task = asyncio.create_task(node.watch.watch())
+    task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
     assert "_engine_run_backward" in node.watch._evidence[0].stack
     task.cancel()
@@ -334,15 +338,15 @@ async def test_stacks_that_come_late_are_waited_for(
 def test_a_worker_outlives_being_asked(dumping_pid: int) -> None:
     """Its other threads run on: what a handler reads of theirs may be gone meanwhile."""
     for _ in range(2000):
-        assert hang_watch._ask_for_stacks(dumping_pid)
-        assert hang_watch._status(dumping_pid, "State") != "Z", "it has died"
+        assert evidence._ask_for_stacks(dumping_pid)
+        assert evidence.status(dumping_pid, "State") != "Z", "it has died"
         time.sleep(0.001)
 
 
 async def test_it_is_the_main_thread_that_answers(dumping_pid: int, tmp_path: Path) -> None:
     """Whatever others begin and end."""
     for number in range(1, 51):
-        hang_watch._ask_for_stacks(dumping_pid)
+        evidence._ask_for_stacks(dumping_pid)
         async with asyncio.timeout(10):
             while (tmp_path / "stderr").read_text().count("in <module>\n") < number:  # noqa: ASYNC110 - a file
                 await asyncio.sleep(0.001)
@@ -354,7 +358,7 @@ async def test_a_worker_that_is_stopped_is_not_asked(
     """It would write when it goes on, whichever thread comes first, of what is no hang any more."""
     os.kill(dumping_pid, signal.SIGSTOP)
     node = Node(dumping_pid)
-    task = asyncio.create_task(node.watch.watch())
+    task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "its stacks are in its stderr" in caplog.text)
-    assert int(hang_watch._status(dumping_pid, "ShdPnd"), 16) == 0
+    assert int(evidence.status(dumping_pid, "ShdPnd"), 16) == 0
     task.cancel()

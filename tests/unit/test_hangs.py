@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_etcd.agent.followers.hang_watch import _kernel_state, _status
+from elastic_etcd.agent.followers.evidence import _kernel_state, status
 
 # A name is cut at 15 bytes, here inside a character.
 NAMED = r"""
@@ -29,7 +29,7 @@ def named() -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_name_that_is_cut_inside_a_character(named: "subprocess.Popen[str]") -> None:
-    assert _status(named.pid, "TracerPid") == "0"
+    assert status(named.pid, "TracerPid") == "0"
     _, thread = _kernel_state(named.pid)
     assert thread.startswith(f"{named.pid} {named.pid} train")
 
@@ -37,5 +37,5 @@ def test_a_name_that_is_cut_inside_a_character(named: "subprocess.Popen[str]") -
 def test_a_process_that_is_gone_has_nothing(named: "subprocess.Popen[str]") -> None:
     named.kill()
     named.wait()
-    assert _status(named.pid, "TracerPid") == ""
+    assert status(named.pid, "TracerPid") == ""
     assert len([*_kernel_state(named.pid)]) == 1

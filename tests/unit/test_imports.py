@@ -101,6 +101,8 @@ SAME_CLASS = {
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
     "World": "one generation, as the agent tells it and as its worker knows it",
 }
+# All others know the agent's life by core/lifecycle.py alone.
+BUILDS_FOLLOWERS = {"agent/agent.py", "api/child.py", "launch.py", "plugin/torchrun_agent.py"}
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
 
@@ -165,6 +167,14 @@ def parts_of(names: Iterator[str]) -> set[str]:
 @pytest.mark.parametrize("file", FILES, ids=named)
 def test_parts_import_only_what_lies_below_them(file: Path) -> None:
     assert parts_of(imports(file)) <= MAY_IMPORT[part(file)]
+
+
+@pytest.mark.parametrize("file", FILES, ids=named)
+def test_followers_are_imported_where_they_are_built_only(file: Path) -> None:
+    """An agent runs without each of them, and what begins as a follower may go again."""
+    room = "elastic_etcd.agent.followers"
+    follows = named(file).startswith("agent/followers/") or named(file) in BUILDS_FOLLOWERS
+    assert follows or not any(name.startswith(room) for name in imports(file))
 
 
 @pytest.mark.parametrize("file", IN_OTHER_PROGRAMS)
@@ -330,7 +340,7 @@ def loaded(code: str, *flags: str) -> set[str]:
             "elastic_etcd.agent.agent",
             {
                 *("torch", "numpy", "rich", "prometheus_client", "http.client"),
-                *("elastic_etcd.agent.history", "elastic_etcd.agent.goodput"),
+                "elastic_etcd.agent.goodput",
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),

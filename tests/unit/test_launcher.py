@@ -15,16 +15,16 @@ from torch.distributed.launcher import api as torchs
 
 from elastic_etcd import launch
 from elastic_etcd.agent.config import StreamChoice, Streams
-from elastic_etcd.agent.followers.run_writer import Account
+from elastic_etcd.agent.followers.run_writer import RunWriter
 from elastic_etcd.api import functions, run_function
 from elastic_etcd.api.child_failed import child_failed
-from elastic_etcd.core.lifecycle import State, Tick
+from elastic_etcd.core.lifecycle import JobEnded, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Failure, Ledger, Outcome
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
-from elastic_etcd.protocol.run_record import WorkerFailure
+from elastic_etcd.protocol.run_record import Ran, WorkerFailure
 
 
 def add(a: int, b: int) -> int:
@@ -259,33 +259,30 @@ def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     assert error.result is result
 
 
-def seen(final: int, claimed: int) -> Account:
-    """What the account of a node has seen when a generation is claimed after the final one."""
-    account = Account()
+def seen(final: int, claimed: int, outcome: Outcome) -> Ran:
+    """What is recorded of a run that ends when a generation is claimed after the final one."""
+    writer = RunWriter()
     view = View(1, Everything(), ledger=Ledger(generation=claimed, final=final))
     state = State(Local(run="run"), 1, view=view)
-    account.see(state, Tick(), state)
-    return account
+    writer.see(state, Tick(), state)
+    writer.see(state, JobEnded(outcome), state)
+    return writer.record
 
 
 def test_values_are_of_the_last_world_whatever_was_claimed_after_it() -> None:
     """All were done when a join had claimed the next generation."""
-    account = seen(final=4, claimed=5)
-    account.end(Outcome("succeeded", "every participant is done", "run", 5, 0))
-    assert account.ran.generation == 4
-    account = seen(final=7, claimed=7)
-    account.end(Outcome("succeeded", "every participant is done", "run", 5, 0))
-    assert account.ran.generation == 5, "what another run has begun is not this one's"
+    outcome = Outcome("succeeded", "every participant is done", "run", 5, 0)
+    assert seen(final=4, claimed=5, outcome=outcome).generation == 4
+    of_another = "what another run has begun is not this one's"
+    assert seen(final=7, claimed=7, outcome=outcome).generation == 5, of_another
 
 
 def test_the_cause_may_be_another_nodes() -> None:
     """This node was a spare in the last world."""
-    account = seen(final=4, claimed=5)
-    account.ran.generations = [1, 2]
     cause = Failure("n2", 1, 0, 7, 1, 2.0, "ValueError: theirs", "2026-01-01T00:00:00+00:00")
-    account.end(Outcome("failed", "why", "run", 5, 1, cause))
-    (told,) = account.ran.failures
-    assert (told.node, told.rank, told.generation, account.ran.cause) == ("n2", 1, 4, 0)
+    record = seen(final=4, claimed=5, outcome=Outcome("failed", "why", "run", 5, 1, cause))
+    (told,) = record.failures
+    assert (told.node, told.rank, told.generation, record.cause) == ("n2", 1, 4, 0)
     result = RunResult("failed", "why", 1, (1, 4), 0, (told,), told, {})
     failure = child_failed("add", result).failures[1]
     assert failure.message["extraInfo"]["py_callstack"] == "ValueError: theirs"

@@ -14,9 +14,11 @@ from elastic_etcd.core.lifecycle import (
     Exit,
     Failed,
     Fatal,
+    Finding,
     Finished,
     Grace,
     Held,
+    JobEnded,
     Joined,
     Lasted,
     LeaseLost,
@@ -26,6 +28,8 @@ from elastic_etcd.core.lifecycle import (
     MarkLeaving,
     Outdated,
     Over,
+    Publish,
+    Published,
     Rejoin,
     ReportEnd,
     SetTimer,
@@ -50,6 +54,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.rules import Decision, Local, Verdict
 from elastic_etcd.core.schema import Limits, Phase
+from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
 from tests.support.spoilt import FAILURE, JOBS, KEYS, LEDGER, MASTER, ROUND, WORLD, A, snapshot
 
@@ -69,6 +74,11 @@ DECISIONS: list[Decision] = [
     rules.Close("why", ROUND, Verdict.FAILED.outcome("r", 4, "why", FAILURE)),
     rules.Leave("why"),
 ]
+OUTCOME = Verdict.FAILED.outcome("r", 4, "why", FAILURE)
+TOLD = Txn(
+    (Compare("/j/member", "create", 3), Compare("/j/", "version", 0, prefix=True)),
+    (Put("/j/hang", '{"line": "why"}', A), Delete("/j/steps/", prefix=True), Get("/j/round")),
+)
 EVENTS: list[Event] = [
     *(ViewChanged(view) for view in VIEWS),
     ViewChanged(View(9, Narrow(A))),
@@ -87,6 +97,9 @@ EVENTS: list[Event] = [
     Tick(),
     Fatal(Over("the job ended")),
     Fatal(Error("etcd denies it")),
+    Finding("hangs", TOLD),
+    Published("hangs", ok=True),
+    JobEnded(OUTCOME),
 ]
 WRITES: list[Writable] = [
     *(d for d in DECISIONS if isinstance(d, get_args(Writable))),
@@ -96,6 +109,7 @@ WRITES: list[Writable] = [
 ]
 ACTIONS: list[Action] = [
     *(Write(what, A, 4) for what in WRITES),
+    Publish("hangs", TOLD),
     StartWorkers(ROUND, WORLD[0]),
     *(StopWorkers(grace) for grace in Grace),
     StopWorkers(Grace.LEAVE, seconds=120.0),
@@ -164,6 +178,19 @@ def test_a_record_replays() -> None:
         assert [to_json(action) for action in actions] == acted
         assert to_json(again) == became
     assert again == state
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_rules_know_nothing_of_followers(state: State) -> None:
+    """So that the model, which has none, explores all states."""
+    found, published, ended = (
+        Finding("hangs", TOLD),
+        Published("hangs", ok=False),
+        JobEnded(OUTCOME),
+    )
+    assert step(state, found, 1e9) == (state, [Publish("hangs", TOLD)])
+    assert step(state, published, 1e9) == (state, [])
+    assert step(state, ended, 1e9) == (state, [])
 
 
 def test_phases_and_masters_are_in_the_record() -> None:

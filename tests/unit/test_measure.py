@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.followers.metrics import CAUSES
-from elastic_etcd.agent.followers.time_accounting import Measure, cause_of
-from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.agent.followers.recovery import CAUSES, cause_of
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting
+from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
@@ -40,12 +40,18 @@ class Node:
         self.page = ActivityPage(sealed_memfd("activity", SIZE))
         self.ended = 0.0
         workers: Any = SimpleNamespace(pages=(self.page,))
-        self.measure = Measure(workers)
-        self.measure.see(state(None))
+        self.accounting = TimeAccounting(workers)
+        self.state = State(Local(""), 1)
+        self.see(state(None))
+
+    def see(self, now: State) -> None:
+        """The agent is in that state."""
+        before, self.state = self.state, now
+        self.accounting.see(before, Tick(), now)
 
     async def begin(self, final: Round) -> None:
         self.page.clear()
-        self.measure.see(state(final, running=final.generation, ran=final.generation))
+        self.see(state(final, running=final.generation, ran=final.generation))
         await elapse(0.05)
 
     async def steps(self, number: int) -> None:
@@ -60,12 +66,12 @@ class Node:
     async def end(self, generation: int) -> Spent:
         """It fails, and its workers are stopped."""
         now, ran = claimed(generation + 1), {"ran": generation}
-        self.measure.see(state(now, running=generation, stopping=True, **ran))
-        early = self.measure.of(generation)
+        self.see(state(now, running=generation, stopping=True, **ran))
+        early = self.accounting.spent_on(generation)
         await elapse(0.05)
         self.ended = asyncio.get_running_loop().time()
-        self.measure.see(state(now, **ran))
-        spent = self.measure.of(generation)
+        self.see(state(now, **ran))
+        spent = self.accounting.spent_on(generation)
         assert early
         assert spent
         assert early.stop == 0.0 < spent.stop
@@ -82,7 +88,7 @@ async def test_every_second_of_a_world_has_its_place() -> None:
     await node.steps(2)
     spent = await node.end(1)
     after = loop.time()
-    assert node.measure.of(2) is None
+    assert node.accounting.spent_on(2) is None
     assert (spent.worlds, spent.planned, spent.steps, spent.commits) == (1, 0, 5, 1)
     assert spent.trained > spent.again > 0
     assert spent.pause == spent.unknown == 0.0
@@ -114,8 +120,8 @@ async def test_what_comes_after_the_last_step_of_a_good_end_is_training() -> Non
     await node.steps(2)
     await elapse(0.1)
     over = state(FIRST, running=1, ran=1)
-    node.measure.see(replace(over, result=Finished()))
-    spent = node.measure.of(1)
+    node.see(replace(over, result=Finished()))
+    spent = node.accounting.spent_on(1)
     assert spent
     assert spent.trained > 0.15
     assert spent.detect == spent.again == 0.0
@@ -126,23 +132,23 @@ async def test_what_others_still_train_when_this_node_is_done_is_training() -> N
     await node.begin(FIRST)
     await node.steps(1)
     ran = state(FIRST, running=1, ran=1)
-    node.measure.see(replace(ran, result=Finished()))
+    node.see(replace(ran, result=Finished()))
     await elapse(0.2)
     done = replace(state(FIRST, ran=1), result=Finished())
-    node.measure.see(done)
-    early = node.measure.of(1)
+    node.see(done)
+    early = node.accounting.spent_on(1)
     await elapse(0.2)
-    node.measure.see(done)
-    spent = node.measure.of(1)
+    node.see(done)
+    spent = node.accounting.spent_on(1)
     assert early
     assert spent
     assert early.trained >= 0.2
     assert spent.trained >= early.trained + 0.19
     assert spent.detect == spent.again == 0.0
-    node.measure.see(replace(done, view=state(claimed(2)).view))
+    node.see(replace(done, view=state(claimed(2)).view))
     over = asyncio.get_running_loop().time()
     await elapse(0.1)
-    node.measure.see(replace(done, view=state(claimed(2)).view))
+    node.see(replace(done, view=state(claimed(2)).view))
     await node.begin(replace(FIRST, generation=2))
     began = asyncio.get_running_loop().time()
     await node.steps(1)
@@ -172,7 +178,7 @@ async def test_a_start_between_two_looks_is_known() -> None:
 
     node = Node()
     node.page.clear()
-    node.measure.see(state(FIRST, running=1, ran=1))
+    node.see(state(FIRST, running=1, ran=1))
     start(node.page)
     spent = await node.end(1)
     assert spent.start >= 0.1
@@ -190,10 +196,10 @@ async def test_a_script_whose_steps_nobody_sees() -> None:
 async def test_a_spare_knows_how_long_others_have_trained() -> None:
     node = Node()
     others = replace(FIRST, coordinator=OTHER, generation=4)
-    node.measure.see(state(others, OTHER, acked=4))
+    node.see(state(others, OTHER, acked=4))
     await elapse(0.05)
-    node.measure.see(state(claimed(5)))
-    spent = node.measure.of(4)
+    node.see(state(claimed(5)))
+    spent = node.accounting.spent_on(4)
     assert spent
     assert spent.unknown >= 0.05
     await elapse(0.05)
@@ -209,15 +215,15 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
     node, loop = Node(), asyncio.get_running_loop()
     others = replace(FIRST, coordinator=OTHER, generation=4)
     began = loop.time()
-    node.measure.see(state(others, OTHER, acked=4))
+    node.see(state(others, OTHER, acked=4))
     await elapse(0.2)
-    node.measure.see(State(Local("r"), 1, Life.JOINING))
+    node.see(State(Local("r"), 1, Life.JOINING))
     await elapse(0.1)
-    node.measure.see(State(Local("r", OWN), 1, Life.MEMBER))
-    node.measure.see(state(others, OTHER))
+    node.see(State(Local("r", OWN), 1, Life.MEMBER))
+    node.see(state(others, OTHER))
     await elapse(0.1)
-    node.measure.see(state(claimed(5)))
-    spent = node.measure.of(4)
+    node.see(state(claimed(5)))
+    spent = node.accounting.spent_on(4)
     assert spent
     assert 0.39 <= spent.unknown <= loop.time() - began + 1e-3
 

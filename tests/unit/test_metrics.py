@@ -13,10 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers.metrics import Metrics, Recovery, nodes, unready
+from elastic_etcd.agent.followers.metrics import Metrics, nodes, unready
 from elastic_etcd.agent.followers.metrics_server import serving
+from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.agent.followers.watchdog import Watchdog
-from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, Narrow, View
@@ -121,7 +122,7 @@ async def test_probes_are_answered_while_the_loop_stands() -> None:
             async with asyncio.timeout(DEADLINE):
                 while (await asyncio.to_thread(get, address, "/healthz"))[0] != 200:
                     await elapse(0.05)
-        metrics.see(SPARE)
+        metrics.see(SPARE, Tick(), SPARE)
         assert get(address, "/readyz") == (200, "ok\n")
         assert values(address)["elastic_etcd_generation"] == 3
         assert get(address, "/other")[0] == 404

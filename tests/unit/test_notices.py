@@ -1,5 +1,6 @@
 """What is heard of notices, from services that behave as the clouds' do and from files."""
 
+import asyncio
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.followers.notices import METADATA, SOURCES, Notice, Source, Watch
+from elastic_etcd.agent.followers.notices import METADATA, SOURCES, Source, Watch
+from elastic_etcd.agent.inbox import Notice
 from elastic_etcd.etcd.embedded import free_ports
 from tests.support.metadata import Service, metadata_service
 
@@ -17,7 +19,7 @@ DEADLINE = 60.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (Source, *SOURCES.values()):
-        monkeypatch.setattr(source, "pace", 0.05)
+        monkeypatch.setattr(source, "period", 0.05)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not for these
 
 
@@ -29,7 +31,7 @@ def watching(name: str) -> Iterator[tuple[Watch, Callable[[], Notice]]]:
     try:
         yield watch, lambda: found.get(timeout=DEADLINE)
     finally:
-        watch.end()
+        asyncio.run(watch.close())
 
 
 @pytest.fixture(params=SOURCES)

@@ -11,9 +11,11 @@ from elastic_etcd.core.lifecycle import (
     Action,
     Event,
     Fatal,
+    Finding,
     Joined,
     LeaseLost,
     Over,
+    Published,
     Rejoin,
     Signalled,
     State,
@@ -23,6 +25,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Member
+from elastic_etcd.core.txn import Compare, Put, Txn
 from elastic_etcd.core.view import Narrow, View
 from tests.support.replay import replay
 
@@ -102,6 +105,29 @@ def test_views_of_a_large_job_take_bounded_memory(monkeypatch: pytest.MonkeyPatc
         view = View(revision, Narrow(), members=members)
         flight.record(State(Local(""), 1), 0.0, ViewChanged(view))
     assert len(flight._steps) == 2
+
+
+HANG = Finding("hangs", Txn((Compare("/j/round", "mod", 7),), (Put("/j/hang", "{}"),)))
+
+
+def test_what_a_follower_has_found_is_in_the_file_and_replays(tmp_path: Path) -> None:
+    told: list[Event] = [HANG, Published("hangs", ok=True)]
+    path = recorded([*EVENTS[:2], *told, *EVENTS[2:]]).write(str(tmp_path))
+    lines = path.read_text().splitlines()
+    assert '"actions":[{"type":"Publish","by":"hangs","txn"' in lines[3]
+    assert '"type":"Published"' in lines[4]
+    assert replay(path) == ""
+    path.write_text("\n".join(lines).replace('"key":"/j/hang"', '"key":"/j/other"', 1))
+    assert replay(path).startswith("line 4: Finding(by='hangs'")
+
+
+def test_findings_push_nothing_else_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recorder, "STEPS", 3)
+    monkeypatch.setattr(recorder, "_FINDINGS", 2)
+    path = recorded([HANG, *EVENTS[:5], *[HANG] * 9, EVENTS[5], HANG]).write(str(tmp_path))
+    kinds = [line.split('"type":"')[1].split('"')[0] for line in path.read_text().splitlines()[1:]]
+    assert kinds == ["LeaseLost", "Joined", "Finding", "Signalled", "Finding"]
+    assert replay(path) == ""
 
 
 def test_nothing_recorded_is_a_file_too(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent.followers import straggler_watch
 from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
-from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.lifecycle import Event, Finding, Published, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Keys,
@@ -22,7 +22,7 @@ from elastic_etcd.core.schema import (
     Stragglers,
     decode,
 )
-from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.core.txn import Put
 from elastic_etcd.core.view import Narrow, View
 from elastic_etcd.protocol.activity import Activity, Doing
 
@@ -34,20 +34,26 @@ class Node:
     """A node with one worker, and what its agent publishes."""
 
     def __init__(self) -> None:
-        self.keys = Keys("/elastic_etcd/j")
+        self.inbox = self
+        self.state = state()
         self.at = MEASURED
         self.told: list[StepTime] = []
         self.looks = 0
-        self.watch = StragglerWatch(self, self)  # type: ignore[arg-type]
+        self.watch = StragglerWatch(Keys("/elastic_etcd/j"), *2 * [self])  # type: ignore[arg-type]
 
     def activities(self) -> list[tuple[Any, Activity]]:
         self.looks += 1
         return [(None, self.at)]
 
-    async def publish(self, txn: Txn) -> bool:
-        (put,) = (put for put in txn.then if isinstance(put, Put))
+    def put(self, found: Finding) -> None:
+        (put,) = (put for put in found.txn.then if isinstance(put, Put))
         self.told.append(decode(StepTime, put.value, lease=0xB))
-        return True
+        self.see(self.state, Published(found.by, ok=True))
+
+    def see(self, now: State, event: Event | None = None) -> None:
+        """The agent is in that state."""
+        before, self.state = self.state, now
+        self.watch.see(before, event or Tick(), now)
 
     async def look(self, at: Activity) -> list[float]:
         """What it has told once it has seen its worker there."""
@@ -69,7 +75,7 @@ def state(nodes: int = 2, factor: float = 1.5, found: Stragglers | None = None) 
 async def telling(node: Node, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(straggler_watch, "_PERIOD", 0.01)
     monkeypatch.setattr(straggler_watch, "_A_SECOND", 1000)
-    task = asyncio.create_task(node.watch.tell())
+    task = asyncio.create_task(node.watch.run())
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -80,7 +86,7 @@ async def test_it_is_told_when_fifty_steps_have_shown_something_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Node()
-    node.watch.see(state())
+    node.see(state())
     async with telling(node, monkeypatch):
         assert await node.look(MEASURED._replace(measured=9, outside=0.0)) == []
         assert await node.look(MEASURED) == [0.5]
@@ -95,17 +101,17 @@ async def test_nothing_is_told_where_nobody_is_compared(
     monkeypatch: pytest.MonkeyPatch, alone: State
 ) -> None:
     node = Node()
-    node.watch.see(alone)
+    node.see(alone)
     async with telling(node, monkeypatch):
         await asyncio.sleep(0.2)
         assert node.looks == 0
-        node.watch.see(state())
+        node.see(state())
         assert await node.look(MEASURED) == [0.5]
 
 
-def test_a_line_is_told_once_and_an_old_one_never(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_is_told_once_and_an_old_one_never(caplog: pytest.LogCaptureFixture) -> None:
     node, old = Node(), Stragglers(1, 4, "n1 is slow ...", ("n1",))
     new = Stragglers(1, 5, "n2 is slow ...", ("n1", "n2"))
     for found in (old, old, new, new):
-        node.watch.see(state(found=found))
+        node.see(state(found=found))
     assert [record.message for record in caplog.records] == ["n2 is slow ..."]

@@ -3,12 +3,11 @@
 import asyncio
 import gc
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_etcd.agent import agent
+from elastic_etcd.agent.agent import live
 from elastic_etcd.agent.inbox import Inbox, LeaveAtOnce, MirrorChanged, Tasks
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.errors import UsageError
@@ -150,15 +149,13 @@ async def test_of_a_small_job_each_change_comes_at_once() -> None:
     ],
 )
 async def test_an_agent_ends_with_what_ended_a_task_of_its(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, recorded: list[str]
+    error: Exception, recorded: list[str]
 ) -> None:
     """And leaves a record of what had happened, if the defect is the program's own."""
     records: list[str] = []
 
     class Crashing:
-        def __init__(self, *given: object) -> None:
-            tasks = given[2]
-            assert isinstance(tasks, Tasks)
+        def __init__(self, tasks: Tasks) -> None:
             self._tasks = tasks
 
         async def live(self) -> int:
@@ -172,16 +169,8 @@ async def test_an_agent_ends_with_what_ended_a_task_of_its(
         async def write_record(self, why: str) -> None:
             records.append(why)
 
-    monkeypatch.setattr(agent, "Agent", Crashing)
-    monkeypatch.setattr(agent, "Membership", lambda *_: None)
-    workers = SimpleNamespace(learned=asyncio.Queue())
-    monkeypatch.setattr(agent, "Workers", lambda *_: workers)
-    forever = asyncio.Event().wait
-    watch = SimpleNamespace(watch=forever, answer=forever)
-    monkeypatch.setattr(agent, "HangWatch", lambda *_: watch)
-    config: Any = SimpleNamespace(hang_timeout=None)
-    given: Any = None
+    build: Any = Crashing
     with pytest.raises(type(error), match=str(error)):
         async with asyncio.timeout(DEADLINE):
-            await agent.run_agent(config, given, given, given)
+            await live(build)
     assert records == recorded

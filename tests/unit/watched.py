@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
+from elastic_etcd.agent.inbox import Tasks, Unkillable
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
 from elastic_etcd.agent.workers import Workers
@@ -57,12 +57,12 @@ class Watched:
         self.finished: list[bool] = []
         self.unkillable = 0  # how often it was told
         self.guarded = Guarded()
-        self._inbox = Inbox()
+        self._inbox = tasks.inbox
         self._news = asyncio.Event()
         one = Limits(1, 1)
         config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0, **more)
         membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
-        self.workers = Workers(config, logs, self._inbox, tasks, membership, guardian)
+        self.workers = Workers(config, logs, tasks, membership, guardian)
         tasks.create(self._hear())
 
     @classmethod

@@ -1,15 +1,13 @@
-"""What --metrics-addr shows of this agent, its workers and its job. Loaded with that flag only.
+"""The metrics of this agent, its workers and its job, loaded with --metrics-addr only.
 
-The agent's loop hands in each state; a scrape comes in another thread and only reads. What is
-counted is kept here: prometheus-client's own counters would write into PROMETHEUS_MULTIPROC_DIR,
-which is the workers'.
+The agent's loop hands in each state; a scrape comes in another thread and only reads. All counts
+are kept here: prometheus-client's own counters would write into PROMETHEUS_MULTIPROC_DIR, which is
+the workers'.
 """
 
 import threading
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import (
     CollectorRegistry,
@@ -24,121 +22,49 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers.time_accounting import Measure, is_spare
+from elastic_etcd.agent.followers.recovery import Histogram, Recovery
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
 from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core.lifecycle import Finished, Life, State
+from elastic_etcd.core.lifecycle import Event, Finished, Life, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.protocol.activity import Activity, ActivityPage
+from elastic_etcd.protocol.activity import Activity
 from elastic_etcd.version import __version__
 
-PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
-CAUSES = ("failure", "lost", "leave", "join", "scale")
-_RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 _REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 
-class Histogram:
-    """How many seconds something took, counted by these upper bounds."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._names = [*map(str, bounds), "+Inf"]
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one more."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self.sum += seconds
-
-    @property
-    def buckets(self) -> list[tuple[str, int]]:
-        """As Prometheus has them: each with all that are below its bound."""
-        return list(zip(self._names, accumulate(self._counts), strict=True))
-
-
-class Recovery:
-    """How long each phase of a change of world takes on this node, and what was lost by its cause.
-
-    The first world of an agent is none, nor is the time in which it is a spare.
-    """
-
-    def __init__(self) -> None:
-        self.phases = {phase: Histogram(_RECOVERY) for phase in PHASES}
-        self.lost = dict.fromkeys(CAUSES, 0.0)
-        self.restarts = dict.fromkeys(CAUSES, 0)
-        self._since: float | None = None  # when the phase of now began
-        self._lost = 0.0
-        self._cause = ""
-
-    def end_world(self, now: float, idle: float) -> None:
-        """The world is over; the last step ended `idle` seconds ago."""
-        if self._since is not None and self._cause:  # it has had no step
-            self.lost[self._cause] += self._lost
-        self._since, self._lost, self._cause = now, 0.0, ""
-        self._observe("detect", idle)
-
-    def forget(self) -> None:
-        """No world follows for now."""
-        self._since = None
-
-    def pass_phase(self, phase: str, now: float) -> None:
-        """This phase ends now, and the next one begins."""
-        if self._since is not None:
-            self._observe(phase, now - self._since)
-            self._since = now
-
-    def begin_world(self, cause: str, now: float) -> None:
-        """A world begins because of `cause`, which is charged with the seconds lost until now."""
-        if self._since is None:
-            return
-        self.pass_phase("rendezvous", now)
-        self.restarts[cause] += 1
-        self.lost[cause] += self._lost
-        self._cause, self._lost = cause, 0.0
-
-    def train(self, now: float) -> None:
-        """The first step of the world is done."""
-        if self._since is not None:
-            self.pass_phase("first_step", now)
-            self.lost[self._cause] += self._lost
-            self._since = None
-
-    def _observe(self, phase: str, seconds: float) -> None:
-        self.phases[phase].observe(seconds)
-        self._lost += seconds
-
-
 class StepCounts:
-    """What the workers' pages say, added up over all worlds of this agent.
+    """The numbers on the workers' pages, added up over all worlds of this agent.
 
     A scrape in the middle of `end` would count a world twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._lock = threading.Lock()
-        self._pages: tuple[ActivityPage, ...] = ()
+        self._workers = workers
+        self._generation = 0  # of the world that runs here
         self._before = (0, 0, 0.0)
 
-    def begin(self, pages: tuple[ActivityPage, ...]) -> None:
-        """Another world; these were cleared for it."""
-        self._pages = pages
+    def begin(self, generation: int) -> None:
+        """Another world is about to start."""
+        self._generation = generation
 
     def end(self) -> None:
         """The world is over, and its pages are about to be used again."""
         with self._lock:
-            self._before, self._pages = self._sum(), ()
+            self._before, self._generation = self._sum(), 0
 
     def read(self) -> list[Activity]:
-        """What the workers of this world do."""
-        return [page.read() for page in self._pages]
+        """The activities of this world's workers, once its pages are cleared for it."""
+        begun = self._generation and self._workers.generation == self._generation
+        return [page.read() for page in self._workers.pages] if begun else []
 
     def total(self) -> tuple[int, int, float]:
-        """Steps of the slowest worker here; commits of all of them, and what these took."""
+        """Steps of the slowest worker here; commits of all of them, and how long these took."""
         with self._lock:
             return self._sum()
 
@@ -152,7 +78,7 @@ class StepCounts:
 
 
 class Metrics(Collector):
-    """What a scrape reads, and the answers to probes.
+    """A scrape reads them, and probes are answered by them.
 
     `address` is where they are served; `requests` is told how long etcd took for each answer.
     """
@@ -164,10 +90,9 @@ class Metrics(Collector):
         self._own = {"job": config.job, "node": config.node}
         self._watchdog: Watchdog | None = None
         self._membership: Membership | None = None
-        self._workers: Workers | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
-        self._steps = StepCounts()
+        self._steps: StepCounts | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -177,19 +102,20 @@ class Metrics(Collector):
         """From here on it knows whether the loop turns."""
         self._watchdog = watchdog
 
-    def follow(self, membership: Membership, workers: Workers, measure: Measure) -> None:
+    def follow(self, membership: Membership, workers: Workers, accounting: TimeAccounting) -> None:
         """From here on these are read, and changes of world are counted."""
-        self._membership, self._workers = membership, workers
-        measure.followers.append(self._recovery)
+        self._membership, self._steps = membership, StepCounts(workers)
+        self._recovery = accounting.recovery
 
-    def see(self, state: State) -> None:
+    def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        was, self._state, own = self._state.local, state, state.local
-        if was.running and not own.running:
+        del event
+        self._state = state
+        was, running = before.local.running, state.local.running
+        if self._steps and was and not running:
             self._steps.end()
-        if own.running and own.running != was.running:
-            assert self._workers
-            self._steps.begin(self._workers.pages)
+        if self._steps and running != was and running:
+            self._steps.begin(running)
 
     # --- in any thread --------------------------------------------------------------------
 
@@ -208,112 +134,66 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As prometheus-client asks for it."""
-        yield self._info()
-        yield from self._world()
-        yield from self._changes()
-        yield from self._activity()
-        yield self._histogram(
-            "etcd_request_seconds", "From a request to the answer of etcd.", {"": self.requests}
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "lease_ttl_remaining_seconds",
-            "Until the lease ends if nothing renews it.",
-            {"": self._membership.lease_left} if self._membership else {},
-        )
-
-    def _info(self) -> Metric:
         about = {"version": __version__, "nnodes": self._config.limits.nnodes}
         info = InfoMetricFamily(f"{_PREFIX}job", "This agent and its job.", labels=self._names(""))
         info.add_metric([*self._own.values()], about)
-        return info
+        yield info
+        yield from self._of_world()
+        yield from self._of_changes()
+        yield from self._of_steps()
+        requests = "From a request to the answer of etcd."
+        yield self._histogram("etcd_request_seconds", requests, {"": self.requests})
+        left = {"": self._membership.lease_left} if self._membership else {}
+        ends = "Until the lease ends if nothing renews it."
+        yield self._gauge("lease_ttl_remaining_seconds", ends, left)
 
-    def _world(self) -> Iterator[Metric]:
+    def _of_world(self) -> Iterator[Metric]:
         state = self._state
         now = state.view.round if state.view else None
         takes_part = now is not None and state.local.running == now.generation
         ranks = now.world_size if now and takes_part else 0
-        yield self._family(
-            GaugeMetricFamily,
-            "generation",
-            "The newest generation of the job.",
-            {"": now.generation if now else 0},
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "world_size",
-            "Ranks of the world that trains here; 0: none.",
-            {"": ranks},
-        )
+        newest = {"": now.generation if now else 0}
+        yield self._gauge("generation", "The newest generation of the job.", newest)
+        text = "Ranks of the world that trains here; 0: none."
+        yield self._gauge("world_size", text, {"": ranks})
         counts = nodes(state.view) if state.view else {}
-        yield self._family(
-            GaugeMetricFamily,
-            "nodes",
-            "Nodes by state; the coordinator tells all of them.",
-            counts,
-            "state",
-        )
+        text = "Nodes by state; the coordinator tells all of them."
+        yield self._gauge("nodes", text, counts, "state")
 
-    def _changes(self) -> Iterator[Metric]:
+    def _of_changes(self) -> Iterator[Metric]:
         recovery = self._recovery
-        yield self._family(
-            CounterMetricFamily,
-            "restarts",
-            "Worlds that followed another on this node.",
-            recovery.restarts,
-            "cause",
-        )
-        yield self._family(
-            CounterMetricFamily,
-            "lost_seconds",
-            "From the last step of a world to the first of the next.",
-            recovery.lost,
-            "cause",
-        )
-        yield self._histogram(
-            "recovery_seconds",
-            "Each phase of a change of world on this node.",
-            recovery.phases,
-            "phase",
-        )
+        text = "Worlds that followed another on this node."
+        yield self._counter("restarts", text, recovery.restarts, "cause")
+        text = "From the last step of a world to the first of the next."
+        yield self._counter("lost_seconds", text, recovery.lost, "cause")
+        text = "Each phase of a change of world on this node."
+        yield self._histogram("recovery_seconds", text, recovery.phases, "phase")
 
-    def _activity(self) -> Iterator[Metric]:
-        (steps, commits, seconds), pages = self._steps.total(), self._steps.read()
-        yield self._family(
-            CounterMetricFamily,
-            "steps",
-            "Steps of all worlds, of the slowest worker here.",
-            {"": steps},
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "step",
-            "Steps of this world, of the slowest worker here.",
-            {"": min(p.steps for p in pages)} if pages else {},
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "step_seconds",
-            "The slowest of the last 64 steps of the workers here.",
-            {"": max(p.slowest for p in pages)} if pages else {},
-        )
-        commit = SummaryMetricFamily(
-            f"{_PREFIX}commit_seconds",
-            "Commits of the state by the workers here.",
-            labels=self._names(""),
-        )
+    def _of_steps(self) -> Iterator[Metric]:
+        steps, commits, seconds = self._steps.total() if self._steps else (0, 0, 0.0)
+        pages = self._steps.read() if self._steps else []
+        text = "Steps of all worlds, of the slowest worker here."
+        yield self._counter("steps", text, {"": steps})
+        text = "Steps of this world, of the slowest worker here."
+        yield self._gauge("step", text, {"": min(p.steps for p in pages)} if pages else {})
+        slowest = {"": max(p.slowest for p in pages)} if pages else {}
+        text = "The slowest of the last 64 steps of the workers here."
+        yield self._gauge("step_seconds", text, slowest)
+        text = "Commits of the state by the workers here."
+        commit = SummaryMetricFamily(f"{_PREFIX}commit_seconds", text, labels=self._names(""))
         commit.add_metric([*self._own.values()], commits, seconds)
         yield commit
 
-    def _family(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        values: Mapping[str, float],
-        label: str = "",
+    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, text, labels=self._names(label))
+        for value, number in values.items():
+            family.add_metric(self._labels(value), number)
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[str, float], label: str = ""
     ) -> Metric:
-        family = kind(_PREFIX + name, text, labels=self._names(label))
+        family = CounterMetricFamily(_PREFIX + name, text, labels=self._names(label))
         for value, number in values.items():
             family.add_metric(self._labels(value), number)
         return family

@@ -1,6 +1,6 @@
 """The HTTP server of --metrics-addr, on a thread of its own: /metrics, /healthz and /readyz.
 
-It answers while the agent's loop stands still. Nobody is asked who he is.
+It answers while the agent's loop stands still. There is no authentication.
 """
 
 import logging

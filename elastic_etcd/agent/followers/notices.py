@@ -1,7 +1,7 @@
 """Notices that this machine is about to be taken away: of a cloud's metadata service, or a file.
 
 A thread looks, because each look may wait. It uses no proxy: the services are on this machine's own
-link. Loaded with --preemption-watch only.
+link. An agent loads this module with --preemption-watch only.
 
 Documented by the clouds as "Spot Instance interruption notices", "Spot VMs: preemption process" and
 "Scheduled Events for Linux VMs".
@@ -13,14 +13,18 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from elastic_etcd.times import NOTICE_TIMEOUT
+from elastic_etcd.agent.inbox import Notice
+from elastic_etcd.core.lifecycle import Event, Left, Life, State
+from elastic_etcd.system.threads import in_thread
+from elastic_etcd.times import APPROVE_TIMEOUT, NOTICE_TIMEOUT
 
 METADATA = "ELASTIC_ETCD_METADATA"  # HOST:PORT of another metadata service, for tests
 _SERVICE = "169.254.169.254:80"
@@ -29,22 +33,14 @@ _FIRST_ANSWER = 130.0  # Azure's first may take two minutes
 _TOKEN_LIFE = "21600"  # noqa: S105 - seconds, the most
 _LARGEST = 1 << 16  # bytes of an answer
 _MOST = 1e6  # seconds that a file may say
-_SELDOM = 12  # times the pace, while nobody answers
+_SELDOM = 12  # times the period, while nobody answers
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """This machine goes, in so many `seconds` if that is known."""
-
-    what: str
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """What a metadata service has answered."""
+    """An answer of a metadata service."""
 
     status: int
     headers: Mapping[str, str]
@@ -57,13 +53,13 @@ class Answer:
 
 
 class Source(ABC):
-    """Where notices come from; asked each `pace` seconds, in one thread."""
+    """A source of notices; it is asked each `period` seconds, in one thread."""
 
-    pace = 1.0
+    period = 1.0
 
     @abstractmethod
     def look(self) -> Notice | None:
-        """A notice, if there is one. Raises what a look may meet."""
+        """A notice, if there is one. Raises whatever a look may meet."""
 
     def approve(self) -> None:  # noqa: B027 - most have nobody to tell
         """Say that nothing runs here any more. Raises as `look`."""
@@ -113,7 +109,7 @@ class _Service(Source):
 class Aws(_Service):
     """A spot instance's interruption notice, two minutes before; with IMDSv2's token."""
 
-    pace = 5.0
+    period = 5.0
     _token = ""
 
     def look(self) -> Notice | None:
@@ -168,7 +164,7 @@ class _Event:
 class Azure(_Service):
     """A scheduled event that takes this VM away; it is approved when nothing runs any more."""
 
-    pace = 2.0
+    period = 2.0
     _path = "/metadata/scheduledevents?api-version=2020-07-01"
     _name = ""
     _timeout = _FIRST_ANSWER
@@ -206,7 +202,7 @@ SOURCES: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azu
 
 
 def source_of(text: str) -> Source:
-    """What the value of --preemption-watch names: one of SOURCES, or file:PATH."""
+    """The source that --preemption-watch names: one of SOURCES, or file:PATH."""
     kind, _, path = text.partition(":")
     return FileSource(path) if kind == "file" else SOURCES[kind]()
 
@@ -230,60 +226,61 @@ def _within(seconds: float, most: float) -> float | None:
     return seconds if 0 < seconds <= most else None
 
 
-@dataclass
 class Watch:
-    """Looks for a notice, in a thread of its own, until it has found one or is ended.
+    """Looks for a notice, in a thread of its own, until it has found one or is closed.
 
     `found(notice)` is called in that thread, once.
     """
 
-    name: str
-    found: Callable[[Notice], None]
-    source: Source = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begin."""
-        self.source = source_of(self.name)
+    def __init__(self, name: str, found: Callable[[Notice], None]) -> None:
+        self.source = source_of(name)
+        self._name = name
+        self._found = found
         self._ended = threading.Event()
         self._fails = False
+        self._has_left = False
         threading.Thread(target=self._look_for_notices, name="notices", daemon=True).start()
 
-    def end(self) -> None:
-        """Look no more."""
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Take note whether this node has left its job."""
+        del before, event
+        self._has_left = state.life is Life.ENDED and isinstance(state.ending, Left)
+
+    async def close(self) -> None:
+        """Look no more. The machine of a node that has left may go at once."""
         self._ended.set()
+        if self._has_left:
+            with suppress(TimeoutError):
+                await in_thread(self.approve, APPROVE_TIMEOUT)
 
     def approve(self) -> None:
         """Nothing runs here any more: the machine may go at once."""
         try:
             self.source.approve()
         except Exception as error:  # noqa: BLE001 - it is only told
-            log.warning("--preemption-watch %s: not approved: %s", self.name, error)
+            log.warning("--preemption-watch %s: not approved: %s", self._name, error)
 
     def _look_for_notices(self) -> None:
-        pace = 0.0
-        while not self._ended.wait(pace):
-            pace = self.source.pace
+        pause = 0.0
+        while not self._ended.wait(pause):
+            pause = self.source.period
             try:
                 notice = self.source.look()
             except Exception as error:  # noqa: BLE001 - whatever is answered, training goes on
-                pace *= _SELDOM
-                self._tell_failure(error)
+                pause *= _SELDOM
+                self._note_failure(error)
                 continue
-            self._answered()
+            if self._fails:
+                log.info("--preemption-watch %s: answers", self._name)
+            self._fails = False
             if notice:
-                self.found(notice)
+                self._found(notice)
                 return
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if not self._fails:
             log.warning(
                 "--preemption-watch %s: nothing can be seen there, and it is tried again: %s",
-                self.name,
-                error or type(error).__name__,
+                *(self._name, error or type(error).__name__),
             )
         self._fails = True
-
-    def _answered(self) -> None:
-        if self._fails:
-            log.info("--preemption-watch %s: answers", self.name)
-        self._fails = False

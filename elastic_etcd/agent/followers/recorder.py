@@ -1,7 +1,8 @@
 """The flight recorder: the last events of an agent's lifecycle, and the actions that followed.
 
-The agent's loop records each event that it steps through; `write` puts all of it into a file of
-one JSON object a line, which tests/support/replay.py steps through once more.
+The agent's loop records each event before it steps through it, so that a step that raises is in
+the record, too. `write` makes a file of one JSON object a line, which tests/support/replay.py steps
+through once more.
 """
 
 import tempfile
@@ -10,9 +11,18 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_etcd.core.lifecycle import Action, Event, State, ViewChanged, to_json
+from elastic_etcd.core.lifecycle import (
+    Action,
+    Event,
+    Finding,
+    Published,
+    State,
+    ViewChanged,
+    to_json,
+)
 
 STEPS = 10_000
+_FINDINGS = 1_000  # of followers, which change no state: a viewer has one told every second
 _MEMBERS = 1_000_000  # in the views of all steps together: some 20 MB
 
 
@@ -31,15 +41,22 @@ class Step(msgspec.Struct):
 
 
 class FlightRecorder:
-    """The last STEPS steps, fewer if their views are of a very large job."""
+    """The last STEPS steps, fewer if their views are of a very large job.
+
+    Findings of followers have a room of their own, so that they push nothing else out.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[State, Step]] = deque()
+        self._findings: deque[tuple[State, Step]] = deque(maxlen=_FINDINGS)
         self._members = 0
 
     def record(self, before: State, at: float, event: Event) -> Step:
         """Remember a step that is about to be made; its actions are the caller's to add."""
         step = Step(at, event)
+        if isinstance(event, Finding | Published):
+            self._findings.append((before, step))
+            return step
         self._steps.append((before, step))
         self._members += _size(event)
         while len(self._steps) > STEPS or self._members > _MEMBERS:
@@ -52,7 +69,10 @@ class FlightRecorder:
 
         In any thread: what is recorded meanwhile is left out.
         """
-        steps = list(self._steps)
+        steps, findings = list(self._steps), list(self._findings)
+        began = steps[0][1].at if steps else 0.0
+        steps += [finding for finding in findings if finding[1].at >= began]
+        steps.sort(key=lambda pair: pair[1].at)
         descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
         head = Head(steps[0][0] if steps else None)
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor

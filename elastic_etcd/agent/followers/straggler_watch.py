@@ -1,99 +1,79 @@
-"""How long a step takes this node's workers, told to all, and which nodes are slow."""
+"""How long a step takes this node's workers, published for all, and which nodes are slow."""
 
-import asyncio
 import logging
 import random
 
-from elastic_etcd.agent.membership import Membership
+from elastic_etcd.agent.followers.periodic import PeriodicFollower, leads
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import stragglers, writes
-from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.schema import StepTime
-from elastic_etcd.core.view import Everything, View
+from elastic_etcd.core.lifecycle import Event, State
+from elastic_etcd.core.schema import Keys, StepTime
 from elastic_etcd.protocol.activity import MEASURED
 
-_PERIOD = 5.0  # seconds between two looks; of many nodes it is longer
+_PERIOD = 5.0  # seconds between two looks, at most
 _A_SECOND = 5  # step times of all nodes
-_SAME = 0.1  # what differs by less from what was told is not worth a write
 
 log = logging.getLogger(__name__)
 
 
-class StragglerWatch:
-    """Both `tell()` and `compare()` run for ever, and `see` is told of every state."""
+class StragglerWatch(PeriodicFollower):
+    """Publishes step times; and as the coordinator, which nodes are slow."""
 
-    def __init__(self, membership: Membership, workers: Workers) -> None:
-        self._membership = membership
-        self._workers = workers
-        self._state: State | None = None
-        self._told: StepTime | None = None
-        self._measured = 0  # how often its slowest-to-measure worker was, when it was told
-        self._heard: int | None = None  # the number of the last line
+    name = "stragglers"
 
-    def see(self, state: State) -> None:
-        """Take note of the agent's new state; tell a new line, not one from before this agent."""
-        self._state, view = state, state.view
-        if view is None or not state.local.lease:
+    def __init__(self, keys: Keys, workers: Workers, tasks: Tasks) -> None:
+        super().__init__(keys, workers, tasks)
+        self._next = 0.0  # when this node's step time may be published again
+        self._published: StepTime | None = None
+        self._measured = 0  # how often its slowest-to-measure worker was, by then
+        self._last_line: int | None = None  # its number
+
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Take note of the agent's new state; log a new line, not one from before this agent."""
+        super().see(before, event, state)
+        if state.view is None or not state.local.lease:
             return
-        found = view.stragglers
+        found = state.view.stragglers
         number = found.number if found else 0
-        if found and self._heard is not None and number > self._heard:
+        if found and self._last_line is not None and number > self._last_line:
             log.warning("%s", found.line)
-        self._heard = number
+        self._last_line = number
 
-    # --- this node's own ------------------------------------------------------------------
+    def pause(self) -> float:
+        """Not the same for all nodes, so that they do not publish at once."""
+        return _PERIOD * random.uniform(0.5, 1)  # noqa: S311
 
-    async def tell(self) -> None:
-        """Put what a step takes into etcd, whenever 50 more steps have shown something new."""
-        while True:
-            # Not all nodes at once.
-            await asyncio.sleep(self._period() * random.uniform(0.5, 1))  # noqa: S311
-            state = self._state
-            if state is None or state.view is None or state.limits is None:
-                continue
-            now = state.view.round
-            if now and stragglers.are_told(state.limits, now):
-                await self._tell_step_times(state)
+    async def hear(self) -> None:
+        """There is no news to wait for: step times come all the time."""
 
-    def _period(self) -> float:
-        now = self._state.view.round if self._state and self._state.view else None
-        return max(_PERIOD, now.nodes / _A_SECOND if now else 0)
+    async def look(self) -> None:
+        """Compare the nodes, and publish whatever 50 more steps have shown of this one."""
+        state, view = self.state, self.state.view
+        if view is None or state.limits is None:
+            return
+        factor = state.limits.straggler_factor
+        if factor and leads(state) and (found := stragglers.lead(view, factor)):
+            await self.publish(writes.put_stragglers(self._keys, view, state.local, found))
+        now = view.round
+        if now and stragglers.are_told(state.limits, now) and self._loop.time() >= self._next:
+            self._next = self._loop.time() + now.nodes / _A_SECOND * random.uniform(0.5, 1)  # noqa: S311
+            await self._publish_step_time(state)
 
-    async def _tell_step_times(self, state: State) -> None:
+    async def _publish_step_time(self, state: State) -> None:
         found = [now for _, now in self._workers.activities()]
-        local, told = state.local, self._told
+        local, published = state.local, self._published
         if not (local.lease and local.running and found):
             return
         slowest = max(found, key=lambda now: now.outside)
         outside, whole = round(slowest.outside, 6), round(slowest.usual, 6)
         time = StepTime(local.lease, local.running, outside, whole)
-        measured = min(now.measured for now in found)
-        if told and (told.lease, told.generation) == (time.lease, time.generation):
-            is_same = abs(time.outside - told.outside) <= _SAME * told.outside
-            if is_same or measured < self._measured + MEASURED:
+        measured, before = min(now.measured for now in found), 0
+        if published and (published.lease, published.generation) == (time.lease, time.generation):
+            before = self._measured
+            if stragglers.is_same(time, published):
                 return
-        txn = writes.put_step_time(self._membership.keys, local, time)
-        if measured >= MEASURED and await self._membership.publish(txn):
-            self._told, self._measured = time, measured
-
-    # --- all nodes ------------------------------------------------------------------------
-
-    async def compare(self) -> None:
-        """As the coordinator, say which nodes are slow."""
-        while True:
-            await asyncio.sleep(_PERIOD)
-            state = self._state
-            if state and state.view and _leads(state, state.view):
-                await self._compare(state, state.view)
-
-    async def _compare(self, state: State, view: View) -> None:
-        factor = state.limits.straggler_factor if state.limits else 0.0
-        if factor and (found := stragglers.lead(view, factor)):
-            txn = writes.put_stragglers(self._membership.keys, view, state.local, found)
-            await self._membership.publish(txn)
-
-
-def _leads(state: State, view: View) -> bool:
-    now = view.round
-    whole = view.coverage == Everything()
-    return whole and now is not None and now.coordinator == state.local.lease
+        if measured < before + MEASURED:
+            return
+        if await self.publish(writes.put_step_time(self._keys, local, time)):
+            self._published, self._measured = time, measured

@@ -1,80 +1,61 @@
-"""How fast this node's workers are, told through etcd while somebody looks at the job."""
+"""How fast this node's workers are, published while somebody looks at the job."""
 
-import asyncio
 import random
 from time import monotonic
 
-from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.workers import Workers
+from elastic_etcd.agent.followers.periodic import PeriodicFollower
 from elastic_etcd.core import schema, writes
-from elastic_etcd.core.lifecycle import State
+from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.core.schema import Pace
 
-_A_SECOND = 20  # paces of all nodes
+_A_SECOND = 20  # throughputs of all nodes
 
 
-class PaceTeller:
-    """`tell()` runs for ever, and `see` is told of every state."""
+class Throughput(PeriodicFollower):
+    """Publishes it again and again, and removes it when nobody looks any more."""
 
-    def __init__(self, membership: Membership, workers: Workers) -> None:
-        self._membership = membership
-        self._workers = workers
-        self._news = asyncio.Event()
-        self._state: State | None = None
-        self._before: tuple[int, int, float] | None = None  # generation, steps, and when that was
-        self._told = False  # it may be in etcd
+    name = "throughput"
+    _before: tuple[int, int, float] | None = None  # generation, steps, and when that was
+    _published = False  # it may be in etcd
 
-    def see(self, state: State) -> None:
+    def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        was, self._state = self._period(), state
-        if self._period() != was:
-            self._news.set()
+        was = self._period
+        super().see(before, event, state)
+        if self._period != was:
+            self.news.set()
 
-    async def tell(self) -> None:
-        """Put this node's pace into etcd again and again, as long as it is watched."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            self._pace()
-            while period := self._period():
-                # Not all nodes at once.
-                changes = await self._changes_within(period * random.uniform(0.5, 1))  # noqa: S311
-                pace = None if changes else self._pace()
-                if pace:
-                    await self._put(pace)
-            await self._put(None)
-            self._before = None
-
-    async def _changes_within(self, seconds: float) -> bool:
-        """Whether the period becomes another one before so many seconds are over."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        self._news.clear()
-        return True
-
+    @property
     def _period(self) -> float:
         """Seconds until the next one, at most; 0: nobody looks."""
-        state = self._state
-        if state is None or state.view is None or not state.local.lease:
+        view = self.state.view
+        if view is None or view.watched is None or not self.state.local.lease:
             return 0.0
-        view = state.view
-        nodes = view.round.nodes if view.round else 0
-        return max(view.watched.seconds, nodes / _A_SECOND) if view.watched else 0.0
+        return max(view.watched.seconds, view.round.nodes / _A_SECOND if view.round else 0.0)
 
-    async def _put(self, pace: Pace | None) -> None:
-        state = self._state
-        if state and state.local.lease and (pace or self._told):
-            self._told = pace is not None
-            txn = writes.put_pace(self._membership.keys, state.local, pace)
-            await self._membership.publish(txn)
+    def pause(self) -> float | None:
+        """Not the same for all nodes, so that they do not publish at once."""
+        return self._period * random.uniform(0.5, 1) if self._period else None  # noqa: S311
 
-    def _pace(self) -> Pace | None:
+    async def hear(self) -> None:
+        """Begin to measure, or end it."""
+        self._before = None
+        if self._period:
+            self._measure()
+        elif self._published and self.state.local.lease:
+            self._published = False
+            await self.publish(writes.put_pace(self._keys, self.state.local, None))
+        self.rest()
+
+    async def look(self) -> None:
+        """Publish how fast the slowest worker was since the look before."""
+        if found := self._measure():
+            self._published = True
+            await self.publish(writes.put_pace(self._keys, self.state.local, found))
+
+    def _measure(self) -> Pace | None:
         """None where no worker runs, or its world has just begun."""
-        assert self._state
-        local, found = self._state.local, [now for _, now in self._workers.activities()]
+        local, found = self.state.local, [now for _, now in self._workers.activities()]
         if not local.running or not found:
             return None
         slowest = min(found, key=lambda now: now.steps)

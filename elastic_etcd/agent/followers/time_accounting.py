@@ -1,4 +1,4 @@
-"""Where the seconds of this node's worlds go: for the job's history, and for --metrics-addr.
+"""The time accounting of this node's worlds, for the job's history and for --metrics-addr.
 
 It reads the workers' pages when a world begins and when it ends, and not while it trains. All
 times are of this agent's clock.
@@ -6,50 +6,27 @@ times are of this agent's clock.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.lifecycle import Finished, State
+from elastic_etcd.agent.followers.recovery import Recovery, cause_of
+from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
-from elastic_etcd.protocol.activity import Activity, ActivityPage, Doing
+from elastic_etcd.protocol.activity import Activity, Doing
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
 _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training all the same
 
 
-class HasPages(Protocol):
-    """Who runs the workers."""
+class TimeAccounting:
+    """Accounts for one world after the other, and for each `recovery` in between."""
 
-    @property
-    def pages(self) -> Sequence[ActivityPage]: ...
-
-
-class Phases(Protocol):
-    """Who is told of each phase: metrics.Recovery."""
-
-    def end_world(self, now: float, idle: float) -> None: ...
-
-    def pass_phase(self, phase: str, now: float) -> None: ...
-
-    def begin_world(self, cause: str, now: float) -> None: ...
-
-    def train(self, now: float) -> None: ...
-
-    def forget(self) -> None: ...
-
-
-class Measure:
-    """Measures one world after the other; `of` is what is known of the last one.
-
-    `see` is told of every state, before what follows from it is done. `followers` are told
-    of each phase.
-    """
-
-    def __init__(self, workers: HasPages) -> None:
-        self.followers: list[Phases] = []
+    def __init__(self, workers: Workers) -> None:
+        self.recovery = Recovery()
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -64,18 +41,19 @@ class Measure:
         self._first: float | None = None  # when the first step of the world was done
         self._last: float | None = None  # when the newest step here was done, in any world
         self._commits = False  # ever
-        self._looking: asyncio.TimerHandle | None = None
+        self._looking = Timer()
 
-    def of(self, generation: int) -> Spent | None:
-        """Where the seconds of this world went; None if it is not the last one that this node saw.
+    def spent_on(self, generation: int) -> Spent | None:
+        """The time spent on this world, or None if it is not the last one that this node saw.
 
-        Of one whose workers are still stopping it is what is known by now.
+        While its workers are still stopping it is as much as is known by now.
         """
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
-    def see(self, state: State) -> None:
+    def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        before, self._state = self._state, state
+        del event
+        self._state = state
         was, own, now = before.local, state.local, self._loop.time()
         if own.lease and not was.lease and not was.ran and not self._other:
             self._since = now
@@ -89,8 +67,7 @@ class Measure:
             ended = replace(self._spent, stop=now - self._since)
             self._spent = ended if self._finished else self._measured(now)
             self._since = now
-            for each in self.followers:
-                each.pass_phase("stop", now)
+            self.recovery.pass_phase("stop", now)
         if own.running and own.running != was.running:
             self._begin_world(now)
         if not own.running:
@@ -99,8 +76,7 @@ class Measure:
     def _follow_others(self, now: float) -> None:
         """A world without this node's workers; of that only its seconds are known."""
         if is_spare(self._state):
-            for each in self.followers:
-                each.forget()
+            self.recovery.forget()
         if self._state.view is None:  # it joins again
             return
         final = _final(self._state)
@@ -120,8 +96,7 @@ class Measure:
         assert self._state.view
         begun = self._state.view.round
         assert begun
-        for each in self.followers:
-            each.begin_world(cause_of(begun), now)
+        self.recovery.begin_world(cause_of(begun), now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
@@ -138,7 +113,7 @@ class Measure:
 
     def _look_later(self, now: float) -> None:
         pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
-        self._looking = self._loop.call_later(pause, self._look_for_step)
+        self._looking.start(pause, self._look_for_step)
 
     def _look_now(self, now: float) -> None:
         pages = self._activities()
@@ -147,18 +122,15 @@ class Measure:
             entered = max(self._since, now - min(page.since_init for page in pages))
             self._spent = replace(self._spent, start=entered - self._since)
             self._since = entered
-            for each in self.followers:
-                each.pass_phase("start", entered)
+            self.recovery.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
             self._first = self._since = now
-            for each in self.followers:
-                each.train(now)
+            self.recovery.train(now)
 
     def _end_world(self, generation: int, now: float) -> None:
-        if self._looking:
-            self._looking.cancel()
+        self._looking.cancel()
         if self._first is None:
             self._look_now(now)
         self._trains, self._generation, self._ended = False, generation, now
@@ -167,11 +139,10 @@ class Measure:
         if self._finished:
             self._since = now
         idle = now - _trained_until(self._activities(), now, now)
-        for each in self.followers:
-            if self._finished:
-                each.forget()
-            else:
-                each.end_world(now, idle)
+        if self._finished:
+            self.recovery.forget()
+        else:
+            self.recovery.end_world(now, idle)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""
@@ -198,7 +169,7 @@ class Measure:
         )
 
     def _without_step(self, seconds: float, *, finished: bool, stop: float) -> Spent:
-        """One that has done what it has to; a script whose steps nobody sees; or a bad start."""
+        """On a world that is done, on a script whose steps nobody sees, or on a bad start."""
         spent = replace(self._spent, stop=stop)
         if finished:
             return replace(spent, trained=seconds)
@@ -223,15 +194,6 @@ def _final(state: State) -> Round | None:
     """The round whose world trains."""
     now = state.view.round if state.view else None
     return now if now and now.phase is Phase.FINAL else None
-
-
-def cause_of(begun: Round) -> str:
-    """What ended the world before this one: failure, lost, leave, join or scale."""
-    if begun.planned:
-        if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
-            return "scale"
-        return "leave" if begun.reason.endswith(" leaving") else "join"
-    return "lost" if begun.reason.endswith(" lost") else "failure"
 
 
 def is_spare(state: State) -> bool:

@@ -27,7 +27,7 @@ class Watchdog:
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
-        self._pace = ttl / 8
+        self._period = ttl / 8
         self._turned = monotonic()
         self._watched = threading.get_ident()
         self._beating: asyncio.TimerHandle | None = None
@@ -51,19 +51,19 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._turned = monotonic()
-        self._beating = asyncio.get_running_loop().call_later(self._pace, self._beat)
+        self._beating = asyncio.get_running_loop().call_later(self._period, self._beat)
 
     def _watch(self) -> None:
         woken = monotonic()
         stood_at: float | None = None  # when it last turned before it was told
-        while not self._ended.wait(self._pace):
+        while not self._ended.wait(self._period):
             before, woken = woken, monotonic()
             turned = self._turned
             if stood_at is not None and turned > stood_at:
                 log.warning("the agent's loop turns again, after %.1f s", turned - stood_at)
                 stood_at = None
             # A thread that was late itself has been stopped, and so has the loop: it comes next.
-            stopped = woken - before > 2 * self._pace
+            stopped = woken - before > 2 * self._period
             if stood_at is None and not stopped and woken - turned > self._ttl / 2:
                 stood_at = turned
                 self._tell_standstill(woken - turned)

@@ -158,7 +158,7 @@ def _remove_former(path: str) -> None:
 
 
 def request_of(line: bytes) -> FileTimerRequest:
-    """What a line says. Raises ValueError or RecursionError."""
+    """The request in a line. Raises ValueError or RecursionError."""
     if len(line) > PIPE_BUF:
         raise ValueError("too long")
     return json.decode(line, type=FileTimerRequest)
