@@ -100,7 +100,6 @@ SAME_CLASS = {
     "Over": "the end of the job as the agent's action, and as its last message",
     "State": "all that an agent remembers; and what of ElasticState two files need",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
-    "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
     "World": "one generation, as the agent tells it and as its worker knows it",
 }

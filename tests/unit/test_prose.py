@@ -18,7 +18,7 @@ ODD = re.compile(r"[\W\d_]*(What|Who|Where|One|Of)\b")
 # Rooms, files and documents that are not written so yet.
 TO_DO = (
     *("__init__.py", "launch.py", "launcher.py", "core/hangs.py", "core/stragglers.py"),
-    *("agent/", "api/", "children/", "cli/", "frameworks/", "plugin/", "train/"),
+    *("agent/", "api/", "cli/", "frameworks/", "plugin/", "train/"),
     *("channel.md", "performance.md", "CONTRIBUTING.md"),
 )
 
