@@ -1,7 +1,7 @@
 """Elastic PyTorch DDP training, coordinated through etcd v3.
 
-What a training script uses is loaded when it is asked for: the launcher imports this package,
-too, and never loads torch.
+Each name is loaded when a training script asks for it: the launcher imports this package, too, and
+never loads torch.
 """
 
 from importlib import import_module
@@ -11,25 +11,25 @@ from elastic_etcd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elastic_etcd.train.agent_channel import current as current
+    from elastic_etcd.train.agent_channel import heartbeat as heartbeat
     from elastic_etcd.train.agent_channel import leaving as leaving
+    from elastic_etcd.train.agent_channel import quiet as quiet
     from elastic_etcd.train.checkpoint.latest_checkpoint import (
         latest_checkpoint as latest_checkpoint,
     )
     from elastic_etcd.train.checkpoint.memory_checkpoint import (
         memory_checkpoint as memory_checkpoint,
     )
-    from elastic_etcd.train.data.accumulation import accumulation_steps as accumulation_steps
+    from elastic_etcd.train.collectives import store as store
     from elastic_etcd.train.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from elastic_etcd.train.data.batch_sampler import accumulation_steps as accumulation_steps
     from elastic_etcd.train.data.iterable import ElasticIterable as ElasticIterable
     from elastic_etcd.train.data.sampler import ElasticSampler as ElasticSampler
     from elastic_etcd.train.data.seed import seed_all as seed_all
     from elastic_etcd.train.ddp import ddp as ddp
-    from elastic_etcd.train.heartbeat import heartbeat as heartbeat
-    from elastic_etcd.train.heartbeat import quiet as quiet
     from elastic_etcd.train.run import run as run
     from elastic_etcd.train.state.elastic_state import ElasticState as ElasticState
     from elastic_etcd.train.state.steps import steps_per_epoch as steps_per_epoch
-    from elastic_etcd.train.store import store as store
     from elastic_etcd.train.sync_point import WorldChanged as WorldChanged
 
 _HOMES = {
@@ -38,18 +38,18 @@ _HOMES = {
     "ElasticSampler": "data.sampler",
     "ElasticState": "state.elastic_state",
     "WorldChanged": "sync_point",
-    "accumulation_steps": "data.accumulation",
+    "accumulation_steps": "data.batch_sampler",
     "current": "agent_channel",
     "ddp": "ddp",
-    "heartbeat": "heartbeat",
+    "heartbeat": "agent_channel",
     "latest_checkpoint": "checkpoint.latest_checkpoint",
     "leaving": "agent_channel",
     "memory_checkpoint": "checkpoint.memory_checkpoint",
-    "quiet": "heartbeat",
+    "quiet": "agent_channel",
     "run": "run",
     "seed_all": "data.seed",
     "steps_per_epoch": "state.steps",
-    "store": "store",
+    "store": "collectives",
 }
 
 

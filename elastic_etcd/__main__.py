@@ -1,4 +1,4 @@
-"""`elastic-etcd`, also `python -m elastic_etcd`: run this node's agent, look at a job, steer it."""
+"""`elastic-etcd`, also `python -m elastic_etcd`: run this node's agent, see a job, steer it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from msgspec import structs
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.agent.failures import write_error_file
-from elastic_etcd.cli import options
+from elastic_etcd.cli import options, values
+from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elastic_etcd")
 
-# What torchrun's c10d and etcd backends read from --rdzv-conf, and the flag it is here.
-_RDZV_CONF = {
-    "join_timeout": "join_timeout",
-    "timeout": "join_timeout",
-    "last_call_timeout": "settle",
-    "cacert": "cacert",
-    "cert": "cert",
-    "key": "key",
-}
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
@@ -50,7 +42,7 @@ def main(
 ) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md.
 
-    `remarks` are told as what the flags make it remark.
+    `remarks` are logged before those that the flags give rise to.
     """
     open_standard_streams()
     be_init()
@@ -79,7 +71,7 @@ def run(
     set_up_logging(config)
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
-    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is told at once
+    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once
 
     return agent.run(config, account)
 
@@ -104,82 +96,61 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:
 def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
     parser = options.build_parser(env, prog)
     args = parser.parse_args(argv)
-    conf = {_RDZV_CONF[k]: v for k, v in args.rdzv_conf.items() if k in _RDZV_CONF}
+    meant = {key: flag.dest for flag in FLAGS for key in flag.rdzv_conf}
+    conf = {meant[key]: text for key, text in args.rdzv_conf.items() if key in meant}
     if conf:  # as defaults, so that a flag given by itself is the stronger one
         parser.set_defaults(**conf)
         args = parser.parse_args(argv)
     args.node_name = args.node_name or options.this_node(env)
     args.log_level = args.log_level or _log_level(env)
+    args.metrics_addr = args.metrics_addr or _health_check(env)
+    if args.shutdown_timeout is None:
+        args.shutdown_timeout = _shutdown_timeout(env)
     return args
 
 
 def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
-    shutdown_timeout = _shutdown_timeout(args, env)
-    limits = _limits(args, shutdown_timeout)
+    limits = _limits(args)
     etcd = None if args.standalone else _etcd(args, env)
+    job = _job(args, limits.max_nodes, etcd)
+    argv = _worker_command(args, env)
+    if args.log_dir is not None:
+        _check_writable("--log-dir", args.log_dir)
+    if args.memory_dir != AgentConfig.memory_dir:  # that one need not be there
+        _check_writable("--memory-dir", args.memory_dir)
+    args.memory_dir = str(Path(args.memory_dir).absolute())
     return AgentConfig(
         etcd=etcd,
-        job=_job(args, limits.max_nodes, etcd),
-        argv=_worker_command(args, env),
+        job=job,
+        argv=argv,
         node=args.node_name,
         limits=limits,
-        prefix=args.prefix,
-        advertise=args.advertise,
-        role=args.role,
-        topology_label=args.topology_label,
-        lease_ttl=args.lease_ttl,
-        rerun=args.rerun,
-        etcd_timeout=args.etcd_timeout,
-        proof_of_death=args.proof_of_death,
-        hang_timeout=args.hang_timeout,
-        shutdown_timeout=shutdown_timeout,
-        park_timeout=args.park_timeout,
-        kill_timeout=args.kill_timeout,
-        leave_exit_code=args.leave_exit_code,
-        stop_exit_code=args.stop_exit_code,
-        virtual_local_rank=args.virtual_local_rank,
-        memory_dir=_memory_dir(args),
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
         preload=tuple(args.preload),
-        signals=args.signals_to_handle,
-        log=LogConfig(_log_dir(args), args.redirects, args.tee, args.local_ranks_filter),
+        log=LogConfig(**options.fields_of(args, "log")),
         log_level=args.log_level,
         timer_file=_timer_file(env),
-        metrics_addr=args.metrics_addr or _health_check(env),
-        preemption_watch=args.preemption_watch,
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
+        **options.fields_of(args),
     )
 
 
-def _limits(args: Namespace, shutdown_timeout: float | None) -> Limits:
-    grace = GRACE_LEAVE if shutdown_timeout is None else shutdown_timeout
+def _limits(args: Namespace) -> Limits:
+    grace = GRACE_LEAVE if args.shutdown_timeout is None else args.shutdown_timeout
+    # The most that a worker of a node that stays has from the word to stop to SIGKILL.
+    longest: float = max(GRACE_LEAVE, args.shutdown_timeout or 0.0, args.park_timeout)
     return structs.replace(
         _nodes(args),
-        max_restarts=args.max_restarts,
-        restart_window=args.restart_window,
-        min_uptime=args.min_uptime,
-        suspect_after=args.suspect_after,
-        hang_action=args.hang_action,
-        straggler_factor=args.straggler_factor,
-        settle=args.settle,
-        join_settle=args.join_settle,
-        join_interval=args.join_interval,
-        join_timeout=args.join_timeout,
         leave_deadline=grace if args.leave_deadline is None else args.leave_deadline,
         cut_off=args.lease_ttl if args.when_cut_off == "stop" else None,
-        patience=_longest(args, shutdown_timeout) + args.kill_timeout + STOP_PATIENCE,
+        patience=longest + args.kill_timeout + STOP_PATIENCE,
+        **options.fields_of(args, "limits"),
     )
-
-
-def _longest(args: Namespace, shutdown_timeout: float | None) -> float:
-    """The most that a worker of a node that stays has from the word to stop to SIGKILL."""
-    park: float = args.park_timeout
-    return max(GRACE_LEAVE, shutdown_timeout or 0.0, park)
 
 
 def _nodes(args: Namespace) -> Limits:
-    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
+    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
     if not args.standalone:
         return asked
     if asked.min_nodes > 1:
@@ -242,18 +213,6 @@ def _check_script(script: str) -> None:
         raise UsageError(f"{script}: the training script cannot be read: permission denied")
 
 
-def _log_dir(args: Namespace) -> str | None:
-    if args.log_dir is not None:
-        _check_writable("--log-dir", args.log_dir)
-    return None if args.log_dir is None else str(args.log_dir)
-
-
-def _memory_dir(args: Namespace) -> str:
-    if args.memory_dir != AgentConfig.memory_dir:  # that one need not be there
-        _check_writable("--memory-dir", args.memory_dir)
-    return str(Path(args.memory_dir).absolute())
-
-
 def _check_writable(flag: str, directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -265,29 +224,27 @@ def _check_writable(flag: str, directory: str) -> None:
         ) from error
 
 
-def _shutdown_timeout(args: Namespace, env: Mapping[str, str]) -> float | None:
+def _shutdown_timeout(env: Mapping[str, str]) -> float | None:
     variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    if args.shutdown_timeout is not None or not env.get(variable):
-        return args.shutdown_timeout  # type: ignore[no-any-return] # a Namespace is untyped
     try:
-        return options.seconds(env[variable])
+        return values.seconds(env[variable]) if env.get(variable) else None
     except ArgumentTypeError as error:
         raise UsageError(f"{variable}: {error}") from error
 
 
 def _timer_file(env: Mapping[str, str]) -> str | None:
-    """Where torch's variables want timers to be served, "" where only that they are."""
+    """The path at which torch's variables want timers to be served, "" where they leave it open."""
     served = env.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
     return env.get("TORCHELASTIC_TIMER_FILE", "") if served else None
 
 
 def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where torch's variable wants the agent's health to be asked for; who asks is outside."""
+    """The address for health checks that torch's variable asks for: those come from outside."""
     port = env.get(_HEALTH_CHECK)
     if not (port and _can_serve()):
         return None
     try:
-        return options.listening(f"0.0.0.0:{port}")
+        return values.listening(f"0.0.0.0:{port}")
     except ArgumentTypeError as error:
         raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
 
@@ -298,17 +255,17 @@ def _can_serve() -> bool:
 
 def _log_level(env: Mapping[str, str]) -> str:
     try:
-        return options.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
+        return values.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
     except ArgumentTypeError:
         return AgentConfig.log_level  # other programs read LOGLEVEL too, and other words
 
 
 def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
-    """One line for each thing given that has no meaning here, and why."""
-    for dest, reason in options.WITHOUT_MEANING.items():
-        if getattr(args, dest) not in (None, "null"):
-            yield f"--{dest.replace('_', '-')} has no meaning here: {reason}"
-    for key in args.rdzv_conf.keys() - _RDZV_CONF.keys():
+    """A line for each thing given that has no meaning here, with the reason."""
+    for flag in WITHOUT_MEANING.flags:
+        if getattr(args, flag.dest) not in (None, "null"):
+            yield f"{flag.names} has no meaning here: {flag.text}"
+    for key in args.rdzv_conf.keys() - {key for flag in FLAGS for key in flag.rdzv_conf}:
         yield f"--rdzv-conf {key} has no meaning here"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
-from elastic_etcd.protocol.run_record import Ran, RunResult, WorkerFailure
+from elastic_etcd.protocol.run_record import Ran, RunResult
 
 if TYPE_CHECKING:
     from elastic_etcd.api.child_failed import ChildFailedError
@@ -45,37 +45,26 @@ log = logging.getLogger("elastic_etcd")
 
 @dataclass
 class LaunchConfig:
-    """What torch's LaunchConfig says, with its names, for a job over etcd v3.
+    """torch's LaunchConfig, with its names, for a job over etcd v3.
 
-    None, and what is not given, is the launcher's default (`python -m elastic_etcd.launch --help`).
-    A field of torch's that has no meaning here is accepted; a line of the log says why it has none.
-    Fields that differ from torch's, or have another meaning:
-
-    `rdzv_endpoint`: etcd's endpoints, HOST:PORT,...; without any the job has an etcd of its own.
-    `run_id`: the job, the same on all nodes; random if it is not given.
-    `nproc_per_node`: a number, or gpu, cpu, xpu, auto.
-    `rdzv_configs`: what --rdzv-conf may say: join_timeout, last_call_timeout, cacert, cert, key.
-    `max_restarts`: failures of workers that the job survives, over all nodes.
-    `start_method`: prefork or exec; torch's words mean prefork.
-    `logs_specs`: torch's, of which `log_dir`, `redirects`, `tee` and `local_ranks_filter` count;
-    they can be given by these names, too. Streams are torch's Std, a dictionary by local rank, or,
-    like all filters, text as on the command line.
-    `flags`: any other flags of the launcher, as on its command line.
+    A field that is None, or not given, has the launcher's default (`python -m elastic_etcd.launch
+    --help`). A field of torch's that has no meaning here is accepted; a line of the log says why it
+    has none. docs/python.md has those that differ from torch's.
     """
 
     min_nodes: int = 1
     max_nodes: int = 1
-    nproc_per_node: int | str = 1
-    logs_specs: Any = None
-    run_id: str = ""
+    nproc_per_node: int | str = 1  # also gpu, cpu, xpu or auto
+    logs_specs: Any = None  # torch's, in place of the four fields from log_dir on
+    run_id: str = ""  # the job, the same on all nodes; "": a random one
     role: str | None = None
-    rdzv_endpoint: str = ""
+    rdzv_endpoint: str = ""  # etcd's endpoints, HOST:PORT,...; "": the job has an etcd of its own
     rdzv_backend: str | None = None
-    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)
+    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)  # as --rdzv-conf
     rdzv_timeout: int = -1
-    max_restarts: int | None = None
+    max_restarts: int | None = None  # failures of workers that the job survives, over all nodes
     monitor_interval: float | None = None
-    start_method: str | None = None
+    start_method: str | None = None  # prefork or exec; torch's words mean prefork
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
@@ -87,34 +76,30 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
     log_dir: str | os.PathLike[str] | None = None
-    redirects: Any = None
-    tee: Any = None
+    redirects: Any = None  # torch's Std, a dictionary of them by local rank, or text as in a flag
+    tee: Any = None  # likewise
     local_ranks_filter: Sequence[int] | set[int] | str | None = None
-    flags: Sequence[str] = ()
+    flags: Sequence[str] = ()  # others of the launcher, as on its command line
 
     def command_line(self) -> list[str]:
         """The flags of the launcher that say the same."""
-        given = {
-            "nnodes": f"{self.min_nodes}:{self.max_nodes}",
-            "nproc-per-node": self.nproc_per_node,
-            "job": self.run_id or None,
-            "etcd": self.rdzv_endpoint or None,
-            "rdzv-conf": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
-            "join-timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
-            "log-dir": self._logs("log_dir", "_root_log_dir"),
-            "redirects": _streams(self._logs("redirects", "_redirects")),
-            "tee": _streams(self._logs("tee", "_tee")),
-            "local-ranks-filter": _joined(self._logs("local_ranks_filter", "_local_ranks_filter")),
-            "numa-binding": self.numa_options,
-            "duplicate-stdout-filters": _joined(self.duplicate_stdout_filters),
-            "duplicate-stderr-filters": _joined(self.duplicate_stderr_filters),
+        from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only once a job is started
+
+        given = vars(self) | {
+            "min_nodes": f"{self.min_nodes}:{self.max_nodes}",
+            "run_id": self.run_id or None,
+            "rdzv_endpoint": self.rdzv_endpoint or None,
+            "rdzv_configs": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
+            "rdzv_timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
+            "logs_specs": None,  # instead of it, its attributes
+            "log_dir": self._of_logs("log_dir", "_root_log_dir"),
+            "redirects": self._of_logs("redirects", "_redirects"),
+            "tee": self._of_logs("tee", "_tee"),
+            "local_ranks_filter": self._of_logs("local_ranks_filter", "_local_ranks_filter"),
         }
-        for name in (
-            *("role", "rdzv_backend", "max_restarts", "monitor_interval", "start_method"),
-            *("local_addr", "event_log_handler", "signals_to_handle", "shutdown_timeout"),
-        ):
-            given[name.replace("_", "-")] = getattr(self, name)
-        flags = [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+        by_name = {f.long[0]: given.get(f.in_python or f.dest) for f in FLAGS if f.kind}
+        texts = {name: _as_text(value) for name, value in by_name.items()}
+        flags = [f"{name}={text}" for name, text in texts.items() if text is not None]
         switch = ["--virtual-local-rank"] if self.virtual_local_rank else []
         return [*flags, *switch, *self.flags]
 
@@ -125,25 +110,19 @@ class LaunchConfig:
             env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self.log_line_prefix_template
         return env
 
-    def _logs(self, name: str, of_specs: str) -> Any:
-        """A field of ours, or what torch's LogsSpecs has of it."""
+    def _of_logs(self, name: str, in_specs: str) -> Any:
+        """A field of ours, or else torch's of its LogsSpecs."""
         own = getattr(self, name)
-        return getattr(self.logs_specs, of_specs, None) if own is None else own
+        return getattr(self.logs_specs, in_specs, None) if own is None else own
 
 
-def _streams(choice: Any) -> str | None:
-    """Torch's Std, or a dictionary of them by local rank, as the launcher's flags have it."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    if isinstance(choice, Mapping):
-        return ",".join(f"{rank}:{int(std)}" for rank, std in choice.items()) or None
-    return str(int(choice))
-
-
-def _joined(items: Sequence[Any] | set[int] | None) -> str | None:
-    if items is None or isinstance(items, str):
-        return items
-    return ",".join(map(str, sorted(items)))
+def _as_text(value: Any) -> str | None:
+    """A value as on the command line: torch's Std by local rank, and several of anything, too."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{rank}:{int(std)}" for rank, std in value.items()) or None
+    if isinstance(value, Collection) and not isinstance(value, str | int):  # as Std is
+        return ",".join(map(str, sorted(value)))
+    return None if value is None else str(value)
 
 
 class elastic_launch:  # noqa: N801 - it is torch's name
@@ -190,7 +169,10 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 raise _ERRORS.get(ran.exit_code, ElasticEtcdError)(ran.error)
             succeeded = ran.exit_code == 0
             values = functions.load_values(Path(folder), ran.generation) if succeeded else {}
-        failures = tuple(map(_with_file, ran.failures))
+        failures = tuple(
+            each if Path(each.error_file).is_file() else replace(each, error_file="")
+            for each in ran.failures
+        )
         return RunResult(
             outcome=ran.outcome,
             reason=ran.reason,
@@ -252,7 +234,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
 @contextmanager
 def _outliving_sigterm() -> Iterator[None]:
-    """Where SIGTERM would end this program at once, have it raise SystemExit in here.
+    """Have SIGTERM raise SystemExit in here, if it would end this program at once.
 
     A scheduler that gives a job time to save kills what is left when its program has ended.
     """
@@ -277,11 +259,6 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
             with suppress(BaseException):
                 agent.wait()
         raise
-
-
-def _with_file(failure: WorkerFailure) -> WorkerFailure:
-    """Without its error file where the worker has written none."""
-    return failure if Path(failure.error_file).is_file() else replace(failure, error_file="")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ EMBEDDED_STOP = 3.0  # from SIGTERM to SIGKILL
 EMBEDDED_ENDS = 60.0  # one that ends again and again in so short a time is given up
 
 # Lines between agents.
-PROOF = 0.3  # from a line's end until it is known whether its agent is gone
+PROOF = 0.3  # from a link's end until it is known whether its agent is gone
 OWN_LOOK_UP = 1.0  # of the name given by --advertise, while the others wait for this node
 HELLO = 2.0  # for a caller to say who it is
 CALL = 5.0  # for a call to be answered

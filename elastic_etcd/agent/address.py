@@ -45,14 +45,14 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where other nodes reach this one, and over which of its interfaces; "" is not known."""
+    """This node as the others reach it; "" is not known."""
 
     address: str = ""
-    interface: str = ""
+    interface: str = ""  # over which they come
 
 
 async def own_address(config: AgentConfig, endpoint: str, before: Reached) -> Reached:
-    """Where other nodes reach this one; `endpoint` is etcd's, in use now.
+    """The address at which other nodes reach this one; `endpoint` is etcd's, in use now.
 
     If it can't be found out it is still the one from `before`, or what is advertised; without
     either that raises EtcdUnreachable or UsageError.
@@ -77,7 +77,7 @@ async def own_address(config: AgentConfig, endpoint: str, before: Reached) -> Re
 def find_address(advertise: str | None, endpoint: str, *, several: bool) -> Reached:
     """As `own_address`, waiting for the name server; `several` nodes may take part.
 
-    What is advertised may be a name, or an address of a router's: then the others come over the
+    The advertised one may be a name, or an address of a router's: then the others come over the
     interface on the way to etcd, as far as this machine can tell.
     """
     if advertise is None:

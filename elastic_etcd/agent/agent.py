@@ -41,8 +41,7 @@ from elastic_etcd.agent.inbox import (
     Unkillable,
 )
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.agent.output.console import ConsoleHandler
-from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.agent.output.logs import LogHandler, Logs
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -241,9 +240,9 @@ class LocalWorkers(Protocol):
     @property
     def finished(self) -> bool: ...
 
-    async def alone(self) -> None: ...
+    async def end_former_agents_leftovers(self) -> None: ...
 
-    async def warm(self) -> None: ...
+    async def prestart(self) -> None: ...
 
     def offer(self, generation: int, reached: Reached) -> Master: ...
 
@@ -413,8 +412,8 @@ class Agent:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._membership.look())  # a wrong address is told at once
-                group.create_task(self._workers.warm())
-                group.create_task(self._workers.alone())
+                group.create_task(self._workers.prestart())
+                group.create_task(self._workers.end_former_agents_leftovers())
         except* ElasticEtcdError as errors:
             self._inbox.put(FatalError(errors.exceptions[0]))
         else:
@@ -691,7 +690,7 @@ def _logging_through(logs: Logs) -> Iterator[None]:
     """Log lines go the way of the workers' output: a stuck terminal must not stall the loop."""
     ours, asyncios = logging.getLogger("elastic_etcd"), logging.getLogger("asyncio")
     before = list(ours.handlers), list(asyncios.handlers)
-    handler = ConsoleHandler(logs.stderr)
+    handler = LogHandler(logs.stderr)
     if ours.handlers:
         handler.setFormatter(ours.handlers[0].formatter)
     ours.handlers[:] = asyncios.handlers[:] = [handler]

@@ -1,9 +1,8 @@
 """The agent's end of the channel to its workers: a Unix socket in a directory of its own.
 
-No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. One that
-sends what it must not, sends too much or does not read loses its connection, with a warning, and
-nothing else happens.
-What each message means is in docs/channel.md.
+No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. A worker
+that sends what it must not, sends too much or does not read loses its connection, with a warning,
+and nothing else happens. The messages are described in docs/channel.md.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.protocol.messages import (
     LONGEST,
     VERSION,
@@ -49,6 +49,7 @@ _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
 _ACCEPT_AGAIN = 1.0
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = logging.getLogger(__name__)
 
@@ -56,22 +57,22 @@ log = logging.getLogger(__name__)
 class ChannelServer:
     """The socket at which this node's workers call.
 
-    `heard(channel, message)` is given what the server itself does not answer, and last
+    `take(channel, message)` is given what the server itself does not answer, and last
     Disconnected() of each worker that had said hello; it is called from the event loop.
-    Descriptors that workers have kept are here until `close`.
     """
 
-    def __init__(self, heard: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
-        self.heard = heard
+    def __init__(self, take: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
+        self.take = take
+        # Descriptors, which outlive the workers that gave them: of one local rank, or of all.
         self.kept: dict[tuple[int, str], int] = {}
         self.shared: dict[str, int] = {}
         self._sharers: dict[str, set[int]] = {}
         self.channels: set[WorkerChannel] = set()
-        self.leaving = False  # whether this node has been told to leave
+        self.leaving = False  # whether this node is to leave
         self.reason = ""  # why the present generation was begun
         self._socket: socket.socket | None = None
         self._directory = ""
-        self._again: asyncio.TimerHandle | None = None
+        self._again = Timer()
 
     def open(self, parent: str = "") -> str:
         """Listen; the socket's path, which only this user can reach. Raises OSError."""
@@ -87,8 +88,7 @@ class ChannelServer:
 
     def close(self) -> None:
         """Hang up on everybody, let go of what was kept, and remove the socket."""
-        if self._again:
-            self._again.cancel()
+        self._again.cancel()
         for channel in tuple(self.channels):
             channel.close()
         if self._socket:
@@ -114,7 +114,7 @@ class ChannelServer:
             os.close(older)
 
     def share(self, local_rank: int, name: str, fd: int) -> int:
-        """Own `fd` from here on; gives what is shared by that name, which is the first's.
+        """Own `fd` from here on; gives what is shared by that name, which is the first's `fd`.
 
         Raises ValueError when this worker shares too many.
         """
@@ -150,15 +150,14 @@ class ChannelServer:
             log.warning("a worker's call can't be taken: %s", error.strerror)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
-            self._again = loop.call_later(
-                _ACCEPT_AGAIN, loop.add_reader, self._socket, self._accept
-            )
+            self._again.start(_ACCEPT_AGAIN, loop.add_reader, self._socket, self._accept)
             return
-        pid, uid, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-        if uid != os.geteuid() or len(self.channels) >= _WORKERS:
-            why = f"it is user {uid}" if uid != os.geteuid() else "too many have called"
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(credentials)
+        why = "too many have called" if len(self.channels) >= _WORKERS else ""
+        if uid != os.geteuid():
+            why = f"it is user {uid}"
+        if why:
             log.warning("process %d calls and is not answered: %s", pid, why)
             sock.close()
             return
@@ -203,7 +202,7 @@ class WorkerChannel:
         return not self._closed
 
     def close(self) -> None:
-        """Hang up; nobody is told."""
+        """Hang up, without a Disconnected()."""
         if self._closed:
             return
         self._closed = True
@@ -225,7 +224,7 @@ class WorkerChannel:
         if not self._closed:
             self.close()
             if self._greeted:
-                self._server.heard(self, Disconnected())
+                self._server.take(self, Disconnected())
 
     def _readable(self) -> None:
         try:
@@ -241,7 +240,8 @@ class WorkerChannel:
             self._hang_up()
             return
         try:
-            self._hear(_checked(packet, flags), fds)
+            _check_whole(flags)
+            self._hear(from_worker(packet), fds)
         except ValueError as error:
             self._drop(f"malformed: {error}")
         finally:
@@ -271,11 +271,11 @@ class WorkerChannel:
                 self._questions.add(number)
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
-                self._server.heard(self, message)
+                self._server.take(self, message)
             case AskLeaving(number):
                 self.send(Leaving(number, self._server.leaving))
             case _:
-                self._server.heard(self, message)
+                self._server.take(self, message)
 
     def _greet(self, hello: Hello) -> None:
         if hello.v != VERSION:
@@ -308,13 +308,12 @@ class WorkerChannel:
             loop.remove_writer(self._socket)
 
 
-def _checked(packet: bytes, flags: int) -> FromWorker:
-    """The message of a packet that came whole. Raises ValueError."""
+def _check_whole(flags: int) -> None:
+    """Raise ValueError for a packet that was cut."""
     if flags & socket.MSG_TRUNC:
         raise ValueError(f"more than {LONGEST} bytes at once")
     if flags & socket.MSG_CTRUNC:
         raise ValueError("too many descriptors at once")
-    return from_worker(packet)
 
 
 def _one(fds: list[int], what: str) -> int:

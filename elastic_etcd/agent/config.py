@@ -1,4 +1,4 @@
-"""What one agent is told to do, as plain data. `launch` makes it, the agent only reads it."""
+"""An agent's orders, as plain data. `launch` makes them, the agent only reads them."""
 
 from __future__ import annotations
 
@@ -38,68 +38,44 @@ class StreamChoice:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where the workers' output goes.
-
-    A redirected stream goes to a file only, a teed one to a file and the console, and the
-    filter (None: no filter) names the local ranks whose output the console shows.
-    """
+    """The destinations of the workers' output."""
 
     log_dir: str | None = None
-    redirects: StreamChoice = StreamChoice()
-    tee: StreamChoice = StreamChoice()
-    local_ranks_filter: frozenset[int] | None = None
+    redirects: StreamChoice = StreamChoice()  # to a file only
+    tee: StreamChoice = StreamChoice()  # to a file and the console
+    local_ranks_filter: frozenset[int] | None = None  # the console shows only theirs
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Everything an agent is told. Times are seconds.
+    """Everything that an agent is told. Times are seconds."""
 
-    `etcd`: None means an embedded etcd for this run.
-    `argv`: a worker's whole command, still with torchrun's `${local_rank}` in it, see `substitute`.
-    `limits`: what the user asked for here; in a job that is there already its own count.
-    `advertise`: an address, an interface or a network; None is found out, see agent/address.py.
-    `rerun`: a job that has succeeded is run once more.
-    `etcd_timeout`: None waits for ever for an etcd that went away.
-    `leave_exit_code`: of a node that left on a signal; None means 128 + the signal.
-    `stop_exit_code`: of a node that left since people stopped the job; None means as any that left.
-    `shutdown_timeout`: None leaves the grace to the reason of the stop. When this node leaves it is
-    `limits.leave_deadline`.
-    `park_timeout`: so long has a worker in ee.run to park after a failure.
-    `kill_timeout`: so long after SIGKILL the node gives up on what is still there.
-    `hang_timeout`: seconds in one step; None is found out, infinity is for ever.
-    `proof_of_death`: a node that dies is looked for as soon as its connection ends.
-    `no_python`: the workers are programs, which need not hand signals on to what they start.
-    `memory_dir`: below it is this node's directory for checkpoints, see agent/directories.py.
-    `timer_file`: where torch's file timers are served, "" at a path of the agent's; None: nowhere.
-    `metrics_addr`: host and port at which metrics and probes are answered; None: nowhere.
-    `preemption_watch`: aws, gcp, azure or file:PATH, see agent/followers/notices.py.
-    `prefork`: workers are forked from a process that has torch and the `preload` modules loaded.
-    """
-
-    etcd: EtcdConfig | None
+    etcd: EtcdConfig | None  # None: an embedded one for this run
     job: str
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # a worker's whole command, see `substitute`
     node: str
     nproc: int
-    limits: Limits
+    limits: Limits  # as asked for here; a job that is there already has its own
     prefix: str = PREFIX
-    advertise: str | None = None
+    advertise: str | None = None  # an address, an interface or a network; see agent/address.py
     role: str = "default"
     topology_label: str = ""
     lease_ttl: int = LEASE_TTL
-    rerun: bool = False
-    proof_of_death: bool = True
-    hang_timeout: float | None = None
-    etcd_timeout: float | None = None
+    rerun: bool = False  # a job that has succeeded is run once more
+    proof_of_death: bool = True  # a node that dies is looked for as soon as its connection ends
+    hang_timeout: float | None = None  # in one step; None is found out, infinity is for ever
+    etcd_timeout: float | None = None  # for an etcd that went away; None is for ever
+    # None leaves the grace to the reason of the stop; it is limits.leave_deadline when this node
+    # leaves.
     shutdown_timeout: float | None = None
-    park_timeout: float = GRACE_PARK
-    kill_timeout: float = UNKILLABLE
-    leave_exit_code: int | None = None
-    stop_exit_code: int | None = None
+    park_timeout: float = GRACE_PARK  # for a worker in ee.run to park after a failure
+    kill_timeout: float = UNKILLABLE  # from SIGKILL until the node gives up on what is still there
+    leave_exit_code: int | None = None  # after a signal; None means 128 + the signal
+    stop_exit_code: int | None = None  # of a job that people stopped; None: as any that leaves
     virtual_local_rank: bool = False
     memory_dir: str = "/dev/shm"  # noqa: S108 - the folder in it is this user's only
-    no_python: bool = False
-    prefork: bool = True
+    no_python: bool = False  # workers are programs, which need not hand signals on
+    prefork: bool = True  # workers are forked from a process that has loaded torch and `preload`
     preload: tuple[str, ...] = ()
     signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
@@ -109,9 +85,9 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
-    timer_file: str | None = None
-    metrics_addr: tuple[str, int] | None = None
-    preemption_watch: str | None = None
+    timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
+    metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
+    preemption_watch: str | None = None  # aws, gcp, azure or file:PATH, see followers/notices.py
 
 
 def substitute(argv: tuple[str, ...], local_rank: int) -> list[str]:

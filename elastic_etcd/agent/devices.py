@@ -36,9 +36,11 @@ def count_devices(spec: str, env: Mapping[str, str] | None = None) -> int:
     if spec in ("gpu", "auto", "xpu"):
         count = _accelerators(spec, env)
         if count == 0 and spec != "auto":
+            name = "CUDA_VISIBLE_DEVICES"
+            hidden = f" ({name} is {env[name]!r})" if name in env else ""
             raise UsageError(
-                f"--nproc-per-node {spec}: no {spec.upper()} found on this machine"
-                f"{_hidden_by(env)}.\nGive a number, or --nproc-per-node cpu."
+                f"--nproc-per-node {spec}: no {spec.upper()} found on this machine{hidden}.\n"
+                "Give a number, or --nproc-per-node cpu."
             )
         return count or _cpus()
     if not re.fullmatch(r"[0-9]+", spec) or int(spec) < 1:
@@ -112,7 +114,7 @@ def _index(entry: str, uuids: list[str]) -> int | None:
 
 
 def _ask_torch(spec: str, env: Mapping[str, str]) -> int:
-    """What the workers' torch counts, in a process that is gone before the agent starts."""
+    """The devices that the workers' torch counts, in a process that ends before that."""
     python = env.get("PYTHON_EXEC", sys.executable)
     try:
         answer = subprocess.run(
@@ -130,8 +132,3 @@ def _ask_torch(spec: str, env: Mapping[str, str]) -> int:
             f"--nproc-per-node {spec}: {python} with torch could not count the devices:\n"
             f"{stderr.strip().splitlines()[-1]}\nGive a number instead."
         ) from error
-
-
-def _hidden_by(env: Mapping[str, str]) -> str:
-    name = "CUDA_VISIBLE_DEVICES"
-    return f" ({name} is {env[name]!r})" if name in env else ""

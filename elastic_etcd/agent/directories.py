@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
     """Make one below `parent`; gives its path and what removes it. "" where none can be made.
 
-    What dead agents of this user have left there is removed by a thread.
+    A thread removes what dead agents of this user have left there.
     """
     return _directory(parent, _MEMORY, "ee.memory_checkpoint")
 

@@ -25,7 +25,7 @@ def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def common_env(base: Mapping[str, str], local_world_size: int, mark: str) -> dict[str, str]:
-    """What all workers of a node have in common, whatever the generation."""
+    """The part that all workers of a node have in common, whatever the generation."""
     env = without_secrets(base)
     env[MARK] = mark
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -44,27 +44,17 @@ def worker_env(
     local_rank: int,
     *,
     error_file: str,
-    interface: str = "",
-    socket: str = "",
-    activity: str = "",
-    mark: str = "",
-    memory: str = "",
-    timer_file: str = "",
+    interface: str = "",  # which has this node's address for the others; "" is not known
+    socket: str = "",  # at which it finds the agent (docs/channel.md)
+    activity: str = "",  # where it says what it does (protocol/activity.py)
+    mark: str = "",  # by which what it leaves behind is found (system/leftovers.py)
+    memory: str = "",  # its node's directory for checkpoints
+    timer_file: str = "",  # where it sets torch's timers, if they are served
 ) -> dict[str, str]:
     """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
-    Its node is participant `part`; nodes may have different sizes. `limits` are the job's.
-
-    `interface` has this node's address for the others; "" if that is not known. gloo would take
-    the one of the host's name, which may be the loopback; NCCL looks for itself, and never does.
-    `socket` is where it finds the agent (docs/channel.md), `activity` where it says what it
-    does, by `mark` what it leaves behind is found (system/leftovers.py), `memory` is its node's
-    directory for checkpoints, and `timer_file` where it sets torch's timers, if they are served.
-    There is one role, so role ranks are the world's. Workers see which signals their agent handles
-    (torchrun's --signals-to-handle).
-
-    Raises UsageError when --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than
-    workers.
+    Its node is participant `part`, `limits` are the job's. Raises UsageError when
+    --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than workers.
     """
     rank = str(part.first_rank + local_rank)
     world_size = str(now.world_size)
@@ -72,7 +62,7 @@ def worker_env(
     env = common_env(base, part.nproc, mark)
     env.update(
         RANK=rank,
-        ROLE_RANK=rank,
+        ROLE_RANK=rank,  # there is one role
         WORLD_SIZE=world_size,
         ROLE_WORLD_SIZE=world_size,
         ROLE_NAME=config.role,
@@ -101,6 +91,7 @@ def worker_env(
     if timer_file:
         env["TORCHELASTIC_TIMER_FILE"] = timer_file
     if interface:
+        # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if config.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
@@ -109,13 +100,9 @@ def worker_env(
 
 
 def check_devices(config: AgentConfig) -> None:
-    """Raise UsageError now for what would only show when the first worker starts."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if config.virtual_local_rank and visible and len(visible.split(",")) < config.nproc:
-        raise UsageError(
-            f"--virtual-local-rank needs {config.nproc} devices, CUDA_VISIBLE_DEVICES={visible} "
-            "has fewer; make it longer or --nproc-per-node smaller"
-        )
+    """Raise UsageError now for what would only show when the last worker starts."""
+    if config.virtual_local_rank:
+        _own_device(os.environ.get("CUDA_VISIBLE_DEVICES"), config.nproc - 1)
 
 
 def _own_device(visible: str | None, local_rank: int) -> str:

@@ -1,6 +1,6 @@
-"""Why a worker failed, by its torchelastic error file or its last traceback.
+"""The cause of a worker's failure, by its torchelastic error file or its last traceback.
 
-Pure, but for reading that file, and for writing the agent's own.
+All of it is pure, but for reading that file, and for writing the agent's own.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST = 1 << 13
-_LARGEST = 1 << 24
+_LARGEST = 1 << 24  # no error file is as long
 # torch.distributed puts "[rank0]: " before the lines of an uncaught exception, and once more for
 # each process group that there was.
 _RANK = re.compile(r"^(\[rank\d+\]: ?)+")
@@ -66,15 +66,15 @@ def last_traceback(text: str) -> str:
 
 
 def _before(bare: list[str], start: int) -> str:
-    """The last line before `start` that is not empty."""
+    """The last line before `start`, without the empty ones."""
     return next((line for line in reversed(bare[:start]) if line.strip()), "").strip()
 
 
 def _end(lines: list[str], bare: list[str], start: int) -> int:
-    """Where the traceback that begins at `start` ends.
+    """The end of the traceback that begins at `start`.
 
-    What follows an empty line may be of its exception's message, or output that came after: that
-    is longer. With ranks each line says to whom it belongs.
+    Text behind an empty line may belong to its exception's message, or be output that came after:
+    that is longer. With ranks each line says to whom it belongs.
     """
     ranked = _RANK.match(lines[start]) is not None
     end = first = start + 1  # after all of it, and before its first empty line
@@ -89,9 +89,10 @@ def _end(lines: list[str], bare: list[str], start: int) -> int:
 
 
 def _from_file(path: str) -> str:
-    """What torch's ErrorHandler wrote there (it has written plain strings and objects)."""
+    """The message that torch's ErrorHandler wrote there (plain strings and objects, by now)."""
     try:
-        record = json.loads(_beginning(path)) if path else None
+        with Path(path).open("rb") as file:
+            record = json.loads(file.read(_LARGEST))
     except (OSError, ValueError, RecursionError):  # none, or cut off by the worker's death
         return ""
     message = _get(record, "message")
@@ -100,12 +101,6 @@ def _from_file(path: str) -> str:
     stack = _get(_get(message, "extraInfo"), "py_callstack")
     cause = stack if isinstance(stack, str) and stack.strip() else _get(message, "message")
     return cause if isinstance(cause, str) else ""
-
-
-def _beginning(path: str) -> bytes:
-    """All of it, unless a worker has written more than any error file has."""
-    with Path(path).open("rb") as file:
-        return file.read(_LARGEST)
 
 
 def _get(value: Any, key: str) -> Any:

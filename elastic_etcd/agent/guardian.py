@@ -1,8 +1,8 @@
 """The agent's side of the guardian: a process that outlives the agent, and what it is told.
 
 When the agent ends without `dismiss`, however it does, the kernel closes the socket between the
-two, and the guardian (children/guard.py) kills the worker groups and revokes the lease. Nobody else
-holds this end of the socket, so that its end of file means nothing but the agent's own end. With
+two, and the guardian (children/guard.py) kills the worker groups and revokes the lease. No other
+process holds this end of the socket, so its end of file means that the agent has ended. With
 --when-cut-off stop it also kills the workers of an agent that lives and renews no lease.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elastic_etcd.agent.environment import without_secrets
+from elastic_etcd.agent.timer import Respawn
 from elastic_etcd.children import guard
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair
@@ -55,8 +56,7 @@ class Guardian:
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: ExitWatch | None = None
         self._socket: socket.socket | None = None
-        self._delay = self._started = 0.0
-        self._again: asyncio.TimerHandle | None = None
+        self._respawn = Respawn(self.start, GUARDIAN_QUIET, GUARDIAN_SLOWEST)
 
     @property
     def pid(self) -> int | None:
@@ -69,7 +69,7 @@ class Guardian:
         self._starting.add_done_callback(self._on_start)
 
     def _on_start(self, starting: asyncio.Future[_Spawned]) -> None:
-        self._started = asyncio.get_running_loop().time()
+        self._respawn.started()
         try:
             process, ours = starting.result()
         except OSError as error:
@@ -92,12 +92,11 @@ class Guardian:
         parked: tuple[int, ...] | None = None,
         until: float | None = None,
     ) -> None:
-        """What is to end with the agent, each in place of what was said of it before.
+        """Tell it what is to end with the agent, in place of what was told before.
 
-        `lease` 0: no lease. `groups` are the process groups of the workers that train and `parked`
-        of those that wait, each of which leads its own; they should be taken out as soon as they
-        are empty, because numbers come again. Those that train end also at `until`, in seconds of
-        `etcd.retry.boottime`, unless that is 0.
+        `lease` 0 is none. `groups` are the process groups of the workers that train and `parked`
+        of those that wait. They should be taken out as soon as they are empty, because numbers come
+        again. Those that train end also at `until`, in seconds of `etcd.retry.boottime`; 0: never.
         """
         self._lease = self._lease if lease is None else lease
         self._groups = self._groups if groups is None else groups
@@ -113,9 +112,7 @@ class Guardian:
 
     def dismiss(self) -> None:
         """End the process before it acts: the agent has done itself what it was there for."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        self._respawn.cancel()
         self._starting = None
         self._end()
 
@@ -123,33 +120,26 @@ class Guardian:
         if self._socket is None:  # the next one gets it
             return
         loop = asyncio.get_running_loop()
+        loop.remove_writer(self._socket)
         try:
             self._socket.send(self._packet)
         except BlockingIOError:  # frozen; once it reads again it gets what is true then
             loop.add_writer(self._socket, self._send)
         except ConnectionError:
-            loop.remove_writer(self._socket)  # it has just died, and `_ended` is about to say so
-        else:
-            loop.remove_writer(self._socket)
+            pass  # it has just died, and `_ended` is about to say so
 
     def _ended(self, code: int) -> None:
         assert self._process is not None
         pid = self._process.pid
         self._end()
-        known = -code in set(signal.Signals)
-        how = signal.Signals(-code).name if known else f"exit code {code}"
-        if asyncio.get_running_loop().time() - self._started > GUARDIAN_QUIET:
-            self._delay = 0.0
+        how = f"exit code {code}"
+        with contextlib.suppress(ValueError):  # it is no signal
+            how = signal.Signals(-code).name
         self._start_again(f"the guardian (pid {pid}) has ended ({how})")
 
     def _start_again(self, what: str) -> None:
-        if self._starting is None:
-            return
-        loop = asyncio.get_running_loop()
-        when = f"in {self._delay:.0f} s" if self._delay else "now"
-        log.warning("%s; another one is started %s", what, when)
-        self._again = loop.call_later(self._delay, self.start)
-        self._delay = min(GUARDIAN_SLOWEST, max(1.0, 2 * self._delay))
+        if self._starting is not None:
+            log.warning("%s; another one is started %s", what, self._respawn.again())
 
     def _end(self) -> None:
         """The process does nothing more when this returns."""

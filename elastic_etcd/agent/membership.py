@@ -17,7 +17,7 @@ from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, Inbox, MirrorChanged, Tasks
-from elastic_etcd.agent.peer_links import Lines
+from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
@@ -97,7 +97,7 @@ class Membership:
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
         self._limits = config.limits  # the job's, as soon as they are known
-        self._lines = Lines(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
+        self._links = PeerLinks(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
         self._mirror: Mirror | None = None
@@ -116,7 +116,7 @@ class Membership:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
-        self._lines.close()
+        self._links.close()
         await self._mirror_scope.aclose()
         await self._session_scope.aclose()
 
@@ -195,7 +195,7 @@ class Membership:
 
     def follow(self, state: State) -> None:
         """Keep the line to the coordinator that this agent sees."""
-        self._lines.follow(state.view, state.local.lease)
+        self._links.follow(state.view, state.local.lease)
 
     def _covered(self, coverage: Coverage) -> tuple[Get, ...]:
         return covered(self.keys, coverage, self._member.lease)
@@ -302,7 +302,7 @@ class Membership:
         self.reached = await own_address(config, self._client.endpoint, self.reached)
         address = self.reached.address
         called = config.proof_of_death and config.limits.max_nodes > 1
-        contact = await self._lines.open(address) if called else None
+        contact = await self._links.open(address) if called else None
         session = Session(
             self._client,
             config.lease_ttl,

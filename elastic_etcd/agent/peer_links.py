@@ -1,14 +1,14 @@
 """Idle connections between agents, whose end shows at once that a node is dead.
 
-Of a node whose processes all die, the others would hear when its lease ends. Its kernel, or its
-host's, knows at once, and ends its connections. So every member calls the coordinator of a final
-round and keeps the line open. All that is ever said on it is a hello of fixed size, an answer of
-one byte, and a goodbye of one byte before an orderly end.
+A node whose processes all die is missed when its lease ends. Its kernel, or its host's, knows at
+once, and ends its connections. So every member calls the coordinator of a final round and keeps the
+link open. It carries a hello of fixed size, an answer of one byte, and a goodbye of one byte before
+an orderly end, and no more.
 
-A line that ends without a goodbye is checked by calling again. When nobody is there any more the
+A link that ends without a goodbye is checked by calling again. When nobody is there any more the
 lease is revoked: a member's by the coordinator, the coordinator's by a member of the last world's
 first two ranks. That ends no more than the lease's own end would, only sooner; whoever is revoked
-by mistake joins again. A line that is silent shows nothing, nor does a call that is taken and not
+by mistake joins again. A link that is silent shows nothing, nor does a call that is taken and not
 answered: its agent may be stopped. Nothing that goes wrong here is an error of the job.
 """
 
@@ -26,8 +26,10 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 
 from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.core.schema import Contact, Member, Phase
 from elastic_etcd.core.view import View
 from elastic_etcd.errors import ElasticEtcdError
@@ -43,13 +45,13 @@ _STRANGERS = 64  # connections that have not said hello yet; from there on the o
 _BACK = 16  # calls to callers at a time
 _FIRST = 2  # ranks of the last world that revoke the coordinator's lease
 _SPREAD = 0.001  # seconds for each participant: the coordinator is not called by all at once
-_QUIET = (60, 15, 4)  # the kernel asks a quiet line after 60 s, and 4 times each 15 s
+_QUIET = (60, 15, 4)  # the kernel asks on a quiet link after 60 s, and 4 times each 15 s
 
 log = logging.getLogger(__name__)
 
 
 class Found(Enum):
-    """What came of a call."""
+    """The result of a call."""
 
     HERE = "here"
     SILENT = "silent"  # nothing is known
@@ -57,89 +59,59 @@ class Found(Enum):
 
 
 class End(Enum):
-    """How a line ended."""
+    """How a link ended."""
 
     GOODBYE = "goodbye"
     SILENT = "silent"  # as the network does
     BROKEN = "broken"  # as a kernel ends what a process leaves behind
 
 
-class Line:
-    """A line to an agent that was called and has answered."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def end(self) -> End:
-        """Wait for its end."""
-        try:
-            said = await self._reader.read(1)
-        except OSError as error:
-            return _end_of(error)
-        return End.GOODBYE if said else End.BROKEN
-
-    def hang_up(self) -> None:
-        """End it in order."""
-        if not self._writer.is_closing():
-            self._writer.write(_GOODBYE)
-            self._writer.close()
+_Link: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def call(contact: Contact, lease: int, within: float) -> Line | Found:
-    """Call an agent as the member with `lease`; what came of it within so many seconds."""
+async def _call(contact: Contact, lease: int, within: float) -> _Link | Found:
+    """Call an agent as the member with `lease`; gives the link to it, if it answers in time."""
     deadline = asyncio.get_running_loop().time() + within
-    try:
-        async with asyncio.timeout_at(deadline):
-            sock = await _connected(contact)
-    except (OSError, ValueError) as error:
-        return Found.GONE if _not_there(error) else Found.SILENT
-    reader, writer = await asyncio.open_connection(sock=sock)
     found = Found.SILENT
     try:
+        ipaddress.ip_address(contact.addr)  # a name would have to be looked up
+        async with asyncio.timeout_at(deadline):
+            reader, writer = await asyncio.open_connection(contact.addr, contact.port)
+    except (OSError, ValueError) as error:
+        return Found.GONE if _is_missing(error) else Found.SILENT
+    try:
+        _keep_alive(writer.get_extra_info("socket"))
         writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
-        found = await _read_answer(reader, deadline)
+        async with asyncio.timeout_at(deadline):
+            answer = await reader.read(1)
+        found = Found.HERE if answer == _HERE else Found.GONE  # another one has its port
+    except TimeoutError:
+        pass  # somebody's kernel took the call: the agent may be stopped
+    except OSError as error:
+        found = Found.GONE if _is_missing(error) else Found.SILENT
     finally:
         if found is not Found.HERE:
             writer.close()
-    return Line(reader, writer) if found is Found.HERE else found
+    return (reader, writer) if found is Found.HERE else found
 
 
-async def _read_answer(reader: asyncio.StreamReader, deadline: float) -> Found:
-    try:
-        async with asyncio.timeout_at(deadline):
-            answer = await reader.read(1)
-    except TimeoutError:  # somebody's kernel took the call: the agent may be stopped
-        return Found.SILENT
-    except OSError as error:
-        return Found.GONE if _not_there(error) else Found.SILENT
-    return Found.HERE if answer == _HERE else Found.GONE  # another one has its port
-
-
-async def ask(contact: Contact) -> Found:
+async def _ask_whether_there(contact: Contact) -> Found:
     """Whether the agent is there, as far as that can be known in a moment."""
-    found = await call(contact, _ASKING, PROOF)
-    if isinstance(found, Line):
-        found.hang_up()
-        return Found.HERE
-    return found
+    found = await _call(contact, _ASKING, PROOF)
+    if isinstance(found, Found):
+        return found
+    _hang_up(found[1])
+    return Found.HERE
 
 
-async def _connected(contact: Contact) -> socket.socket:
-    """A connection. Raises OSError, and ValueError for what is no IP address."""
-    version = ipaddress.ip_address(contact.addr).version
-    sock = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        _keep_alive(sock)
-        await asyncio.get_running_loop().sock_connect(sock, (contact.addr, contact.port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """End a link in order."""
+    if not writer.is_closing():
+        writer.write(_GOODBYE)
+        writer.close()
 
 
-def _not_there(error: OSError | ValueError) -> bool:
+def _is_missing(error: OSError | ValueError) -> bool:
     """Whether a call failed for want of who was called, not for want of something here.
 
     The network of a container goes with it, so that nobody is there who could refuse.
@@ -150,12 +122,12 @@ def _not_there(error: OSError | ValueError) -> bool:
 
 
 def _end_of(error: Exception | None) -> End:
-    """How a line ended that was not said goodbye to."""
+    """How a link ended on which no goodbye came."""
     return End.BROKEN if error is None or isinstance(error, ConnectionError) else End.SILENT
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel ask, so that a line to what vanished in silence does not stay for ever."""
+    """Have the kernel ask, so that a link to what vanished in silence does not stay for ever."""
     idle, pause, count = _QUIET
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
@@ -169,36 +141,29 @@ def _listen(address: str) -> socket.socket:
     Raises OSError, also when the address is not this machine's.
     """
     found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, where = found[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.bind(where)
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    family, _, _, _, where = found[0]
+    return socket.create_server(where, family=family, backlog=_BACKLOG)
 
 
 class _Caller(asyncio.BufferedProtocol):
     """A connection that was made to this agent; no more than a hello and a goodbye is read."""
 
-    def __init__(self, lines: "Lines") -> None:
+    def __init__(self, links: "PeerLinks") -> None:
         self.lease = _ASKING
         self.answers = False  # it can be called, too: else its silence would show nothing
         self.over = False  # its end shows nothing
-        self._lines = lines
+        self._links = links
         self._buffer = bytearray(HELLO_FORM.size + len(_GOODBYE))
         self._filled = 0
         self._transport: asyncio.Transport | None = None
-        self._late: asyncio.TimerHandle | None = None
+        self._late = Timer()  # to say hello
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         _keep_alive(transport.get_extra_info("socket"))
-        self._late = asyncio.get_running_loop().call_later(HELLO, self.cut)
-        self._lines.came(self)
+        self._late.start(HELLO, self.cut)
+        self._links.came(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
@@ -212,8 +177,8 @@ class _Caller(asyncio.BufferedProtocol):
             self.cut()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._done_waiting()
-        self._lines.ended(self, _end_of(error))
+        self._late.cancel()
+        self._links.ended(self, _end_of(error))
 
     def hang_up(self) -> None:
         """End it in order."""
@@ -229,23 +194,18 @@ class _Caller(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _hear_hello(self) -> None:
-        self._done_waiting()
+        self._late.cancel()
         nonce, self.lease = HELLO_FORM.unpack_from(self._buffer)
-        if not self._lines.greeted(self, nonce):
+        if not self._links.greeted(self, nonce):
             self.cut()
         elif self._transport:
             self._transport.write(_HERE)
             if self.lease == _ASKING:
                 self._transport.close()
 
-    def _done_waiting(self) -> None:
-        if self._late:
-            self._late.cancel()
-            self._late = None
 
-
-class Lines:
-    """This agent's line to its coordinator, and those of the agents that call it.
+class PeerLinks:
+    """This agent's link to its coordinator, and those of the agents that call it.
 
     `open`, then `follow(...)` at each step of the agent, and `close`. `revoke` ends a lease, and
     may raise ElasticEtcdError.
@@ -264,8 +224,7 @@ class Lines:
         self._back = asyncio.Semaphore(_BACK)
         self._called: Contact | None = None
         self._calling: asyncio.Task[None] | None = None
-        self._line: Line | None = None
-        self._told = False
+        self._warned = False  # that the coordinator can't be called
 
     async def open(self, address: str) -> Contact | None:
         """Listen at `address`, with a nonce for a new lease; None where that can't be done."""
@@ -290,15 +249,15 @@ class Lines:
         self._view, self._lease = view, lease
         now = view.round if view else None
         if view is None or now is None:
-            self._call(None, 0.0)
+            self._call_coordinator(None, 0.0)
         elif now.phase is Phase.FINAL:
             other = None if now.coordinator == lease else view.coordinator
-            self._call(other, _SPREAD * now.nodes)
+            self._call_coordinator(other, _SPREAD * now.nodes)
         self._call_back_new()
 
     def close(self) -> None:
         """Say goodbye to all."""
-        self._call(None, 0.0)
+        self._call_coordinator(None, 0.0)
         self._nonce = b""
         if self._server:
             self._server.close()
@@ -309,28 +268,26 @@ class Lines:
             stranger.cut()
         self._callers, self._new = {}, {}
 
-    # --- the line to the coordinator
+    # --- the link to the coordinator
 
-    def _call(self, other: Member | None, spread: float) -> None:
+    def _call_coordinator(self, other: Member | None, spread: float) -> None:
         contact = other.contact if other else None
         if contact == self._called:
             return
         self._called = contact
-        if self._line:
-            self._line.hang_up()
         if self._calling:
-            self._calling.cancel()
-        self._line = self._calling = None
+            self._calling.cancel()  # which says goodbye
+        self._calling = None
         if other and contact:
-            self._calling = self._tasks.create(self._keep_line(other, contact, spread))
+            self._calling = self._tasks.create(self._keep_link(other, contact, spread))
 
-    async def _keep_line(self, to: Member, contact: Contact, spread: float) -> None:
-        """Keep a line to an agent: when it breaks call again at once, and else now and then."""
+    async def _keep_link(self, to: Member, contact: Contact, spread: float) -> None:
+        """Keep a link to an agent: when it breaks call again at once, and else now and then."""
         await asyncio.sleep(jitter.uniform(0.0, spread))
         checking = False
         while True:
-            found = await call(contact, self._lease, PROOF if checking else CALL)
-            if isinstance(found, Line):
+            found = await _call(contact, self._lease, PROOF if checking else CALL)
+            if not isinstance(found, Found):
                 end, lasted = await self._hold(found)
                 if end is End.GOODBYE:
                     return
@@ -344,22 +301,23 @@ class Lines:
             checking = False
             await asyncio.sleep(CALL_AGAIN * jitter.uniform(0.5, 1.0))
 
-    async def _hold(self, line: Line) -> tuple[End, float]:
-        """How a line ended, and after how many seconds."""
-        loop = asyncio.get_running_loop()
-        began, self._line = loop.time(), line
+    async def _hold(self, link: _Link) -> tuple[End, float]:
+        """Wait for the end of a link; how it ended, and after how many seconds."""
+        loop, (reader, writer) = asyncio.get_running_loop(), link
+        began = loop.time()
         try:
-            end = await line.end()
+            end = End.GOODBYE if await reader.read(1) else End.BROKEN
+        except OSError as error:
+            end = _end_of(error)
         finally:
-            line.hang_up()
-        self._line = None
+            _hang_up(writer)
         return end, loop.time() - began
 
     def _tell_once(self, to: Member, contact: Contact) -> None:
         where = (to.node, contact.addr, contact.port)
         text = "no proof of death: the coordinator, %s, can't be called at %s, port %d"
-        log.log(logging.DEBUG if self._told else logging.INFO, text, *where)
-        self._told = True
+        log.log(logging.DEBUG if self._warned else logging.INFO, text, *where)
+        self._warned = True
 
     def _in_charge_of_coordinator(self, coordinator: Member) -> bool:
         view = self._view
@@ -383,7 +341,8 @@ class Lines:
             return False
         if caller.lease == _ASKING:
             return True
-        if len(self._callers) >= _most():
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files > 0 and len(self._callers) >= files // 2:  # workers and disks need some, too
             return False
         older = self._callers.pop(caller.lease, None)
         if older:
@@ -416,7 +375,7 @@ class Lines:
         pause = 1.0
         while not caller.over and self._callers.get(member.lease) is caller:
             async with self._back:
-                caller.answers = await ask(contact) is Found.HERE
+                caller.answers = await _ask_whether_there(contact) is Found.HERE
             if caller.answers:
                 log.debug("%s would be missed at once", member.node)
                 return
@@ -424,7 +383,7 @@ class Lines:
             pause = min(2 * pause, CALL_AGAIN)
 
     async def _check(self, member: Member, contact: Contact) -> None:
-        if await ask(contact) is Found.GONE and self._in_charge_of(member.lease):
+        if await _ask_whether_there(contact) is Found.GONE and self._in_charge_of(member.lease):
             await self._prove_dead(member, contact)
 
     def _in_charge_of(self, lease: int) -> Member | None:
@@ -445,9 +404,3 @@ class Lines:
             await self._revoke(member.lease)
         except ElasticEtcdError as error:
             log.debug("the lease of %s is left to its end: %s", member.node, error)
-
-
-def _most() -> int:
-    """How many lines this agent takes: workers and disks need descriptors, too."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft // 2 if soft > 0 else 1 << 20  # no limit is -1

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_etcd import children
+from elastic_etcd.agent.timer import Respawn, Timer
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -39,7 +40,7 @@ from elastic_etcd.system.spawn import LastWords, start
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")
 # What was used up is forked anew when the generation that used it has had its start.
 _REFILL_AFTER = 2.0
-# One that lived shorter is replaced more and more slowly: each one imports torch.
+# A fork server that lived shorter is replaced more and more slowly: each one imports torch.
 _QUIET = 60.0
 _SLOWEST = 60.0
 _WORTH_A_LINE = 0.5  # seconds
@@ -48,13 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class Prefork:
-    """`start()`, `await warm()`, then `await fork(...)`, and `close()`.
+    """`start()`, `await imported()`, then `await fork(...)`, and `close()`.
 
-    `command` is what the workers run: a Python interpreter and its arguments, as launch.py makes
-    them. `env` is the workers' environment as far as it is known before a generation; what
-    libraries read when they are loaded (OMP_NUM_THREADS) counts. `size` workers wait for their
-    order. A fork server that dies is replaced; meanwhile there is none. `create` begins its tasks,
-    and hears of their crashes.
+    `command` is the workers': a Python interpreter and its arguments, as launch.py makes them.
+    `env` is their environment as far as it is known before a generation; the part counts that
+    libraries read when they are loaded (OMP_NUM_THREADS). `size` workers wait for their order. A
+    fork server that dies is replaced; meanwhile there is none. `create` begins its tasks, and
+    learns of their crashes.
     """
 
     def __init__(
@@ -73,9 +74,8 @@ class Prefork:
         self._server: _ForkServer | None = None
         self._discarded: list[Process] = []  # fork servers that may be dying yet
         self._waiting: list[_Preforked] = []
-        self._refill: asyncio.TimerHandle | None = None
-        self._delay = self._warm_since = 0.0
-        self._again: asyncio.TimerHandle | None = None
+        self._refill = Timer()
+        self._respawn = Respawn(self.start, _QUIET, _SLOWEST)
         self._starting: asyncio.Task[None] | None = None
         self._is_warm = self._was_warm = False
         self._decided = asyncio.Event()
@@ -93,11 +93,10 @@ class Prefork:
 
     def start(self) -> None:
         """Start the fork server, which begins to import."""
-        self._again = None
         self._starting = self._create(self._start())
 
     async def _start(self) -> None:
-        server = _ForkServer(self._heard, self._ended)
+        server = _ForkServer(self._take_message, self._ended)
         try:
             await server.start(self._command, self._preload, self._env)
         except OSError as error:
@@ -105,7 +104,7 @@ class Prefork:
         else:
             self._server = server
 
-    async def warm(self) -> None:
+    async def imported(self) -> None:
         """Wait until all is imported, or cannot be.
 
         Raises UsageError when a module of --preload can't be imported.
@@ -131,7 +130,7 @@ class Prefork:
 
         `env` is its whole environment, `out` and `err` become its descriptors 1 and 2, `stdin`
         its 0; the numbers that it has for the descriptors `given` are appended to `argv`. All of
-        them may be closed when this returns. With `time_imports` it tells the agent at its first
+        them may be closed when this returns. With `time_imports` it sends its agent at its first
         step how long its imports took. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
@@ -142,13 +141,14 @@ class Prefork:
         finally:
             os.close(assignment)
             self._refill_later()
-        return await preforked.process()
+        return await preforked.arrived
 
     def close(self) -> None:
         """End the fork server and the workers that wait; not those that have their order."""
-        for pending in (self._refill, self._again, self._starting):
-            if pending:
-                pending.cancel()
+        self._refill.cancel()
+        self._respawn.cancel()
+        if self._starting:
+            self._starting.cancel()
         self._is_warm = False
         self._stop_server()
         for process in self._discarded:
@@ -184,21 +184,20 @@ class Prefork:
             self._refill_later()
 
     def _refill_later(self) -> None:
-        if self._is_warm and self._refill is None:
-            loop = asyncio.get_running_loop()
-            self._refill = loop.call_later(_REFILL_AFTER, self._fill)
+        if self._is_warm:
+            self._refill.start_once(_REFILL_AFTER, self._fill)
 
     def _fill(self) -> None:
-        self._refill = None
-        with contextlib.suppress(OSError):  # what is missing is made when it is needed
+        self._refill.cancel()
+        with contextlib.suppress(OSError):  # a worker that is missing is made when it is needed
             while self._is_warm and len(self._waiting) < self._size:
                 self._new()
 
-    def _heard(self, message: FromForkServer) -> None:
+    def _take_message(self, message: FromForkServer) -> None:
         match message:
             case Warm():
                 self._is_warm = self._was_warm = True
-                self._warm_since = asyncio.get_running_loop().time()
+                self._respawn.started()
                 self._fill()
                 self._decided.set()
             case Unsafe(why):
@@ -214,18 +213,10 @@ class Prefork:
         was_warm, self._is_warm = self._is_warm, False
         self._stop_server()
         if was_warm:
-            self._replace(f"the fork server ended ({code}): {last_words}")
+            text = "the fork server ended (%d): %s; it is replaced %s"
+            log.warning(text, code, last_words, self._respawn.again())
         else:
             self._give_up(f"the fork server ended ({code}) before it was warm: {last_words}")
-
-    def _replace(self, why: str) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() - self._warm_since > _QUIET:
-            self._delay = 0.0
-        when = f"in {self._delay:.0f} s" if self._delay else "now"
-        log.warning("%s; it is replaced %s", why, when)
-        self._again = loop.call_later(self._delay, self.start)
-        self._delay = min(_SLOWEST, max(1.0, 2 * self._delay))
 
     def _give_up(self, why: str) -> None:
         self._is_warm = False
@@ -236,18 +227,17 @@ class Prefork:
 
 
 class _ForkServer:
-    """The fork server's process: `heard(message)` for each, once `ended(code, last words)`.
+    """The fork server's process: `take(message)` for each, once `ended(code, last words)`.
 
-    `await start(...)` first, which raises OSError.
-    It runs with the workers' own interpreter, in which this package need not be installed, so its
-    program is run by its path. What its imports print goes to the log, line by line. It dies with
-    this process.
+    `await start(...)` first, which raises OSError. It runs with the workers' own interpreter, in
+    which this package need not be installed, so its program is run by its path. The log has the
+    lines that its imports print. It dies with this process.
     """
 
     def __init__(
-        self, heard: Callable[[FromForkServer], None], ended: Callable[[int, str], None]
+        self, take: Callable[[FromForkServer], None], ended: Callable[[int, str], None]
     ) -> None:
-        self._heard = heard
+        self._take = take
         self._ended = ended
 
     async def start(
@@ -299,7 +289,7 @@ class _ForkServer:
         except ConnectionResetError:
             packet = b""
         if packet:
-            self._heard(from_fork_server(packet))
+            self._take(from_fork_server(packet))
         else:  # `_on_exit` follows
             asyncio.get_running_loop().remove_reader(self._channel)
 
@@ -338,7 +328,8 @@ class _Preforked:
         self._lost = lost
         self._ordered = False
         self._watch: ExitWatch | None = None
-        self._arrived: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        # Raises OSError if it could not be forked.
+        self.arrived: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
         self._channel, theirs = channel_pair()
         self._adopt(+1)  # first: init would inherit a worker that is faster
         try:
@@ -362,10 +353,6 @@ class _Preforked:
         if self.pid is not None:
             self._forget()
 
-    async def process(self) -> Process:
-        """The worker, which has its order, as soon as it is there. Raises OSError."""
-        return await self._arrived
-
     def end(self) -> None:
         """End it: it is not needed."""
         if self.pid is None:  # it ends by itself when it finds the channel closed
@@ -373,7 +360,7 @@ class _Preforked:
             self._adopt(-1)
         self._forget()
         if self.pid is not None:
-            end(self._arrived.result())
+            end(self.arrived.result())
 
     def _arrive(self) -> None:
         """It has said its pid, or the fork server could not fork it."""
@@ -384,29 +371,25 @@ class _Preforked:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._adopt(-1)
         if packet:
-            self._is_there(from_forked(packet).pid)
-        else:
-            self._is_none()
+            self._take_process(_Forked(from_forked(packet).pid))
+            return
+        self._forget()
+        if not self._ordered:
+            self._lost(self)
+        elif not self.arrived.cancelled():
+            self.arrived.set_exception(OSError(errno.EAGAIN, "the fork server could not fork"))
 
-    def _is_there(self, pid: int) -> None:
-        self.pid = pid
-        process = _Forked(pid)
-        if self._arrived.cancelled():  # who ordered it has gone
+    def _take_process(self, process: _Forked) -> None:
+        self.pid = process.pid
+        if self.arrived.cancelled():  # nobody needs it any more
             discard(process)
             self._forget()
             return
-        self._arrived.set_result(process)
+        self.arrived.set_result(process)
         if self._ordered:
             self._forget()
         else:
             self._watch = ExitWatch(process, self._on_exit)
-
-    def _is_none(self) -> None:
-        self._forget()
-        if not self._ordered:
-            self._lost(self)
-        elif not self._arrived.cancelled():
-            self._arrived.set_exception(OSError(errno.EAGAIN, "the fork server could not fork"))
 
     def _on_exit(self, code: int) -> None:
         log.debug("a preforked worker ended before its order: %d", code)

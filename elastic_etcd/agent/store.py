@@ -39,22 +39,32 @@ def bind(address: str) -> tuple[socket.socket, int]:
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
+        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+        sock = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except ValueError:
-        return _listen(*_everywhere())
-    try:
-        return _listen(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, address)
+        sock = _listen_everywhere()
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return _listen(*_everywhere())
+        sock = _listen_everywhere()
+    return sock, sock.getsockname()[1]
+
+
+def _listen_everywhere() -> socket.socket:
+    """As torch's own store does."""
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)  # noqa: S104 - it is meant
+    return socket.create_server(
+        ("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
 
 
 class StoreServer:
     """The child that serves the stores, started at first use and kept for later generations.
 
-    One that ends before `close` is told in the log, with its last words, and `lost` is told of it
-    with the newest generation that it has served, 0 for none; the next one has another child. It
-    dies with the agent. With `prefork` it is forked and need not import torch.
+    When it ends before `close` the log has its last words, and `lost` is called with the newest
+    generation that it has served, 0 for none; the next generation has another child. It dies with
+    the agent. With `prefork` it is forked and need not import torch.
     """
 
     def __init__(
@@ -68,30 +78,46 @@ class StoreServer:
         self._tell_lost = lost
         self._generation = 0
         self._child: _Child | None = None
+        self._offered: tuple[int, socket.socket] | None = None
 
-    def warm(self) -> None:
-        """Start the child before its first use. If it is exec'd it imports torch for seconds."""
-        if self._child is None or self._child.gone:
-            try:
-                self._child = _Child(self._lost)
-            except OSError as error:
-                self._lost(_not_started(error))
-            else:
-                self._tasks.create(self._child.live(self._prefork))
+    def offer(self, generation: int, address: str) -> int:
+        """Bind a socket for the store of `generation`, once; gives its port. Raises OSError."""
+        if self._offered is None or self._offered[0] != generation:
+            self._withdraw_offer()
+            self._offered = generation, bind(address)[0]
+        return int(self._offered[1].getsockname()[1])
+
+    def begin(self, generation: int, *, here: bool) -> None:
+        """Serve the store of a generation that begins, if it is `here` and was offered."""
+        if here and self._offered and self._offered[0] == generation:
+            self.serve(*self._offered)
+            self._offered = None
+        self._withdraw_offer()
 
     def serve(self, generation: int, sock: socket.socket) -> None:
         """Serve a fresh store on `sock`, which then is the child's. The older store ends."""
         self._generation = generation
-        self.warm()
         with sock:
-            if self._child is not None:
-                self._child.hand_over(generation, sock)
+            if self._child is None or self._child.gone:
+                try:
+                    self._child = _Child(self._lost)
+                except OSError as error:
+                    self._lost(_not_started(error))
+                    return
+                self._tasks.create(self._child.live(self._prefork))
+            self._child.hand_over(generation, sock)
 
     def close(self) -> None:
         """End the child and its store."""
         if self._child is not None:
             self._child.close()
             self._child = None
+        self._withdraw_offer()
+
+    def _withdraw_offer(self) -> None:
+        if self._offered:
+            self._offered[1].close()
+            self._offered = None
 
     def _lost(self, why: str) -> None:
         log.warning("nobody answers at the master endpoint any more: %s", why)
@@ -99,7 +125,7 @@ class StoreServer:
 
 
 class _Child:
-    """One store process, the socketpair to it and its standard error; `lost(why)` at its end."""
+    """A store process, the socketpair to it and its standard error; `lost(why)` at its end."""
 
     def __init__(self, lost: Callable[[str], None]) -> None:
         self.gone = False
@@ -111,7 +137,7 @@ class _Child:
         self._channel, self._theirs = channel_pair()
 
     async def live(self, prefork: Prefork | None) -> None:
-        """Start the process; its end is told as soon as it comes."""
+        """Start the process, and watch it."""
         try:
             process = await _start(prefork, self._theirs, self._stderr)
         except OSError as error:
@@ -170,23 +196,3 @@ async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -
         stderr=stderr,
         pass_fds=(channel.fileno(),),
     )
-
-
-def _everywhere() -> tuple[socket.AddressFamily, str]:
-    # What torch's own store listens on. S104: the address to be reached at is not this machine's.
-    if socket.has_dualstack_ipv6():
-        return socket.AF_INET6, "::"
-    return socket.AF_INET, "0.0.0.0"  # noqa: S104
-
-
-def _listen(family: socket.AddressFamily, address: str) -> tuple[socket.socket, int]:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((address, 0))
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock, sock.getsockname()[1]

@@ -1,4 +1,4 @@
-"""One worker process: the leader of a process group, from its start to its end.
+"""A worker process, which leads a process group, from its start to its end.
 
 It may outlive a generation: a worker that recovers in process is asked to park at the barrier
 instead of being killed, and is sent on with another rank in the next generation.
@@ -29,19 +29,21 @@ _RUN_SCRIPT = str(Path(children.__file__).with_name("run_script.py"))
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker runs; `env` is its whole environment, `error_file` may be ""."""
+    """A worker's command, and its place in the world."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # all of it
     rank: int
     local_rank: int
-    error_file: str
+    error_file: str  # or ""
+    hands_signals_on: bool = True  # as a script may, and a shell does not
 
 
 class Worker:
-    """A running process. `ended(worker, code)` comes once, from the event loop.
+    """A running process.
 
-    What is left of its process group is killed before that.
+    `ended(worker, code)` is called once, from the event loop, when all else of its process group
+    has got SIGKILL.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Worker:
         return self._loop.time() - self._started
 
     def tell(self, message: FromAgent) -> bool:
-        """Whether it could be told: one that can park."""
+        """Send it a message, if it can park; whether it could be sent."""
         return not self.finished and self.channel is not None and self.channel.send(message)
 
     def give(self, grace: float) -> None:
@@ -78,13 +80,13 @@ class Worker:
         if end < self.end:
             self.grace, self.end = grace, end
 
-    def terminate(self, *, group: bool) -> None:
-        """SIGTERM to the process itself, or to its whole process group.
+    def terminate(self) -> None:
+        """SIGTERM to the process itself, or to its whole group if it hands no signal on.
 
-        What a script has started ends with it. A DataLoader's workers that got SIGTERM, too, would
-        make the very step fail after which the script saves.
+        A script's children end with it. A DataLoader's workers that got SIGTERM, too, would make
+        the very step fail after which the script saves.
         """
-        if group:
+        if not self.spec.hands_signals_on:
             signal_group(self.pid, signal.SIGTERM)
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # as for a group

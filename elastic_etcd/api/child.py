@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         ran.exit_code, ran.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
         raise
     finally:
-        with suppress(OSError):  # the program has ended, or will hear that nothing was said
+        with suppress(OSError):  # the program has ended, or will see that there is no record
             (folder / "ran.json").write_bytes(msgspec.json.encode(ran))
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)

@@ -38,7 +38,7 @@ def child_failed(name: str, result: RunResult) -> ChildFailedError:
 
 
 def _process_failure(failed: WorkerFailure) -> errors.ProcessFailure:
-    """What torch would have made of it."""
+    """Torch's account of a failure."""
     try:
         found = _read_error_file(failed, failed.error_file)
     except Exception:  # noqa: BLE001 - a file that was cut off raises whatever torch's reader meets

@@ -67,7 +67,7 @@ def load_values(folder: Path, generation: int) -> dict[int, Any]:
 
 
 def name_of(function: object) -> str:
-    """What it is called, for messages."""
+    """The name of a function, for messages."""
     return str(getattr(function, "__qualname__", None) or function)
 
 

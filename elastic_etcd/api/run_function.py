@@ -1,8 +1,8 @@
 """`run_function.py FILE` is a worker of `elastic_launch`: it calls the function in that file.
 
-What the function returns is written beside it for this generation and rank, and what it raises to
-torch's error file. Run by its path, as any script is. The standard library, and what the function
-needs.
+The value that it returns is written beside that file for this generation and rank, and what it
+raises to torch's error file. It is run by its path, as any script is, and loads the standard
+library and what the function needs.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class ForkServer:
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)
         self._imports.watch(command, order["env"])
-        if order["time_imports"]:
+        if order["time_imports"] and hasattr(IMPORT_SYSTEM, "_ModuleLockManager"):
             entry.at_first_step(partial(ImportTimes().tell, order["env"]))
         return script
 

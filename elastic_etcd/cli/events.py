@@ -1,4 +1,4 @@
-"""`elastic-etcd events`: what a job went through, or each with --all, and what happens now."""
+"""`elastic-etcd events`: a job's history, or that of each with --all, and its news as they come."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
-Times are UTC, of the machine on which something happened; what only shows as it happens (who comes
-and goes, the phases of a round) has the time of this one.
+Times are UTC, of the machine on which something happened. Events that only show as they happen
+(nodes that come and go, the phases of a round) have the time of this one.
 
 examples:
   elastic-etcd events resnet-7 --etcd etcd1:2379
@@ -38,8 +38,9 @@ examples:
 def parser() -> options.Parser:
     """The command line of `elastic-etcd events JOB`."""
     text = "Shows what a job went through, an event a line."
-    made = query.parser("events", text, _EPILOG, every="of each job under --prefix, by their times")
-    made.add_argument("--json", action="store_true", help="a JSON object a line, as torch's")
+    every = "of each job under --prefix, by their times"
+    as_json = "a JSON object a line, as torch's"
+    made = query.parser("events", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument(
         "--follow", action="store_true", help="go on until the job is over, with --all for ever"
     )
@@ -52,15 +53,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _events(job: query.Job, args: Namespace) -> None:
-    told = _Told(as_json=args.json)
+    printer = _Printer(as_json=args.json)
     before = await job.view()
-    told.tell(past(job.name, before))
+    printer.print(past(job.name, before))
 
     def follow(seen: Snapshot) -> bool | None:
         nonlocal before
         view = view_of(seen, job.keys, Everything())
-        told.tell(news(job.name, before, view, time.time_ns() // 10**6))
-        told.tell(past(job.name, view))
+        printer.print(news(job.name, before, view, time.time_ns() // 10**6))
+        printer.print(past(job.name, view))
         before = view
         return True if _is_over(view) else None
 
@@ -70,16 +71,16 @@ async def _events(job: query.Job, args: Namespace) -> None:
 
 async def _events_of_all(client: Client, args: Namespace) -> None:
     before = await query.all_views(client, args)
-    told = _Told(as_json=args.json, widest=max(map(len, before), default=1))
-    told.tell(_by_time(before))
+    printer = _Printer(as_json=args.json, widest=max(map(len, before), default=1))
+    printer.print(_by_time(before))
 
     def follow(seen: Snapshot) -> None:
         nonlocal before
         after = query.views_of(seen, args.prefix)
         for job, view in after.items():
             was = before.get(job) or view_of(Snapshot(0, {}), Keys(job), Everything())
-            told.tell(news(job, was, view, time.time_ns() // 10**6))
-            told.tell(past(job, view))
+            printer.print(news(job, was, view, time.time_ns() // 10**6))
+            printer.print(past(job, view))
         before = after
 
     if args.follow:
@@ -87,7 +88,7 @@ async def _events_of_all(client: Client, args: Namespace) -> None:
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:
-    """What all jobs went through; each one's events stay in their order."""
+    """All jobs' histories as one; each one's events stay in their order."""
     timed = []
     for job, view in views.items():
         at = 0
@@ -101,17 +102,15 @@ def _is_over(view: View) -> bool:
     return view.outcome is not None and not view.members
 
 
-class _Told:
-    """Prints each event once, and once more when more is known of it.
-
-    widest: how long the jobs' names are; 0 where they are not to be said.
-    """
+class _Printer:
+    """Prints each event once, and once more when more is known of it."""
 
     def __init__(self, *, as_json: bool, widest: int = 0) -> None:
-        self._as_json, self._widest = as_json, widest
+        self._as_json = as_json
+        self._widest = widest  # characters of the jobs' names; 0: they are left out
         self._known: set[str] = set()
 
-    def tell(self, events: Iterable[Event]) -> None:
+    def print(self, events: Iterable[Event]) -> None:
         for event in events:
             line = event.json() if self._as_json else in_one_line(event.line(self._widest))
             if line not in self._known:

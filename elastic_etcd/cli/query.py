@@ -1,8 +1,10 @@
-"""What the commands that look at a job or steer it have in common."""
+"""Common ground of the commands that read jobs or steer them: flags, views, and how they run."""
 
 from __future__ import annotations
 
 import asyncio
+import getpass
+import json
 import os
 import select
 import sys
@@ -12,7 +14,9 @@ from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import options
+from elastic_etcd.cli.flags import CONNECTION, Flag
 from elastic_etcd.cli.options import shown
+from elastic_etcd.cli.values import job_id, seconds
 from elastic_etcd.core.schema import PARTS, Keys, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
@@ -41,12 +45,14 @@ def parser(
     epilog: str,
     arguments: str = "JOB | --all",
     *,
-    one: Callable[[str], str] = options.job_id,
+    one: Callable[[str], str] = job_id,
     every: str = "",
+    as_json: str = "print one JSON object; with --all, one a line",
 ) -> options.Parser:
-    """For a command that takes a job or --all, and etcd's flags; the rest is added later.
+    """The parser of a command that takes a job or --all, and etcd's flags; others are added to it.
 
-    one: what the job's text may be. every: what --all is; without it there is no such flag.
+    `one` reads the job's text. `every` is the help of --all; without it there is no such flag.
+    `as_json` is that of --json.
     """
     made = options.Parser(
         prog=f"elastic-etcd {command}",
@@ -61,9 +67,10 @@ def parser(
     )
     if every:
         made.add_argument("--all", action="store_true", help=every)
+    made.add_argument("--json", action="store_true", help=as_json)
     group = options.FlagGroup(made, "etcd", os.environ)
-    options.connection(group)
-    group.flag("--timeout", type=options.seconds, default=5, metavar="SECONDS", help="(default: 5)")
+    for flag in (*CONNECTION, Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)):
+        group.add(flag)
     return made
 
 
@@ -115,6 +122,11 @@ async def all_views(client: Client, args: Namespace) -> dict[str, View]:
     return views
 
 
+def print_json(value: Any, args: Namespace) -> None:
+    """Print it in a line where there are several, else for people to read."""
+    print(json.dumps(value, indent=None if args.all else 2), flush=True)
+
+
 def width() -> int | None:
     """Columns of what is printed: None as many as the terminal has, where there is one."""
     return None if sys.stdout.isatty() else WIDE
@@ -123,6 +135,15 @@ def width() -> int | None:
 def note(text: str) -> None:
     """Tell it beside what is printed."""
     print(f"note: {shown(text)}", file=sys.stderr)
+
+
+def user() -> str:
+    """The user who runs this command, and the machine."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # no such user in this container
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
 
 
 def is_known(view: View) -> bool:
@@ -163,7 +184,7 @@ def run(
     one: Callable[[Job, Any], Awaitable[None]],
     every: Callable[[Client, Any], Awaitable[None]],
 ) -> int:
-    """Run a command that looks at jobs; gives its exit code.
+    """Run a command that reads jobs; gives its exit code.
 
     The command line is `argv`, which `made()` parses. `one(job, args)` is called for one job, and
     `every(client, args)` with --all; each prints what it finds.
@@ -176,6 +197,28 @@ def run(
     return with_etcd(made, argv, of_job)
 
 
+def run_on_views(
+    made: Callable[[], options.Parser],
+    argv: Sequence[str],
+    show: Callable[[dict[str, View], Any], None],
+) -> int:
+    """Run a command that reads jobs once; gives its exit code.
+
+    The command line is `argv`, which `made()` parses. `show(views, args)` gets the job, or with
+    --all each, and prints it.
+    """
+
+    async def of_views(client: Client, args: Namespace) -> int:
+        one = not args.all
+        show(
+            {args.job: await Job(client, args).view()} if one else await all_views(client, args),
+            args,
+        )
+        return 0
+
+    return with_etcd(made, argv, of_views)
+
+
 def with_etcd(
     made: Callable[[], options.Parser],
     argv: Sequence[str],
@@ -186,12 +229,17 @@ def with_etcd(
     The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
     their exit code.
     """
+
+    async def connected(config: EtcdConfig, args: Namespace) -> int:
+        async with Client(config) as client:
+            return await command(client, args)
+
     try:
         args = _parsed(made(), argv)
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(_with_client(config, args, command))
+        code = asyncio.run(connected(config, args))
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -212,13 +260,6 @@ def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
     except ArgumentTypeError as error:
         parser.error(str(error))
     return args
-
-
-async def _with_client(
-    config: EtcdConfig, args: Namespace, command: Callable[[Client, Any], Awaitable[int]]
-) -> int:
-    async with Client(config) as client:
-        return await command(client, args)
 
 
 async def while_read(doing: Coroutine[Any, Any, object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
@@ -37,39 +35,27 @@ def parser() -> options.Parser:
     """The command line of `elastic-etcd report JOB`."""
     text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
     every = "each job under --prefix, one after the other"
-    made = query.parser("report", text, _EPILOG, every=every)
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object; with --all, one a line"
-    )
-    return made
+    return query.parser("report", text, _EPILOG, every=every)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return query.run(parser, argv, _report, _reports)
+    return query.run_on_views(parser, argv, _show)
 
 
-async def _report(job: query.Job, args: Namespace) -> None:
-    found = describe(job.name, await job.view(), time.time())
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        _show(found)
-
-
-async def _reports(client: Client, args: Namespace) -> None:
-    for job, view in (await query.all_views(client, args)).items():
-        if not worlds(view):
+def _show(views: dict[str, View], args: Namespace) -> None:
+    for job, view in views.items():
+        if args.all and not worlds(view):
             query.note(f"job {job} has had no world yet")
             continue
         found = describe(job, view, time.time())
         if args.json:
-            print(json.dumps(found))
+            query.print_json(found, args)
         else:
-            _show(found)
+            _show_one(found)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show_one(found: dict[str, Any]) -> None:
     state = f": {found['state']}" if found["state"] else ""
     print(query.in_one_line(f"job {found['job']}, run {found['run']}{state}"))
     for line in goodput.lines(found):

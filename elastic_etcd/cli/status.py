@@ -1,11 +1,7 @@
-"""`elastic-etcd status`: what a job is doing and what it went through, read at one revision.
-
-With --all a line for each job.
-"""
+"""`elastic-etcd status`: a job's state and its history, or with --all a line for each job."""
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client
 
 _HISTORY = 8  # generations shown; --json has all
 _SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
@@ -45,32 +40,21 @@ def parser() -> options.Parser:
     """The command line of `elastic-etcd status JOB`."""
     text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
     every = "each job under --prefix, in a line"
-    made = query.parser("status", text, _EPILOG, every=every)
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object; with --all, one a line"
-    )
-    return made
+    return query.parser("status", text, _EPILOG, every=every)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return query.run(parser, argv, _status, _statuses)
+    return query.run_on_views(parser, argv, _show)
 
 
-async def _status(job: query.Job, args: Namespace) -> None:
-    state = describe(job.name, await job.view())
-    if args.json:
-        print(json.dumps(state, indent=2))
-    else:
-        _show(state)
-
-
-async def _statuses(client: Client, args: Namespace) -> None:
-    views = await query.all_views(client, args)
+def _show(views: dict[str, View], args: Namespace) -> None:
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
         for state in states:
-            print(json.dumps(state))
+            query.print_json(state, args)
+    elif not args.all:
+        _show_one(*states)
     elif states:
         from rich.console import Console  # noqa: PLC0415 - not loaded for --json
 
@@ -90,7 +74,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
-        "restarts": now.restarts if now else _last_restarts(view),
+        "restarts": now.restarts if now else _restarts_of(view.history),
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
@@ -105,7 +89,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
 
 
 def _state(view: View) -> str:
-    """What the job does, in a word."""
+    """The job's state in a word."""
     if view.outcome:
         return view.outcome.state
     if not view.members:
@@ -114,7 +98,7 @@ def _state(view: View) -> str:
 
 
 def in_short(state: dict[str, Any]) -> dict[str, Any]:
-    """What `describe` has given, without its lists."""
+    """Shorten what `describe` has given: without its lists."""
     short = {name: state[name] for name in _SHORT}
     nodes = [node["state"] for node in state["nodes"]]
     return short | {"nodes": {each: nodes.count(each) for each in sorted(set(nodes))}}
@@ -146,7 +130,7 @@ def _limits(spec: Spec, view: View) -> Limits:
 
 
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
-    """With why each is left out, "" if it is not: as it was when the world began."""
+    """Each suspect with the reason why it is left out, "" if it is not, as the world began."""
     now = view.round
     known = now.suspects if now and now.phase is Phase.FINAL else view.ledger.suspects
     after = view.spec.limits.suspect_after if view.spec else 0
@@ -154,9 +138,9 @@ def _suspects(view: View) -> Iterator[dict[str, Any]]:
         yield plain(suspect) | {"why": suspects.why_left_out(known, suspect.node, after)}
 
 
-def _last_restarts(view: View) -> int:
-    """Of the newest world: the ledger goes when the job ends."""
-    return int(_entry(*view.history[-1]).get("restarts", 0)) if view.history else 0
+def _restarts_of(history: Sequence[tuple[int, str]]) -> int:
+    """The newest world's restarts: the ledger goes when the job ends."""
+    return int(_entry(*history[-1]).get("restarts", 0)) if history else 0
 
 
 def _world(view: View) -> tuple[Participant, ...]:
@@ -217,7 +201,7 @@ def _entry(generation: int, text: str) -> dict[str, Any]:
         return {"generation": generation, "ended": f"unreadable: {error}"}
 
 
-def _show(state: dict[str, Any]) -> None:
+def _show_one(state: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415 - not loaded for --json
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
@@ -236,12 +220,12 @@ def _show(state: dict[str, Any]) -> None:
     for line in _reasons(state):
         console.print(shown(line), markup=False, soft_wrap=True)
     for entry in state["history"][-_HISTORY:]:
-        for line in (_line(entry), *_hangs(entry), *_stragglers(entry)):
+        for line in _lines_of(entry):
             console.print(shown(line), markup=False, soft_wrap=True)
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:
-    """Why nodes do not train, those that are not there among them."""
+    """The reasons why nodes do not train, those that are not there among them."""
     for node in state["nodes"]:
         if node["why"]:
             yield f"{node['node']}: {node['why']}"
@@ -276,7 +260,7 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
 
 
 def _steered(state: dict[str, Any]) -> Iterator[str]:
-    """What people want of the job, as far as it is not done."""
+    """The requests to the job that are not done yet."""
     asked = state["wanted"] or {"drains": (), "stop": None, "scale": None}
     for drain in asked["drains"]:
         if not drain["lease"]:
@@ -289,12 +273,12 @@ def _steered(state: dict[str, Any]) -> Iterator[str]:
 
 
 def _asked(by: dict[str, Any]) -> str:
-    """Who has asked for it, and when."""
+    """The user who has asked for it, and the time."""
     return "".join(f" {word} {by[word]}" for word in ("by", "at") if by[word])
 
 
 def _sizes(limits: dict[str, Any]) -> str:
-    """How many nodes may train."""
+    """The numbers of nodes that may train."""
     if limits["sizes"]:
         *some, last = map(str, limits["sizes"])
         return f"{', '.join(some)} or {last}" if some else last
@@ -302,45 +286,39 @@ def _sizes(limits: dict[str, Any]) -> str:
     return f"{limits['min_nodes']} to {limits['max_nodes']}{step}"
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _lines_of(entry: dict[str, Any]) -> Iterator[str]:
+    """A world in a line, and one for each hang and straggler in it."""
     nodes = ", ".join(entry.get("nodes", ()))
     world = f" world of {entry['world_size']} on {nodes}" if "world_size" in entry else ""
     began = f" began at {entry['began_at']}: {entry.get('began')};" if "began_at" in entry else ""
     ended = f" ended: {entry['ended']}" if "ended" in entry else " goes on"
-    return f"generation {entry['generation']}:{world}{began}{ended}"
+    yield f"generation {entry['generation']}:{world}{began}{ended}"
+    # The hang that has ended the world is in the first line.
+    yield from (f"  hung: {text}" for text in entry.get("hangs", ()) if text != entry.get("ended"))
+    yield from (f"  {text}" for text in entry.get("stragglers", ()))
 
 
 def events(state: dict[str, Any]) -> list[str]:
-    """What the job went through, a short line for each world and for the end."""
-    told, ended = [], ""
+    """The job's history, a short line for each world and for the end."""
+    lines, ended = [], ""
     for entry in state["history"]:
         began = entry.get("began_at", "")
         lost = _seconds_between(ended, began)
         ended = entry.get("ended_at", "")
         why = f"{entry.get('began', '')}{lost}"
-        told.append(f"{began[11:19]} generation {entry['generation']}: {why}")
+        lines.append(f"{began[11:19]} generation {entry['generation']}: {why}")
     if outcome := state["outcome"]:
-        told.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
-    return told
+        lines.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
+    return lines
 
 
 def _seconds_between(ended: str, began: str) -> str:
-    """Without any world; both were told by coordinators."""
+    """The seconds without any world; both times are those of coordinators."""
     try:
         seconds = (datetime.fromisoformat(began) - datetime.fromisoformat(ended)).total_seconds()
     except (ValueError, TypeError):
         return ""
     return f" ({max(0.0, seconds):.1f} s)"
-
-
-def _hangs(entry: dict[str, Any]) -> Iterator[str]:
-    """What was found of hangs, but for the one that has ended the world."""
-    lines = (line for line in entry.get("hangs", ()) if line != entry.get("ended"))
-    yield from (f"  hung: {line}" for line in lines)
-
-
-def _stragglers(entry: dict[str, Any]) -> Iterator[str]:
-    yield from (f"  {line}" for line in entry.get("stragglers", ()))
 
 
 def span(ranks: list[int]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import control, options, query
+from elastic_etcd.cli import options, query, values, write_requests
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core import requests
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -34,7 +33,8 @@ With --all it goes on with the other jobs where it fails in one; the exit code i
 _DRAIN = f"""\
 The node leaves as on SIGTERM to its agent: scripts in ee.run stop at a step that all ranks agree
 on, others get SIGTERM; `ee.leaving()` is true, they may save until the deadline, and the other
-nodes go on without it. Its agent exits 143. One that is started there again waits until `undrain`.
+nodes go on without it. Its agent exits 143. An agent that is started there again waits for
+`undrain`.
 
 examples:
   elastic-etcd drain resnet-7 node2 --etcd etcd1:2379 --wait && ssh node2 reboot
@@ -44,7 +44,7 @@ examples:
 {_OF_ALL}
 {_CODES}"""
 _UNDRAIN = f"""\
-An agent that waits there joins at once. Where none waits, start one.
+An agent that waits there joins at once. If none waits, start one.
 {_OF_ALL}
 {_CODES}"""
 _STOP = f"""\
@@ -77,7 +77,7 @@ def drain() -> options.Parser:
     text = "Makes a node leave a job, and keeps it out."
     every = "from each job under --prefix in which the node is"
     parser = _parser("drain", "JOB | --all  NODE", text, _DRAIN, every)
-    parser.add_argument("node", metavar="NODE", nargs="?", type=options.name, help="its name")
+    parser.add_argument("node", metavar="NODE", nargs="?", type=values.printable, help="its name")
     parser.add_argument(
         "--self",
         action="store_true",
@@ -86,7 +86,7 @@ def drain() -> options.Parser:
     )
     parser.add_argument(
         "--deadline",
-        type=options.seconds,
+        type=values.seconds,
         metavar="SECONDS",
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
@@ -100,7 +100,7 @@ def undrain() -> options.Parser:
     text = "Lets a node that was drained come back."
     every = "to each job under --prefix from which it is drained"
     parser = _parser("undrain", "JOB | --all  NODE", text, _UNDRAIN, every)
-    parser.add_argument("node", metavar="NODE", type=options.name, help="its name")
+    parser.add_argument("node", metavar="NODE", type=values.printable, help="its name")
     return parser
 
 
@@ -109,10 +109,10 @@ def scale() -> options.Parser:
     parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
     parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
-        "nnodes", metavar="NODES", type=options.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
+        "nnodes", metavar="NODES", type=values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
     parser.add_argument(
-        "--nodes-multiple-of", type=options.count, default=1, metavar="N", help="(default: 1)"
+        "--nodes-multiple-of", type=values.count, default=1, metavar="N", help="(default: 1)"
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
     return parser
@@ -132,21 +132,28 @@ def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
 ) -> options.Parser:
     # With --all drain's first name is the node's.
-    parser = query.parser(command, description, epilog, arguments, one=options.name, every=every)
-    per_job = "; with --all, one a line" if every else ""
-    parser.add_argument("--json", action="store_true", help=f"print one JSON object{per_job}")
+    as_json = "print one JSON object; with --all, one a line" if every else "print one JSON object"
+    parser = query.parser(
+        command,
+        description,
+        epilog,
+        arguments,
+        one=values.printable,
+        every=every,
+        as_json=as_json,
+    )
     check = parser.get_default("check")
 
     def check_job(args: Namespace) -> None:
         check(args)
-        options.job_id(args.job or "any")
+        values.job_id(args.job or "any")
 
     parser.set_defaults(check=check_job)
     return parser
 
 
 def _which_node(args: Namespace) -> None:
-    """What drain is about. Raises ArgumentTypeError where that is not clear."""
+    """Settle which node is meant. Raises ArgumentTypeError where that is not clear."""
     if args.all:
         if args.job and args.node:
             raise ArgumentTypeError(f"{args.job} and --all: give one of both")
@@ -154,7 +161,7 @@ def _which_node(args: Namespace) -> None:
     elif not args.job:
         raise ArgumentTypeError("no job given: give its id, or --all")
     else:
-        options.job_id(args.job)
+        values.job_id(args.job)
     if args.self == bool(args.node):
         raise ArgumentTypeError("which node? Give its name, or --self")
 
@@ -173,20 +180,19 @@ def main(command: str, argv: Sequence[str]) -> int:
     async def steer(client: Client, args: Namespace) -> int:
         if args.all:
             return await _in_all(command, client, args)
-        done = await do(control.Job(client, args), args)
-        if args.json:
-            print(json.dumps({"job": args.job} | done, indent=2))
-        else:
-            _print_told(args.job, done)
+        _print_outcome(await do(write_requests.SteeredJob(client, args), args), args)
         return 0
 
     return query.with_etcd(make, argv, steer)
 
 
-def _print_told(job: str, done: dict[str, Any], *, whose: bool = False) -> None:
+def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
+    if args.json:
+        query.print_json({"job": args.job} | done, args)
+        return
     print(shown(done["told"]), flush=True)
     if done.get("note"):
-        query.note(f"job {job}: {done['note']}" if whose else done["note"])
+        query.note(f"job {args.job}: {done['note']}" if args.all else done["note"])
 
 
 # --- all jobs -----------------------------------------------------------------------------
@@ -211,14 +217,11 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
     own = copy(args)
     own.job = job
     try:
-        done = await do(control.Job(client, own), own)
+        done = await do(write_requests.SteeredJob(client, own), own)
     except ElasticEtcdError as error:
         print(f"error: job {job}: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    if args.json:
-        print(json.dumps({"job": job} | done), flush=True)
-    else:
-        _print_told(job, done, whose=True)
+    _print_outcome(done, own)
     return 0
 
 
@@ -227,7 +230,7 @@ def _nothing_to_do(command: str, args: Namespace) -> int:
     if command == "stop":
         query.note(f"no job under {args.prefix} goes on")
         return 0
-    node, prefix = control.node_of(args), args.prefix
+    node, prefix = write_requests.node_of(args), args.prefix
     if command == "undrain":
         raise ElasticEtcdError(f"no job under {prefix} has node {node} drained")
     raise ElasticEtcdError(f"node {node} is in no job under {prefix} that goes on")
@@ -237,8 +240,8 @@ def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
     """Say what will be done, and to whom."""
     more = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    told = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
-    print(shown(told), file=sys.stderr, flush=True)
+    text = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 def _ask_first() -> None:
@@ -257,7 +260,7 @@ def _ask_first() -> None:
 
 def _has_node(view: View, args: Namespace) -> bool:
     """Whether a run goes on in which the node is, or from which it is drained."""
-    node = control.node_of(args)
+    node = write_requests.node_of(args)
     there = any(m.node == node for m in view.members)
     return _goes_on(view) and (there or bool(requests.drained(view, node)))
 
@@ -268,7 +271,7 @@ def _goes_on(view: View) -> bool:
 
 # Of each command that knows --all which jobs it is about, and what it does, in words.
 _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace], str]]] = {
-    "drain": (_has_node, lambda args: f"node {control.node_of(args)} is to leave"),
+    "drain": (_has_node, lambda args: f"node {write_requests.node_of(args)} is to leave"),
     "undrain": (
         lambda view, args: requests.drained(view, args.node) is not None,
         lambda args: f"node {args.node} may come back to",
@@ -278,8 +281,8 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
 
 
 COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
-    "drain": (drain, control.drain),
-    "undrain": (undrain, control.undrain),
-    "scale": (scale, control.scale),
-    "stop": (stop, control.stop),
+    "drain": (drain, write_requests.drain),
+    "undrain": (undrain, write_requests.undrain),
+    "scale": (scale, write_requests.scale),
+    "stop": (stop, write_requests.stop),
 }

@@ -1,4 +1,4 @@
-"""`elastic-etcd timeline`: what each node did in each second, as a trace to look at in Perfetto."""
+"""`elastic-etcd timeline`: a trace for Perfetto of all that each node did in each second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic_etcd.cli import query
 from elastic_etcd.cli.report import worlds
-from elastic_etcd.core.schema import Phase, Spent
+from elastic_etcd.core.schema import Phase
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
-    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
-The times are those of report: what the coordinator's node has measured is shown for all nodes of a
-world.
+The times are those of report: all nodes of a world are shown with the times that its coordinator's
+node has measured.
 
 examples:
   elastic-etcd timeline resnet-7 --etcd etcd1:2379 --out resnet-7.json
@@ -38,13 +37,13 @@ Open the file in ui.perfetto.dev or chrome://tracing.
 
 
 class Span(NamedTuple):
-    """What a node does from one second to another, both since 1970."""
+    """A time in which a node does one thing."""
 
     node: str
     doing: str
-    begin: float
+    begin: float  # seconds since 1970
     end: float
-    told: str  # of which world
+    world: str  # its generation, and why it began
 
 
 class Saved(NamedTuple):
@@ -59,11 +58,9 @@ def parser() -> options.Parser:
     text = "Writes what each node did in the newest run, as Chrome's trace."
     arguments = "JOB | --all  --out FILE | --json"
     every = "each job under --prefix, in one trace"
-    made = query.parser("timeline", text, _EPILOG, arguments, every=every)
+    as_json = "print what --out FILE would have written"
+    made = query.parser("timeline", text, _EPILOG, arguments, every=every, as_json=as_json)
     made.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
-    made.add_argument(
-        "--json", action="store_true", help="print what --out FILE would have written"
-    )
     one_or_all = made.get_default("check")
 
     def check(args: Namespace) -> None:
@@ -77,29 +74,19 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return query.run(parser, argv, _timeline, _timelines)
+    return query.run_on_views(parser, argv, _write_timeline)
 
 
-async def _timeline(job: query.Job, args: Namespace) -> None:
-    spans = list(of_history(await job.view(), time.time()))
-    if not spans:
-        raise ElasticEtcdError(f"job {job.name} has had no world yet")
-    _write_timeline(spans, args)
-
-
-async def _timelines(client: Client, args: Namespace) -> None:
-    views = await query.all_views(client, args)
+def _write_timeline(views: dict[str, View], args: Namespace) -> None:
     spans = [
-        span._replace(node=f"{job}/{span.node}")
+        span._replace(node=f"{job}/{span.node}") if args.all else span
         for job, view in views.items()
         for span in of_history(view, time.time())
     ]
-    if not spans:
+    if not spans and args.all:
         raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
-    _write_timeline(spans, args)
-
-
-def _write_timeline(spans: Sequence[Span | Saved], args: Namespace) -> None:
+    if not spans:
+        raise ElasticEtcdError(f"job {args.job} has had no world yet")
     if args.json:
         print(trace(spans))
         return
@@ -114,7 +101,7 @@ def _write_timeline(spans: Sequence[Span | Saved], args: Namespace) -> None:
 
 
 def of_history(view: View, now: float) -> Iterator[Span | Saved]:
-    """By the worlds of the newest run. Of those that nobody measured only begin and end are known.
+    """Give the spans of the newest run's worlds, those that nobody measured from begin to end.
 
     The coordinators' clocks say when worlds began, and `now` where the one that trains has come.
     """
@@ -122,9 +109,9 @@ def of_history(view: View, now: float) -> Iterator[Span | Saved]:
         began = _seconds(entry.began_at)
         if began is None:
             continue
-        told = f"generation {entry.generation}: {entry.began or ''}"
+        world = f"generation {entry.generation}: {entry.began or ''}"
         for node in entry.nodes or ():
-            yield from _of_world(entry, node, began, told, _end(view, entry, now))
+            yield from _of_world(entry, node, began, world, _end(view, entry, now))
 
 
 def _end(view: View, entry: History, now: float) -> float | None:
@@ -136,30 +123,28 @@ def _end(view: View, entry: History, now: float) -> float | None:
 
 
 def _of_world(
-    entry: History, node: str, began: float, told: str, ended: float | None
+    entry: History, node: str, began: float, world: str, ended: float | None
 ) -> Iterator[Span | Saved]:
     spent = entry.spent or None
     if spent is None or spent.unknown:
         if ended is not None and ended > began:
-            yield Span(node, "unknown" if entry.ended else "training", began, ended, told)
+            yield Span(node, "unknown" if entry.ended else "training", began, ended, world)
         return
-    yield Span(node, "waiting", began - spent.rendezvous, began, told)
+    yield Span(node, "waiting", began - spent.rendezvous, began, world)
     at = began
-    for doing, seconds in _in_order(spent):
+    for doing, seconds in (
+        ("starting", spent.start + spent.first_step),
+        ("training", max(0.0, spent.trained - spent.again)),
+        ("trained again", spent.again),
+        ("waiting", spent.detect),
+        ("hang", spent.hang),
+        ("stopping", spent.stop),
+    ):
         if doing == "trained again" and seconds:
             yield Saved(node, at)
         if seconds:
-            yield Span(node, doing, at, at + seconds, told)
+            yield Span(node, doing, at, at + seconds, world)
         at += seconds
-
-
-def _in_order(spent: Spent) -> Iterator[tuple[str, float]]:
-    yield "starting", spent.start + spent.first_step
-    yield "training", max(0.0, spent.trained - spent.again)
-    yield "trained again", spent.again
-    yield "waiting", spent.detect
-    yield "hang", spent.hang
-    yield "stopping", spent.stop
 
 
 def _seconds(text: object) -> float | None:
@@ -174,7 +159,8 @@ def _seconds(text: object) -> float | None:
 
 def trace(spans: Sequence[Span | Saved]) -> str:
     """Chrome's trace format: a process for each node."""
-    nodes = _nodes(spans)
+    names = sorted({span.node for span in spans}, key=_naturally)
+    nodes = {name: number for number, name in enumerate(names)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": node}}
         for node, pid in nodes.items()
@@ -185,7 +171,7 @@ def trace(spans: Sequence[Span | Saved]) -> str:
             events.append({"ph": "i", "name": "saved", "s": "p", "ts": _micro(span.at), **at})
         else:
             took = _micro(span.end) - _micro(span.begin)
-            args = {"args": {"world": span.told}}
+            args = {"args": {"world": span.world}}
             of = {"ts": _micro(span.begin), "dur": took, "name": span.doing, **args}
             events.append({"ph": "X", "cat": "world", **of, **at})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -193,12 +179,6 @@ def trace(spans: Sequence[Span | Saved]) -> str:
 
 def _micro(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _nodes(spans: Sequence[Span | Saved]) -> dict[str, int]:
-    """Each with a number, in the natural order of their names."""
-    names = sorted({span.node for span in spans}, key=_naturally)
-    return {name: number for number, name in enumerate(names)}
 
 
 def _naturally(name: str) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_etcd import launch
 from elastic_etcd.cli import options
+from elastic_etcd.cli.flags import WITHOUT_MEANING, Flag
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ _PROGRAM = Path(__file__).with_name("accelerate_environment.py")
 _EPILOG = f"""\
 Takes the flags of `elastic-etcd launch`, and those of `accelerate launch` before the script. The
 workers get the environment that `accelerate launch` would set (ACCELERATE_..., FSDP_...), which
-accelerate itself makes of its file and its flags; everything else is the launcher's. Where both
-have a flag (--role, --tee, --max-restarts, ...) it is the launcher's.
+accelerate itself makes of its file and its flags; everything else is the launcher's. A flag that
+both have (--role, --tee, --max-restarts, ...) is the launcher's.
 
   num_machines     --nnodes, a fixed number of nodes, where --nnodes is not given
   num_processes    of all machines: --nproc-per-node, where that is not given
@@ -42,11 +43,12 @@ examples:
     {_PROG} --nproc-per-node 2 --mixed-precision bf16 train.py
 
 {options.EXIT_CODES}"""
+# accelerate's names of what has no meaning here, and torchrun's, whose reasons hold.
 _WITHOUT_MEANING = {
-    "machine_rank": options.WITHOUT_MEANING["node_rank"],
-    "main_process_ip": options.WITHOUT_MEANING["master_addr"],
-    "main_process_port": options.WITHOUT_MEANING["master_port"],
-    "rdzv_backend": options.WITHOUT_MEANING["rdzv_backend"],
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "rdzv_backend": "rdzv_backend",
 }
 
 
@@ -55,28 +57,30 @@ def parser() -> options.Parser:
     made = options.build_parser({}, _PROG)
     made.description = "Runs a script of accelerate's as an elastic job."
     made.epilog = _EPILOG
-    options.FlagGroup(made, "accelerate", {}).flag(
+    config_file = Flag(
         "--config-file",
+        "the file that `accelerate config` has written",
         metavar="FILE",
-        help="what `accelerate config` has written (default: accelerate's own, if it is there)",
+        by_default="accelerate's own, if it is there",
     )
+    options.FlagGroup(made, "accelerate", {}).add(config_file)
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Run this node's agent as `accelerate launch` would run its workers; gives the exit code."""
     try:
-        told = _ask(argv)
-        sizes, remarks = _sizes(told, os.environ)
+        answer = _ask(argv)
+        sizes, remarks = _sizes(answer, os.environ)
     except ElasticEtcdError as error:
         print(f"error: {options.shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    os.environ.update(told["environment"])
-    return launch.main([*sizes, *told["flags"], *told["script"]], _PROG, remarks)
+    os.environ.update(answer["environment"])
+    return launch.main([*sizes, *answer["flags"], *answer["script"]], _PROG, remarks)
 
 
 def _ask(argv: Sequence[str]) -> dict[str, Any]:
-    """What accelerate makes of this command line. Raises UsageError."""
+    """Ask accelerate what it makes of this command line. Raises UsageError."""
     made = parser()
     if not argv or argv[0] in ("-h", "--help"):
         made.parse_args(argv)
@@ -93,19 +97,19 @@ def _ask(argv: Sequence[str]) -> dict[str, Any]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(f"{python} can't load accelerate: {error}") from error
-    told: dict[str, Any] = json.loads(done.stdout)
-    if "error" in told:
-        hint = f"\npip install {told['missing']} there" if "missing" in told else ""
-        raise UsageError(f"{told['error']}{hint}\nSee {_PROG} --help.")
-    return told
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "error" in answer:
+        hint = f"\npip install {answer['missing']} there" if "missing" in answer else ""
+        raise UsageError(f"{answer['error']}{hint}\nSee {_PROG} --help.")
+    return answer
 
 
-def _sizes(told: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _sizes(answer: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Flags for the numbers of nodes and workers, and a line for each thing of no meaning here."""
     made = parser()
     made.set_defaults(nnodes=None, nproc_per_node=None)
-    args = made.parse_args([*told["flags"], *told["script"]])
-    of_meeting = told["told"]
+    args = made.parse_args([*answer["flags"], *answer["script"]])
+    of_meeting = answer["meeting"]
     machines, processes = of_meeting.get("num_machines", 1), of_meeting.get("num_processes", -1)
     flags, remarks = [], [*_remarks(of_meeting)]
     if not (args.nproc_per_node or env.get("PET_NPROC_PER_NODE")) and processes > 0:
@@ -120,6 +124,7 @@ def _sizes(told: Mapping[str, Any], env: Mapping[str, str]) -> tuple[list[str], 
 
 
 def _remarks(of_meeting: Mapping[str, Any]) -> Iterator[str]:
-    for name, reason in _WITHOUT_MEANING.items():
+    reasons = {flag.dest: flag.text for flag in WITHOUT_MEANING.flags}
+    for name, torchruns in _WITHOUT_MEANING.items():
         if name in of_meeting:
-            yield f"{name} {of_meeting[name]} has no meaning here: {reason}"
+            yield f"{name} {of_meeting[name]} has no meaning here: {reasons[torchruns]}"

@@ -1,9 +1,9 @@
 """`accelerate_environment.py` tells what `accelerate launch` would set for its workers.
 
 `elastic-etcd accelerate` runs it by its path, with the Python of the workers, as accelerate loads
-torch. It reads one JSON object, {argv, flags}, and writes one: {environment, flags, script, told},
-or {error}. All of accelerate's own code runs, but for what starts processes. The standard library,
-accelerate and torch.
+torch. It reads one JSON object, {argv, flags}, and writes one: {environment, flags, script,
+meeting}, or {error}. All of accelerate's own code runs, but for what starts processes. It loads the
+standard library, accelerate and torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BELOW = "; workers of this launcher run below it, on machines with a CPU or GPU
 
 
 class Refused(Exception):
-    """What can't work here, with the reason."""
+    """Something can't work here; the text is the reason."""
 
 
 def split(
@@ -41,8 +41,8 @@ def split(
 ) -> tuple[list[str], list[str], list[str]]:
     """The launcher's flags, accelerate's, and the script with its arguments.
 
-    `ours` and `theirs` tell of each flag whether a value follows; one of both is the launcher's.
-    What neither knows is left to the launcher, which abbreviates, or says what is wrong.
+    `ours` and `theirs` say of each flag whether a value follows; one of both is the launcher's. A
+    flag that neither knows is left to the launcher, which abbreviates, or says what is wrong.
     """
     mine: list[str] = []
     others: list[str] = []
@@ -58,7 +58,7 @@ def split(
 
 
 def answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
-    """What accelerate makes of `argv`, or why it can't be; `ours` are the launcher's flags."""
+    """Say what accelerate makes of `argv`, or why it can't be; `ours` are the launcher's flags."""
     try:
         return _answer(argv, ours)
     except Refused as error:
@@ -78,27 +78,27 @@ def _answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
     theirs = {name: each.nargs != 0 for each in actions for name in each.option_strings}
     flags, others, script = split(argv, ours, theirs)
     args = parser.parse_args([*others, "script"])
-    told = _told(args, launch)
-    _be_second_of_two(args, told)
+    meeting = _meeting(args, launch)
+    _be_second_of_two(args, meeting)
     return {
         "environment": _environment(args, launch),
         "flags": flags,
         "script": script,
-        "told": told,
+        "meeting": meeting,
     }
 
 
-def _told(args: Any, launch: Any) -> dict[str, Any]:
-    """What the command line, or else the file, says of _MEETING, where that is no default."""
+def _meeting(args: Any, launch: Any) -> dict[str, Any]:
+    """The values of _MEETING in the command line, or else in the file, that are no defaults."""
     given: set[str] = getattr(args, "nondefault", set())
     there = args.config_file or (Path(launch.default_config_file).is_file() and not args.cpu)
     config = _config(args.config_file, launch) if there else None
-    told = {name: getattr(args, name) for name in _MEETING if name in given}
+    found = {name: getattr(args, name) for name in _MEETING if name in given}
     for name, default in _MEETING.items():
         value = getattr(config, name, default)
-        if name not in told and value not in (None, default):
-            told[name] = value
-    return told
+        if name not in found and value not in (None, default):
+            found[name] = value
+    return found
 
 
 def _config(file: str | None, launch: Any) -> Any:
@@ -111,16 +111,16 @@ def _config(file: str | None, launch: Any) -> Any:
         raise Refused(f"--config-file {name}: accelerate can't read it: {error}") from error
 
 
-def _be_second_of_two(args: Any, told: Mapping[str, Any]) -> None:
-    """Then accelerate looks for no free port here, and one GPU of each machine is not too few."""
-    local = max(1, told.get("num_processes", 1) // max(1, told.get("num_machines", 1)))
+def _be_second_of_two(args: Any, meeting: Mapping[str, Any]) -> None:
+    """Keep accelerate from seeking a free port, and from finding one GPU of a machine too few."""
+    local = max(1, meeting.get("num_processes", 1) // max(1, meeting.get("num_machines", 1)))
     args.num_machines, args.machine_rank, args.num_processes = 2, 1, 2 * local
     args.main_process_ip, args.main_process_port = "127.0.0.1", 29500
     args.deepspeed_multinode_launcher = "standard"
 
 
 def _environment(args: Any, launch: Any) -> dict[str, str]:
-    """What is set, or has another value than in this process's environment."""
+    """The variables that are set, or have another value than in this process's environment."""
     from torch.distributed import run  # noqa: PLC0415 - as above
 
     found: dict[str, str] = {}
@@ -138,8 +138,10 @@ def _environment(args: Any, launch: Any) -> dict[str, str]:
     launch.patch_environment = keep
     run.run = lambda _: None
     launch.subprocess = SimpleNamespace(Popen=start)
-    launch.tpu_launcher = launch.tpu_pod_launcher = _refuse_tpu
-    launch.sagemaker_launcher = _refuse_sagemaker
+    tpu = "a TPU's processes are started by torch_xla" + _BELOW
+    amazon = "compute_environment AMAZON_SAGEMAKER: Amazon starts such a job" + _BELOW
+    launch.tpu_launcher = launch.tpu_pod_launcher = lambda _: _refuse(tpu)
+    launch.sagemaker_launcher = lambda *_: _refuse(amazon)
     launch.launch_command(args)
     now = os.environ
     return {k: v for k, v in found.items() if now.get(k) != v and k not in _OF_EACH_WORLD}
@@ -149,22 +151,14 @@ def _refuse(message: str) -> NoReturn:
     raise Refused(message)
 
 
-def _refuse_tpu(_: Any) -> NoReturn:
-    _refuse("a TPU's processes are started by torch_xla" + _BELOW)
-
-
-def _refuse_sagemaker(*_: Any) -> NoReturn:
-    _refuse("compute_environment AMAZON_SAGEMAKER: Amazon starts such a job" + _BELOW)
-
-
 def main() -> None:
     """Answer one question."""
     asked = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    told = answer(asked["argv"], asked["flags"])
+    found = answer(asked["argv"], asked["flags"])
     with answers:
-        json.dump(told, answers)
+        json.dump(found, answers)
 
 
 if __name__ == "__main__":

@@ -55,13 +55,7 @@ if TYPE_CHECKING:
 
 NAME = "etcd-v3"
 _NO_ID = "none"  # what torchrun calls every job without --rdzv-id
-# Keys of --rdzv-conf, which are our launcher's flags.
-FLAGS = (
-    *("prefix", "lease_ttl", "etcd_timeout", "node_name", "advertise", "proof_of_death", "rerun"),
-    *("cacert", "cert", "key", "user", "password_file"),
-    *("settle", "join_settle", "join_interval", "join_timeout", "nodes_multiple_of", "log_level"),
-)
-# Keys that torchrun adds, or that mean something to its other backends.
+# Keys of --rdzv-conf that torchrun adds, or that mean something to its other backends.
 _OTHERS = {
     *("timeout", "read_timeout", "last_call_timeout", "close_timeout", "rank", "store_type"),
     *("is_host", "heartbeat", "keep_alive_interval", "keep_alive_max_attempt"),
@@ -77,7 +71,7 @@ log = logging.getLogger("elastic_etcd")
 
 
 def etcd_v3() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch calls at the entry point: it gives the creator of handlers."""
+    """Give torch, which calls this at the entry point, the creator of handlers."""
     return create_handler
 
 
@@ -91,16 +85,19 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             "no job id: nodes that meet in one etcd need it to tell their job from others.\n"
             "Add --rdzv-id ID (accelerate: PET_RDZV_ID=ID), the same on every node"
         )
-    unknown = params.config.keys() - {*FLAGS, *_OTHERS}
+    from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only where this backend is wanted
+
+    known = [flag.dest for flag in FLAGS if flag.in_plugin]
+    unknown = params.config.keys() - {*known, *_OTHERS}
     if unknown:
-        known = ", ".join(FLAGS)
-        raise ValueError(f"--rdzv-conf {min(unknown)}: {NAME} has no such key; it has {known}")
-    return EtcdV3Handler(params.run_id, _flags(params), params.local_addr)
+        fault = f"{NAME} has no such key; it has {', '.join(known)}"
+        raise ValueError(f"--rdzv-conf {min(unknown)}: {fault}")
+    return EtcdV3Handler(params.run_id, _flags(params, known), params.local_addr)
 
 
-def _flags(params: RendezvousParameters) -> list[str]:
-    """What our launcher would be told; what torchrun counts for itself never ends a job here."""
-    conf = {key: str(params.config[key]) for key in FLAGS if params.config.get(key) is not None}
+def _flags(params: RendezvousParameters, known: list[str]) -> list[str]:
+    """The flags of our launcher; failures that torchrun counts itself never end a job here."""
+    conf = {key: str(params.config[key]) for key in known if params.config.get(key) is not None}
     conf.setdefault("join_timeout", str(params.get_as_int("timeout", 600)))
     # Several torchruns of one host are several nodes.
     conf.setdefault("node_name", f"{os.uname().nodename}-{os.getpid()}")

@@ -108,10 +108,10 @@ class TorchrunWorkers:
         self._rank = 0
         self._leave: Callable[[str], None]
         self._runs = self._succeeded = self._over = False
-        self._ends = False  # the world that torchrun was told of last
+        self._ends = False  # whether torchrun knows that its world ends
 
     def follow(self, leave: Callable[[str], None]) -> None:
-        """Hear what torchrun says; `leave` the job when it has ended, or says that it does."""
+        """Heed torchrun's messages; `leave` the job when it has ended, or says that it ends."""
         loop = asyncio.get_running_loop()
         torchrun = os.pidfd_open(self._pid)
 
@@ -121,7 +121,9 @@ class TorchrunWorkers:
             loop.remove_reader(torchrun)
             loop.remove_reader(self._channel)
             leave(why)
-            self._end_at_once()
+            self._over = True  # from here on no worker runs
+            if self._runs and self._ends:  # nobody asks for that a second time
+                self._gone()
 
         self._leave = end
         loop.add_reader(torchrun, end, _ENDED)
@@ -134,15 +136,18 @@ class TorchrunWorkers:
         match from_torchrun(packet) if packet else Done(success=False):
             case Wanted():
                 self._wanted()
-            case Done(success=True) if not self._ends:
-                self._succeed()
+            case Done(success=True) if not self._ends:  # all workers of the last world exited 0
+                if self._runs:
+                    self._succeeded = True
+                    self._inbox.put(WorkerEnded(self.generation, None))
+                    self._gone()
             case Done():
                 self._leave(_ENDED)
 
-    async def alone(self) -> None:
-        """There are no groups of processes to look for: they are torchrun's."""
+    async def end_former_agents_leftovers(self) -> None:
+        """No groups of processes are ours to find: they are torchrun's."""
 
-    async def warm(self) -> None:
+    async def prestart(self) -> None:
         """There is nothing to fork."""
 
     def offer(self, generation: int, reached: Reached) -> Master:
@@ -153,7 +158,7 @@ class TorchrunWorkers:
         return Master(reached.address, port)
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
-        """Tell torchrun of its world."""
+        """Give torchrun its world."""
         del limits
         assert now.master is not None  # it is final
         self.generation = now.generation
@@ -184,7 +189,7 @@ class TorchrunWorkers:
             self._send(Ended())
 
     def _wanted(self) -> None:
-        """No worker of the last world is left; nobody had asked for that if they have failed."""
+        """No worker of the last world is left: they have failed, unless that world was to end."""
         if not self._runs:
             return
         if not self._ends:
@@ -193,31 +198,18 @@ class TorchrunWorkers:
             self._inbox.put(WorkerEnded(self.generation, failure))
         self._gone()
 
-    def _succeed(self) -> None:
-        """All workers of the last world have exited 0."""
-        if self._runs:
-            self._succeeded = True
-            self._inbox.put(WorkerEnded(self.generation, None))
-            self._gone()
-
     def _gone(self) -> None:
         self._runs = False
         self._inbox.put(WorkersGone(self.generation))
 
-    def _end_at_once(self) -> None:
-        """From here on no worker runs: torchrun has ended."""
-        self._over = True
-        if self._runs and self._ends:  # nobody asks for that a second time
-            self._gone()
-
     def tell_leaving(self) -> None:
-        """Nobody asks."""
+        """There is nobody to tell."""
 
     async def end(self, reason: str) -> None:
-        """None is left."""
+        """No worker is left."""
 
     def close(self) -> None:
-        """Nobody will listen for a store."""
+        """Listen for no store any more."""
         if self._listener:
             self._listener.close()
             self._listener = None

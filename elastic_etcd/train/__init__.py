@@ -1,1 +1,1 @@
-"""What training scripts import, and what runs beside them: it is loaded with torch."""
+"""The parts that training scripts import, and that run beside them: they are loaded with torch."""

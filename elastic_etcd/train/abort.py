@@ -1,10 +1,10 @@
 """Frees threads that wait in gloo, NCCL or the store for a peer that will never answer.
 
-gloo and the store can't be told to give up: ProcessGroupGloo.abort() leaves a wait as it is (torch
+gloo and the store have no way to give up: ProcessGroupGloo.abort() leaves a wait as it is (torch
 2.13), and a wait for a key ends with its time-out. `abort_gloo` shuts their connections down under
 them, from another thread: then each wait on them fails at once. NCCL's communicators can be
-aborted, which `abort_nccl` does; it is written against torch 2.4 to 2.13, and what differs between
-them is asked for by name.
+aborted, which `abort_nccl` does; it is written against torch 2.4 to 2.13, whose differences it asks
+for by name.
 """
 
 import ipaddress
@@ -33,7 +33,7 @@ def addresses_of(host: str, port: int) -> frozenset[Address]:
 
 
 def strangers() -> frozenset[str]:
-    """What looks like a device of gloo's now, before the group is made, and so is another's."""
+    """The devices of gloo's that are there before the group is made, and so are another's."""
     return frozenset(device for fd in _descriptors() if (device := _device_of(fd)))
 
 
@@ -50,11 +50,14 @@ def abort_gloo(store: Collection[Address], strange: Collection[str] = ()) -> Non
                 _shut_down(sock)
         device = _device_of(fd)
         if device and device not in strange:
-            _shut_down_watched(fd)
+            for watched in list(_watched_by(fd)):
+                with _tcp_socket(watched) as sock:
+                    if sock and not _listens(sock):
+                        _shut_down(sock)
 
 
 def abort_nccl(aborted: list[Any]) -> None:
-    """End what runs on this worker's communicators, so that no thread waits for them.
+    """Abort this worker's communicators, so that no thread waits for them.
 
     `aborted` are backends that have been aborted before; the others are added. All at once, since
     one by one can deadlock (pytorch#119797). torch's groups of NCCL calls would not do: they are
@@ -75,16 +78,13 @@ def _abort(backend: Any) -> None:
 
 
 def nccl_error() -> str:
-    """What NCCL's watchdog has met on this worker, as "TIMEOUT"; "" for nothing.
+    """The error that NCCL's watchdog has met on this worker, as "TIMEOUT"; "" for none.
 
-    Older versions of torch do not tell.
+    Older versions of torch do not say.
     """
-    errors = [backend.get_error().name for backend in _nccl_backends() if _tells(backend)]
+    telling = [backend for backend in _nccl_backends() if hasattr(backend, "get_error")]
+    errors = [backend.get_error().name for backend in telling]
     return next((error for error in errors if error != "SUCCESS"), "")
-
-
-def _tells(backend: Any) -> bool:
-    return hasattr(backend, "get_error")
 
 
 def uses_nccl() -> bool:
@@ -133,16 +133,8 @@ def _device_of(fd: int) -> str:
     return pipes[0] if (len(pipes), listening) == (1, 1) else ""
 
 
-def _shut_down_watched(epoll: int) -> None:
-    """The connections that an epoll instance watches."""
-    for fd in list(_watched_by(epoll)):
-        with _tcp_socket(fd) as sock:
-            if sock and not _listens(sock):
-                _shut_down(sock)
-
-
 def _watched_by(epoll: int) -> Iterator[int]:
-    """What an epoll instance of this process waits for; see proc_pid_fdinfo(5)."""
+    """The descriptors that an epoll instance of this process watches; see proc_pid_fdinfo(5)."""
     with suppress(OSError):
         for line in Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines():
             if line.startswith("tfd:"):
@@ -165,7 +157,7 @@ def _tcp_socket(fd: int) -> Iterator[socket.socket | None]:
 
 
 def _target_of(fd: int) -> str:
-    """What the descriptor stands for, as `socket:[1234]`; "" once it is closed."""
+    """The object behind a descriptor, as `socket:[1234]`; "" once it is closed."""
     with suppress(OSError):
         return str((_FDS / str(fd)).readlink())
     return ""

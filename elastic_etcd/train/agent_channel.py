@@ -1,8 +1,8 @@
-"""A worker's end of the channel to its agent: what it asks, and what it is told meanwhile.
+"""A worker's end of the channel to its agent, and the page of memory that the agent reads.
 
-Requests are answered in the calling thread; only while something listens
-(`listening`, which ee.run uses) a thread reads, and hears what comes unasked. A process that is
-forked from a worker, such as a DataLoader's, has no channel. docs/channel.md has the messages.
+Requests are answered in the calling thread. A thread reads only in `listening`, which ee.run uses,
+and hands on the messages that nobody has asked for. A process that is forked from a worker, such as
+a DataLoader's, has no channel. docs/channel.md has the messages.
 """
 
 import multiprocessing
@@ -13,49 +13,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
-from elastic_etcd.protocol.messages import (
-    VERSION,
-    Answer,
-    AskCurrent,
-    AskLeaving,
-    Change,
-    Current,
-    Drop,
-    Elastic,
-    Finished,
-    FromAgent,
-    FromWorker,
-    Gone,
-    Hello,
-    Keep,
-    Kept,
-    Leaving,
-    Parked,
-    Recall,
-    Recalled,
-    Share,
-    Welcome,
-    encode,
-    from_agent,
-)
+from elastic_etcd.protocol import activity, messages
+from elastic_etcd.protocol.activity import Doing
+from elastic_etcd.protocol.messages import encode
 from elastic_etcd.protocol.packets import receive
 from elastic_etcd.times import ANSWER_TIMEOUT
 
-Heard: TypeAlias = Callable[[FromAgent | Gone], None]
+Receiver: TypeAlias = Callable[[messages.FromAgent | messages.Gone], None]
 
 
 class Channel:
-    """One connection to the agent. Its methods may be called from any thread.
+    """A connection to the agent. Its methods may be called from any thread.
 
-    Everything ends in bounded time: each method raises AgentGone when the agent has gone, says
-    what it must not, or does not answer.
+    Everything ends in bounded time: each method raises AgentGone when the agent has gone, sends a
+    message that is not its to send, or does not answer.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,8 +47,8 @@ class Channel:
         self._sending = threading.Lock()
         self._answered = threading.Condition()
         self.listens = False  # by a thread
-        self._leaving = False  # as far as it has heard
-        self._answer: tuple[Answer, int] | None = None
+        self._leaving = False  # by the messages until now
+        self._answer: tuple[messages.Answer, int] | None = None
         self._number = 0
         self._gone = ""
         try:
@@ -86,66 +64,67 @@ class Channel:
 
         It replaces what this local rank has kept by that name.
         """
-        self._request(Keep(0, name), fd)
+        self._request(messages.Keep(0, name), fd)
 
     def drop(self, name: str) -> None:
         """Let the agent let go of what it keeps by that name for this local rank."""
-        self.send(Drop(name))
+        self.send(messages.Drop(name))
 
     def recall(self, name: str) -> int | None:
-        """What this local rank has kept, also before this process: a descriptor of ours, now."""
-        answer, fd = self._request(Recall(0, name))
-        if not isinstance(answer, Recalled) or not answer.found:
+        """The descriptor that this local rank has kept, also before this process; now ours."""
+        answer, fd = self._request(messages.Recall(0, name))
+        if not isinstance(answer, messages.Recalled) or not answer.found:
             return None
         if fd < 0:
             raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
         return fd
 
     def share(self, name: str, fd: int) -> int:
-        """What this node's workers share by that name, a descriptor of ours: `fd`'s if none did.
+        """The descriptor that this node's workers share by that name: `fd`, if it is the first.
 
-        It outlives this process, until all local ranks that share it have dropped it.
+        The one that is returned is ours. The file outlives this process, until all local ranks that
+        share it have dropped it.
         """
-        answer, shared = self._request(Share(0, name), fd)
-        if not isinstance(answer, Recalled) or shared < 0:
+        answer, shared = self._request(messages.Share(0, name), fd)
+        if not isinstance(answer, messages.Recalled) or shared < 0:
             raise AgentGone(f"the agent at {self._path} did not send {name!r}")
         return shared
 
     def current(self, timeout: float = ANSWER_TIMEOUT) -> None:
         """Return if this generation is still the job's: the agent asks etcd, linearizably.
 
-        Raises StaleGeneration if it is not, EtcdUnreachable when that can't be told in time.
+        Raises StaleGeneration if it is not, EtcdUnreachable without an answer in time.
         """
         try:
-            answer, _ = self._request(AskCurrent(0), timeout=timeout)
+            answer, _ = self._request(messages.AskCurrent(0), timeout=timeout)
         except _Silent as error:
             text = f"the agent could not ask etcd within {timeout:g} s"
             raise EtcdUnreachable(f"{text} whether this generation is still current") from error
-        if not isinstance(answer, Current) or answer.current is None:
+        if not isinstance(answer, messages.Current) or answer.current is None:
             raise EtcdUnreachable(getattr(answer, "reason", "the agent answered something else"))
         if not answer.current:
             raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
 
     def leaving(self) -> bool:
-        """Whether this node has been told to leave; who listens is told without asking."""
+        """Whether this node is leaving; while `listening` is open the answer is there already."""
         if self.listens:
             return self._leaving
-        answer, _ = self._request(AskLeaving(0))
-        return isinstance(answer, Leaving) and answer.leaving
+        answer, _ = self._request(messages.AskLeaving(0))
+        return isinstance(answer, messages.Leaving) and answer.leaving
 
     def elastic(self) -> None:
         """From here on this worker is asked to park, not killed, when its world ends."""
-        self.send(Elastic())
+        self.send(messages.Elastic())
 
     def parked(self, error: str = "") -> None:
         """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
-        self.send(Parked(self.generation, error))
+        self.send(messages.Parked(self.generation, error))
 
     def finished(self) -> None:
-        """This worker does not park any more: from here on it is told to stop by SIGTERM."""
-        self.send(Finished())
+        """This worker does not park any more: from here on SIGTERM stops it."""
+        self.send(messages.Finished())
 
-    def send(self, message: FromWorker, fd: int = -1) -> None:
+    def send(self, message: messages.FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
         packet = encode(message)
         deadline = time.monotonic() + ANSWER_TIMEOUT
@@ -162,14 +141,14 @@ class Channel:
             raise AgentGone(self._gone)
 
     @contextmanager
-    def listening(self, heard: Heard) -> Iterator[None]:
-        """While this is open, `heard(message)` is called for what comes unasked, in a thread.
+    def listening(self, receiver: Receiver) -> Iterator[None]:
+        """While this is open, a thread calls `receiver(message)` for each that nobody asked for.
 
-        Its last message is Gone if the agent goes. The thread keeps no process that ends: what a
-        signal's handler raises may skip the end of this.
+        The last message is Gone if the agent goes. The thread keeps no process that ends: an error
+        that a signal's handler raises may skip the end of this.
         """
         wake, stop = os.pipe()
-        listen = partial(self._listen, heard, wake)
+        listen = partial(self._listen, receiver, wake)
         thread = threading.Thread(target=listen, name="elastic_etcd", daemon=True)
         with self._requests:  # nobody else reads now
             self.listens = True
@@ -195,17 +174,21 @@ class Channel:
         self._socket.close()
 
     def _greet(self) -> None:
-        self.send(Hello(VERSION, os.getpid(), self.local_rank, self.generation))
+        self.send(messages.Hello(messages.VERSION, os.getpid(), self.local_rank, self.generation))
         message, _ = self._receive(time.monotonic() + ANSWER_TIMEOUT)
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self.reason = message.reason
 
     def _request(
         self,
-        request: Keep | Recall | Share | AskCurrent | AskLeaving,
+        request: messages.Keep
+        | messages.Recall
+        | messages.Share
+        | messages.AskCurrent
+        | messages.AskLeaving,
         fd: int = -1,
         timeout: float = ANSWER_TIMEOUT,
-    ) -> tuple[Answer, int]:
+    ) -> tuple[messages.Answer, int]:
         """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
         deadline = time.monotonic() + timeout
         with self._requests:
@@ -221,27 +204,30 @@ class Channel:
                     self._take(*self._receive(deadline))
             return self._result(timeout)
 
-    def _result(self, timeout: float) -> tuple[Answer, int]:
+    def _result(self, timeout: float) -> tuple[messages.Answer, int]:
+        """A method of its own, since mypy takes the answer for None where it was set to that."""
         if self._answer is not None:
             return self._answer
         raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
 
-    def _listen(self, heard: Heard, wake: int) -> None:
+    def _listen(self, receiver: Receiver, wake: int) -> None:
         try:
             while not self._wait(select.POLLIN, None, wake):
                 message, fd = self._receive(None)
-                if isinstance(message, Change):
+                if isinstance(message, messages.Change):
                     self._leaving = self._leaving or message.leaving
                 if not self._take(message, fd):
-                    heard(message)
+                    receiver(message)
         except AgentGone as error:
             with self._answered:
                 self._answered.notify_all()
-            heard(Gone(str(error)))
+            receiver(messages.Gone(str(error)))
 
-    def _take(self, message: FromAgent, fd: int) -> bool:
+    def _take(self, message: messages.FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if not isinstance(message, Kept | Recalled | Current | Leaving):
+        if not isinstance(
+            message, messages.Kept | messages.Recalled | messages.Current | messages.Leaving
+        ):
             return False
         with self._answered:
             if message.id == self._number and self._answer is None:
@@ -251,14 +237,14 @@ class Channel:
                 os.close(fd)
         return True
 
-    def _receive(self, deadline: float | None) -> tuple[FromAgent, int]:
+    def _receive(self, deadline: float | None) -> tuple[messages.FromAgent, int]:
         """The next message, with the descriptor that came with it or -1. Raises AgentGone."""
         while True:
             try:
                 packet, fds, _ = receive(self._socket, 1)
                 if not packet:
                     raise self._lost("has hung up")
-                return from_agent(packet), fds[0] if fds else -1
+                return messages.from_agent(packet), fds[0] if fds else -1
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
             except (OSError, ValueError) as error:
@@ -293,10 +279,10 @@ _forked = False
 
 
 def agent() -> Channel | None:
-    """This process's one channel, connected at its first use.
+    """The channel of this process, connected at its first use.
 
-    None where there is none: without our launcher, and in what a worker has forked or spawned
-    with multiprocessing. Raises AgentGone.
+    There is none without our launcher, nor in a process that a worker has forked or spawned with
+    multiprocessing. Raises AgentGone.
     """
     global _channel  # noqa: PLW0603 - one process, one worker, one channel
     if _channel is None:
@@ -308,17 +294,19 @@ def agent() -> Channel | None:
 
 
 def leaving() -> bool:
-    """Whether this worker's node has been told to leave the job (SIGTERM to its agent, or a drain).
+    """Whether this worker's node leaves the job: SIGTERM has come to its agent, or a drain.
+
+        signal.signal(signal.SIGTERM, lambda *_: ee.leaving() and save())
 
     True from then until the end of this process, which the agent kills ELASTIC_ETCD_LEAVE_DEADLINE
-    seconds after that (an environment variable; a drain may give others). Until then no next world
-    begins: what is saved now is what it finds. A plain script gets SIGTERM at every change of the
+    seconds after that (an environment variable; a drain may give others). No other world begins
+    before that end: it finds all that is saved now. A plain script gets SIGTERM at every change of
     world, and asks this to know whether it has to save for all; ee.run stops its loop as at any
     planned change and then raises SystemExit, so that a `finally` around it can save.
 
-    In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. It may be
-    asked in a signal's handler, by any thread, and in what a worker has started. False without our
-    launcher. Raises AgentGone.
+    In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. Any thread,
+    a signal's handler and a worker's child may ask it. False without our launcher. Raises
+    AgentGone. docs/channel.md has the messages.
     """
     if _channel is not None and _channel.listens:
         return _channel.leaving()
@@ -335,9 +323,13 @@ def leaving() -> bool:
 def current() -> bool:
     """True if the world of this process is still the job's: its agent asks etcd, linearizably.
 
+        if ee.current():
+            os.replace("model.pt.new", "model.pt")
+
     For a script that is about to replace a file that newer worlds write, too. Raises
-    StaleGeneration if the job has gone on without this worker, EtcdUnreachable when that can't be
-    told in time, AgentGone, and UsageError where no agent of ours has started this process.
+    StaleGeneration if the job has gone on without this worker, EtcdUnreachable without an answer
+    in time, AgentGone, and UsageError where no agent of ours has started this process. About a
+    millisecond; see "Files" in docs/state.md.
     """
     channel = agent()
     if channel is None:
@@ -347,7 +339,35 @@ def current() -> bool:
     return True
 
 
-def _after_fork_in_child() -> None:
+def heartbeat() -> None:
+    """Say that a step of training has ended; call it at the same places on all ranks.
+
+        for batch in loader:
+            train(batch)
+            ee.heartbeat()
+
+    Only a script needs it that trains without an optimizer of torch's and without
+    `ElasticState.check`. After the first call in a world only these calls count as steps. It makes
+    no system call and takes about a microsecond. Without our launcher it does nothing. It raises
+    nothing. docs/hangs.md says how a hang is found.
+    """
+    activity.step()
+
+
+def quiet(what: str) -> AbstractContextManager[None]:
+    """While this is open no step is expected, so that a long pause is no hang.
+
+        with ee.quiet("evaluation"):
+            evaluate(model)
+
+    what: a word for the messages, of which 128 bytes are kept. It raises nothing, and does nothing
+    without our launcher. docs/hangs.md says how a hang is found.
+    """
+    return activity.during(Doing.QUIET, what)
+
+
+def _leave_channel_to_parent() -> None:
+    """In a forked child: the channel is the parent's."""
     global _channel, _forked  # noqa: PLW0603
     if _channel is not None:
         _forked = True
@@ -355,4 +375,4 @@ def _after_fork_in_child() -> None:
         _channel = None
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_leave_channel_to_parent)

@@ -1,7 +1,11 @@
-"""Who this process is among the ranks, and numbers that all of them tell each other."""
+"""The place of this process among the ranks, and what all ranks exchange beside training.
+
+`gather` is a collective of a few numbers; `ee.store` is torch's store of the generation.
+"""
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -9,7 +13,7 @@ import torch.distributed as dist
 
 
 class World(NamedTuple):
-    """One of the worlds that this process has trained in."""
+    """A world that this process has trained in, and its place there."""
 
     generation: int
     rank: int
@@ -17,7 +21,7 @@ class World(NamedTuple):
 
 
 def rank_and_size(*, launched: bool = True) -> tuple[int, int]:
-    """Rank and world size of the default process group; (0, 1) where there is none.
+    """Rank and world size of the default process group; (0, 1) without one.
 
     launched: before there is one, believe RANK and WORLD_SIZE.
     """
@@ -37,10 +41,34 @@ def gather(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> li
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where the process group takes tensors; None: the default one.
+    """The device of the tensors that a process group takes; None: the default group.
 
-    One that takes host memory and a GPU's, as "cpu:gloo,cuda:nccl", is given host memory.
+    A group that takes both kinds ("cpu:gloo,cuda:nccl") is given host memory.
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def store() -> dist.Store:
+    """Connect to the store that all ranks of this generation share, also before a process group.
+
+        ee.store().set(f"address/{rank}", address)
+
+    Keys are under a prefix of their own and go with the generation: a value that has to outlive it
+    belongs into the state. Each call makes a connection; a wait on it keeps other threads from
+    using it. Without a launcher the store is in this process. Raises torch's DistError when the
+    store does not answer. The methods are those of torch.distributed.Store.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if address is None:
+        return _store_of_this_process()
+    client = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
+    generation = os.environ.get("ELASTIC_ETCD_GENERATION", restarts)
+    return dist.PrefixStore(f"ee.store/{generation}", client)
+
+
+@cache
+def _store_of_this_process() -> dist.Store:
+    return dist.HashStore()

@@ -12,8 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
     """Wrap `module` for all worlds; `options` are DistributedDataParallel's.
 
-    It is for outside of the function that ee.run decorates. Inside of it, where all is made anew
-    for each world, DistributedDataParallel itself does as well.
+        model = ee.ddp(Net().to(device), gradient_as_bucket_view=True)
+        state = ee.ElasticState(model=model, optimizer=optimizer)
+
+    It is for outside of the function that ee.run decorates. Inside of it everything is made anew
+    for each world, and DistributedDataParallel itself does as well. Raises the errors of
+    DistributedDataParallel, when a world begins.
     """
     return ElasticDDP(module, **options)
 

@@ -1,4 +1,4 @@
-"""One generation's process group in this worker: initialised, aborted if need be, torn down."""
+"""The process group of a generation in this worker: initialised, aborted if need be, torn down."""
 
 import atexit
 import ctypes
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# The first DDP module imports it in its constructor, and what that leaves behind holds the process
-# group of that time for ever (torch 2.13).
+# The first DDP module imports it in its constructor, and the remains of that hold the process group
+# of that time for ever (torch 2.13).
 import torch._dynamo
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from elastic_etcd.train.abort import (
 from elastic_etcd.train.sync_point import SyncPoint
 
 _OURS = 2  # references to a group that nobody else holds: a list's, and who counts
-_AGAIN = 0.05  # seconds: what is connected after an abort has to be shut down, too
+_AGAIN = 0.05  # seconds: connections made after an abort have to be shut down, too
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class ProcessGroup:
         self._torn_down = threading.Event()
         self._aborter: threading.Thread | None = None
         self._teller: threading.Timer | None = None
-        self._looker = threading.Thread(target=self._look, name="elastic_etcd NCCL", daemon=True)
+        self._nccl_watch = threading.Thread(
+            target=self._watch_nccl, name="elastic_etcd NCCL", daemon=True
+        )
         self._loop = threading.get_ident()
         self._groups: list[Any] = []  # that are destroyed, and not released
         self._aborted: list[Any] = []
@@ -91,7 +93,7 @@ class ProcessGroup:
         )
         self._excepthooks = before, sys.excepthook
         if uses_nccl():
-            self._looker.start()
+            self._nccl_watch.start()
 
     def change(self, leaving: bool) -> None:
         """A planned change: all ranks stop at the same step."""
@@ -122,7 +124,8 @@ class ProcessGroup:
         """At a planned end: wait until no rank is in the last step's collectives any more."""
         with suppress(RuntimeError):  # a peer is done or has broken off; everything is committed
             dist.barrier()
-        self._abort_gloo()  # gloo closes a connection 10 ms faster when it has failed
+        # Gloo closes a connection 10 ms faster when it has failed.
+        abort_gloo(self._store, self._strangers)
 
     def teardown(self, *, broken: bool) -> None:
         """Destroy the process group, with nobody waiting for us in it if it is `broken`.
@@ -138,8 +141,8 @@ class ProcessGroup:
             self._torn_down.set()
         if self._aborter:
             self._aborter.join()
-        if self._looker.ident:
-            self._looker.join()
+        if self._nccl_watch.ident:
+            self._nccl_watch.join()
         if dist.is_initialized():
             self._groups = _groups()
             self._destroy()
@@ -148,7 +151,7 @@ class ProcessGroup:
     def release(self) -> None:
         """Free the destroyed group with its threads, and first what else holds it: DDP modules.
 
-        What holds it longer is the user's: then it is freed with a later world, see `_free`.
+        Only the user's objects hold it longer: then it is freed with a later world, see `_free`.
         """
         _free(self._groups)
         if self._teller:
@@ -186,7 +189,7 @@ class ProcessGroup:
             self._abort()
 
     def _tell_place(self) -> None:
-        """A communicator that NCCL initialises can't be aborted, nor what a script waits for."""
+        """A communicator that NCCL initialises can't be aborted, nor a wait of the script's."""
         stack = traceback.extract_stack(sys._current_frames().get(self._loop))[-3:]  # noqa: SLF001
         log.warning(
             "rank %d is not out of generation %d %g s after this: %s; it is in %s",
@@ -194,7 +197,7 @@ class ProcessGroup:
             " < ".join(f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(stack)),
         )
 
-    def _look(self) -> None:
+    def _watch_nccl(self) -> None:
         """NCCL's errors and time-outs end the world, as they would else end the process."""
         while not self._torn_down.wait(NCCL_LOOK):
             if error := nccl_error():
@@ -202,14 +205,11 @@ class ProcessGroup:
                 return
 
     def _abort(self) -> None:
-        self._abort_gloo()
+        abort_gloo(self._store, self._strangers)
         try:
             abort_nccl(self._aborted)
         except RuntimeError as error:
             log.debug("NCCL could not be aborted, and will be again: %s", error)
-
-    def _abort_gloo(self) -> None:
-        abort_gloo(self._store, self._strangers)
 
 
 def init_alone(backend: str | None, options: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ def _held_elsewhere(groups: list[Any]) -> list[Any]:
 
 @atexit.register
 def _keep_for_good() -> None:
-    """At exit: what is held still is never freed, since gloo's aborts the process after this."""
+    """At exit: a group that is held still is never freed, since gloo's would abort the process."""
     for group in _outlived:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -276,8 +276,8 @@ _WATCHDOG = {
 def _tame_watchdog() -> None:
     """Let NCCL's watchdog neither end the process at the first error nor wait for dumps then.
 
-    It does nothing by 0. Where it looks for the rank that is behind torch makes 3 of that, which
-    ends the process; by 2 it aborts the communicators.
+    By 0 it does nothing. If it looks for the rank that is behind, torch makes 3 of 0, which ends
+    the process; by 2 it aborts the communicators.
     """
     desync = os.environ.get("TORCH_NCCL_DESYNC_DEBUG", "0") != "0"
     detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
@@ -287,7 +287,7 @@ def _tame_watchdog() -> None:
 
 
 def _prepare(backend: str | None, local_rank: int, options: Mapping[str, Any]) -> str:
-    """Where NCCL is used, make this worker's device the current one; gives the backend to use.
+    """The backend to use; with NCCL this worker's device becomes the current one.
 
     The device is the option `device_id`, else the one of the local rank. Raises UsageError when
     there is none of that number.

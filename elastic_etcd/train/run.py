@@ -2,7 +2,7 @@
 
 A worker goes through one world after another: it initialises the process group, synchronises the
 state, and trains. When the world changes or breaks, it tears the group down, keeps its process with
-all that is in it, and waits at a barrier in its agent for the next one. A newly started worker
+everything in it, and waits at a barrier in its agent for the next one. A newly started worker
 takes the same path from its beginning.
 """
 
@@ -16,7 +16,7 @@ import time
 import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import (
     Any,
@@ -44,7 +44,7 @@ from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
 _NONE = -1  # not even the step that was under way
-_LONGEST_TRACEBACK = 3000  # characters that the agent is told; what was raised stands at its end
+_LONGEST_TRACEBACK = 3000  # characters in a report; the error stands at its end
 _RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 log = logging.getLogger("elastic_etcd")
@@ -54,8 +54,8 @@ R = TypeVar("R")
 _Order: TypeAlias = messages.World | messages.Bye | messages.Gone
 
 
-class State(Protocol):
-    """What `run` asks of a training's state; ElasticState is one."""
+class Resumable(Protocol):
+    """A training's state, as `run` needs it; ElasticState is one."""
 
     def sync(self) -> bool:
         """Give all ranks the newest committed state among them; a collective.
@@ -76,10 +76,10 @@ class State(Protocol):
         """The world is another one than the state comes from."""
 
     def _position(self) -> str:
-        """Where training goes on, in words."""
+        """The place at which training goes on, in words."""
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound=Resumable)
 Train = Callable[Concatenate[S, P], R]
 
 
@@ -92,28 +92,35 @@ def run(
 def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> Any:
     """Decorate `train(state, ...)`: it is called once for each world, and goes on from `state`.
 
-    Before each call, run makes the default process group, with `backend` (None: NCCL and gloo if
-    there are GPUs, else gloo) and torch's other `options` of init_process_group, and synchronises
-    the state. The group is run's: make none before, and none is left after.
+        @ee.run
+        def train(state):
+            for batch in state.steps(loader, commit_every=10):
+                step(model, batch)
 
-    When `train` returns, all is done, and what it returns is returned. From then on this process
-    is a plain one: SIGTERM tells it to stop, and no world begins for newcomers before its end. Two
-    things begin another world instead: a collective that fails because a peer is gone, after which
-    the state goes back to its last commit; and a planned change, for which `state.check()` stops
-    all ranks. Any other exception is the user's, and is raised. Raises UsageError, on all ranks,
-    where they are in different calls of it: one was started anew while the others were in their
-    second, and now all begin at the first; and where multiprocessing has imported the script for
-    a process of its own, such as a data loader's. Raises SystemExit(0) when this worker is not
-    needed any more, because its node leaves or the job has ended, and AgentGone when the agent has
-    ended and a world with it.
+        train(ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler))
 
-    Without our launcher there is nobody to recover with: `train` is called once.
+    backend: of the default process group, which run makes before each call; None: NCCL and gloo if
+    there are GPUs, else gloo. options: torch's others of init_process_group. The group is run's:
+    make none before, and none is left after. Then run synchronises the state.
+
+    When `train` returns, all is done, and run returns its value. From then on this process is a
+    plain one: SIGTERM stops it, and no world begins for newcomers before its end. Two events begin
+    another world instead: a collective fails because a peer is gone, and the state goes back to its
+    last commit; or a change is planned, and `state.check()` stops all ranks.
+
+    Any other exception is the user's, and is raised. Raises UsageError on all ranks if they are in
+    different calls of it: one was started anew while the others were in their second, and now all
+    begin at the first; also if multiprocessing has imported the script for a process of its own,
+    such as a data loader's. Raises SystemExit(0) when this worker is not needed any more, because
+    its node leaves or the job has ended, and AgentGone when the agent has ended and a world with
+    it. Without our launcher there is nobody to recover with: `train` is called once. See
+    docs/state.md.
     """
     if train is None:
         return functools.partial(run, backend=backend, **options)
 
     @functools.wraps(train)
-    def elastic(state: State, *args: Any, **kwargs: Any) -> Any:
+    def elastic(state: Resumable, *args: Any, **kwargs: Any) -> Any:
         _refuse_where_main_is_imported()
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
@@ -136,14 +143,14 @@ def _refuse_where_main_is_imported() -> None:
 
 
 class _Ended(NamedTuple):
-    """The end of the world before: when, and how many whole steps are trained again, or _NONE."""
+    """The end of the world before."""
 
     world: World | None  # this process's part in it
     at: float
-    again: int
+    again: int  # whole steps that are trained again, or _NONE
 
-    def told(self) -> str:
-        """What it has cost until now."""
+    def cost(self) -> str:
+        """The time and the steps that it has cost until now, in words."""
         again = {_NONE: "nothing", 0: "the step under way"}
         steps = again.get(self.again, f"{self.again} steps and the one under way")
         return f" after {time.monotonic() - self.at:.2f} s; trained again: {steps}"
@@ -158,7 +165,7 @@ class _Worker:
     def __init__(
         self,
         channel: Channel,
-        state: State,
+        state: Resumable,
         body: Callable[[], R],
         name: str,
         backend: str | None,
@@ -174,8 +181,8 @@ class _Worker:
         self._ended: _Ended | None = None
 
     def live(self) -> Any:
-        """Train in one world after the other; what the last training gives."""
-        with self._channel.listening(self._hear):
+        """Train in one world after the other; the value is the last training's."""
+        with self._channel.listening(self._receive):
             self._channel.elastic()
             while True:
                 group, lost, again = self._group, "", _NONE
@@ -190,7 +197,7 @@ class _Worker:
                         group.teardown(broken=True)
                         group.release()
                         raise
-                    again = self._lost_steps()
+                    again = self._state._uncommitted() if self._begun else _NONE  # noqa: SLF001
                 else:
                     activity.now(Doing.DONE)
                     self._tell_finished()
@@ -214,7 +221,7 @@ class _Worker:
         self._synced = self._begun = True
         self._ended = None
         if group.rank == 0 and (changed or ended):
-            log.warning("%s", self._told(group, ended))
+            log.warning("%s", self._describe_change(group, ended))
         ddp.make()
         if changed:
             old = ended.world if ended else None
@@ -232,15 +239,8 @@ class _Worker:
         """
         now, ended = time.monotonic(), self._ended
         known = (round((now - ended.at) * 1000), ended.again) if ended else (-1, _NONE)
-        told = gather([self._call, zlib.crc32(self._name.encode()), *known])
-        self._compare_calls(group, [rank[:2] for rank in told])
-        milliseconds, again = max(rank[2] for rank in told), max(rank[3] for rank in told)
-        if milliseconds < 0:
-            return None
-        return _Ended(ended.world if ended else None, now - milliseconds / 1000, again)
-
-    def _compare_calls(self, group: ProcessGroup, calls: Sequence[list[int]]) -> None:
-        """Raises UsageError where ranks are in other calls, which all of them see."""
+        rows = gather([self._call, zlib.crc32(self._name.encode()), *known])
+        calls = [row[:2] for row in rows]
         if any(call != calls[0] for call in calls):
             first, last = min(calls)[0], max(calls)[0]
             raise UsageError(
@@ -248,29 +248,29 @@ class _Worker:
                 f" in calls {first} to {last}: a worker that is started anew begins at the first."
                 " Train in one function, with a value of the state that says what comes next"
             )
+        milliseconds, again = max(row[2] for row in rows), max(row[3] for row in rows)
+        if milliseconds < 0:
+            return None
+        return _Ended(ended.world if ended else None, now - milliseconds / 1000, again)
 
-    def _told(self, group: ProcessGroup, ended: _Ended | None) -> str:
+    def _describe_change(self, group: ProcessGroup, ended: _Ended | None) -> str:
         """The line that a user reads of a change."""
         why = f" ({self._channel.reason})" if self._channel.reason else ""
         place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
         line = f"{place} goes on from {self._state._position()}"  # noqa: SLF001
         anew = "" if ended and ended.world else " in a new process"
-        return f"{line}{anew}{ended.told() if ended else ''}"
-
-    def _lost_steps(self) -> int:
-        """What a broken world costs: the whole steps since the last commit, or _NONE."""
-        return self._state._uncommitted() if self._begun else _NONE  # noqa: SLF001
+        return f"{line}{anew}{ended.cost() if ended else ''}"
 
     def _tell_finished(self) -> None:
-        """Before anything else is done: what the agent says from now on is not heard."""
+        """Before anything else is done: the agent's messages from now on have no reader."""
         with suppress(AgentGone):
             self._channel.finished()
 
     def _why_lost(self, group: ProcessGroup, error: BaseException) -> str:
         """Why the world is lost; "" when the error is the user's own.
 
-        What goes wrong before the state is synchronised, in a world that is known to be broken, is
-        no mistake of the user's: it was made of what an abort had left.
+        An error before the state is synchronised, in a world that is known to be broken, is no
+        mistake of the user's: it comes from the remains of an abort.
         """
         _enable_loggers()  # training may have set up logging
         if isinstance(error, WorldBroken):
@@ -278,7 +278,7 @@ class _Worker:
         unready = isinstance(error, Exception) and group.broken and not self._begun
         if not unready and not is_communication_failure(error, broken=bool(group.broken)):
             return ""
-        return _told_error(group, error)
+        return _report_error(group, error)
 
     def _park(self, group: ProcessGroup, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
@@ -300,15 +300,15 @@ class _Worker:
     def _next_group(self, generation: int, env: Mapping[str, str]) -> ProcessGroup:
         return ProcessGroup(generation, env, next(self._attempts[generation]))
 
-    def _hear(self, message: messages.FromAgent | messages.Gone) -> None:
-        """What the agent says, in the channel's thread."""
+    def _receive(self, message: messages.FromAgent | messages.Gone) -> None:
+        """A message of the agent's, in the channel's thread."""
         match message:
             case messages.Change(generation) if generation == self._group.generation:
                 self._group.change(leaving=message.leaving)
             case messages.Interrupt(generation, reason) if generation == self._group.generation:
                 self._group.interrupt(reason)
             case messages.World(generation, _, env):
-                # Before anything else is heard that may be about it.
+                # Before any other message that may be about it.
                 self._group = self._next_group(generation, os.environ | env)
                 self._orders.put(message)
             case messages.Bye() | messages.Gone():
@@ -318,9 +318,9 @@ class _Worker:
 def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
     """Whether `error`, or an error that it was raised from, comes from a collective that failed.
 
-    All others are the user's own, and so is what NCCL or a DataLoader say of the script itself.
-    In a world that is known to be `broken` any RuntimeError of torch's is taken for a result of
-    that: what is aborted in the middle fails in many ways.
+    All others are the user's own, also those in which NCCL or a DataLoader speak of the script
+    itself. In a world that is known to be `broken` any RuntimeError of torch's is taken for a
+    result of that: a call that is aborted in the middle fails in many ways.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -333,9 +333,9 @@ def is_communication_failure(error: BaseException, *, broken: bool) -> bool:
     return False
 
 
-def _told_error(group: ProcessGroup, error: BaseException) -> str:
-    """Log what a lost peer has made of this rank; for its report with the end of the traceback."""
-    first = next(iter(str(error).splitlines()), "")  # what may follow are stacks of C++
+def _report_error(group: ProcessGroup, error: BaseException) -> str:
+    """Log a lost peer's effect on this rank; for its report, with the end of the traceback."""
+    first = next(iter(str(error).splitlines()), "")  # stacks of C++ may follow
     text = f"{type(error).__name__}: {first}"
     log.warning("rank %d leaves generation %d: %s", group.rank, group.generation, text)
     log.debug("rank %d was there:", group.rank, exc_info=error)
@@ -344,7 +344,7 @@ def _told_error(group: ProcessGroup, error: BaseException) -> str:
 
 
 def _enable_loggers() -> None:
-    """Undo what logging.config does to all loggers that are there before: it disables them.
+    """Enable our loggers again: logging.config disables all that are there before it.
 
     A worker that is forked has ours before its script begins. Levels and handlers stay the user's.
     """
@@ -358,7 +358,7 @@ def _world(group: ProcessGroup) -> World:
 
 
 def _run_without_agent(
-    state: State, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
+    state: Resumable, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
 ) -> Any:
     """Without an agent."""
     log.warning(

@@ -14,8 +14,8 @@ No rank has gone past the target: n is read after the flag was set, and a loop c
 looks at the flag (one order for all, under the GIL), so that it can be held in check n + 1 at
 most, and n + 1 <= max(n) + 1. No deadlock either: publishing needs no loop, so the target comes
 however far ahead of a device, or deep in a collective, a loop is; then every loop goes on to the
-same check, with the partners of all collectives on the way. What would break that is a bound of
-its own: without a target within SYNC_PATIENCE seconds this rank treats the world as broken.
+same check, with the partners of all collectives on the way. The wait has a bound, too: without
+a target within SYNC_PATIENCE seconds this rank treats the world as broken.
 
 JAX finds the step for a checkpoint before a preemption by the same algorithm (its preemption sync
 manager and `multihost_utils.reached_preemption_sync_point`).
@@ -36,22 +36,27 @@ _KEY = "elastic_etcd/sync_point"
 class WorldChanged(BaseException):
     """The world changes as planned.
 
-    ElasticState.check raises it; ee.run catches it and commits all that was trained so far. It is
-    no Exception, so that a training loop's `except Exception` doesn't stop it on its way.
+        except ee.WorldChanged:
+            logger.flush()
+            raise
+
+    ElasticState.check raises it, on all ranks at the same step; ee.run catches it and commits all
+    that was trained so far. It is no Exception, so that a training loop's `except Exception` lets
+    it pass. docs/state.md says when it comes.
     """
 
 
 class WorldBroken(BaseException):
-    """The world is broken: what was trained since the last commit is lost. ee.run catches it."""
+    """The world is broken: the training since the last commit is lost. ee.run catches it."""
 
 
 class SyncPoint:
-    """Where the ranks of one world stop together.
+    """The step at which the ranks of a world stop together.
 
     `connect()` gives a torch.distributed.Store of this generation's that only this object uses.
     `on_failure(reason)` is called when the ranks do not agree: it frees a loop that waits for one
     of them in a collective, and calls `interrupt`. The training loop calls `check` and
-    `raise_if_broken`; all else belongs to the thread that hears of changes.
+    `raise_if_broken`; all else belongs to the thread that reads the agent's messages.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ def steps() -> int:
 
 
 def raise_if_broken() -> None:
-    """Raise WorldBroken if what has been computed may be wrong.
+    """Raise WorldBroken if the results of a collective may be wrong.
 
     A collective of NCCL's that is aborted ends as if it had succeeded. The flag is set before.
     """

@@ -99,7 +99,7 @@ def forked(prefork: Prefork) -> Starter:
 
 async def ready(prefork: Prefork) -> Prefork:
     prefork.start()
-    await prefork.warm()
+    await prefork.imported()
     for worker in prefork._waiting:  # noqa: SLF001 - nobody else has to know them
         while worker.pid is None:  # noqa: ASYNC110 - before the clock runs
             await asyncio.sleep(0.01)

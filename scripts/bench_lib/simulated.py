@@ -189,10 +189,10 @@ class SimulatedWorkers:
         self._inbox = inbox
         self._finishing = False
 
-    async def alone(self) -> None:
+    async def end_former_agents_leftovers(self) -> None:
         """Nothing of another agent is there."""
 
-    async def warm(self) -> None:
+    async def prestart(self) -> None:
         """Nothing is imported."""
 
     def offer(self, generation: int, reached: Reached) -> Master:

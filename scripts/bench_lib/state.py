@@ -27,7 +27,6 @@ from rich.console import Console
 from torch.distributed import checkpoint
 
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.node_memfds import NodeMemfds
 from tests.support.channels import Job
 
 from .figures import grid
@@ -148,7 +147,7 @@ def peer(rank: int, folder: Path, megabytes: int, repeat: int) -> None:
 
 def forget(state: ElasticState) -> None:
     """As a worker that begins: its memory is there, and nothing in it."""
-    for memfd in state._open_memfds().memfds:  # noqa: SLF001
+    for memfd in state._snapshots.own:  # noqa: SLF001
         memfd.clear()
 
 
@@ -229,9 +228,9 @@ def distributed_save(state: ElasticState, folder: Path) -> None:
 
 def memory_of_all(state: ElasticState) -> int:
     """Bytes of the snapshots of all ranks: their memory files, and pages that are theirs alone."""
-    memfds = state._open_memfds()  # noqa: SLF001
-    shared = memfds.shared if isinstance(memfds, NodeMemfds) and dist.get_rank() == 0 else []
-    files = sum(os.fstat(memfd.fd).st_blocks * 512 for memfd in (*memfds.memfds, *shared))
+    snapshots = state._snapshots  # noqa: SLF001
+    shared = snapshots.shared if dist.get_rank() == 0 else []
+    files = sum(os.fstat(memfd.fd).st_blocks * 512 for memfd in (*snapshots.own, *shared))
     ours, private = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:

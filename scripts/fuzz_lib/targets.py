@@ -32,7 +32,8 @@ from elastic_etcd.protocol.messages import (
     from_worker,
 )
 from elastic_etcd.train.state import encoding, snapshot
-from elastic_etcd.train.state.digest import digest_of
+from elastic_etcd.train.state.body import digest_of
+from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.spoilt import JOBS, LOCAL, acts
 
 HELLO = encode(Hello(1, 1, 0, 7))
@@ -157,12 +158,12 @@ def fuzz_snapshot(data: bytes) -> None:
     snapshot.Header.unpack(data)
     objects, size = struct.unpack("<QQ", data[:16])
     body = data[16:].ljust(-(-max(len(data) - 16, 1) // 64) * 64, b"\0")
-    memfds = snapshot.MemfdPair([os.memfd_create("fuzz") for _ in range(2)])
-    memfd = memfds.older()
-    memfd.clear(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    snapshots = Snapshots([os.memfd_create("fuzz") for _ in range(2)])
+    memfd = snapshots.clear_older(len(body))
+    memfd.body(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     digest = digest_of(memfd.body(len(body)))
     for length in (size, len(body)):
         memfd.set(snapshot.Header(snapshot.Version(1, 1, 1), objects, length, digest))
-        if newest := memfds.newest_intact():
+        if newest := snapshots.newest_intact():
             with contextlib.suppress(MalformedState):
                 newest.load()

@@ -7,7 +7,7 @@ import pytest
 from .engine import Container
 from .job import TTL, ComposeJob, healthy, leader, status
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="compose")]
 
 Jobs = Callable[..., ComposeJob]
 Members = dict[str, Container]

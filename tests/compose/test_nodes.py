@@ -11,7 +11,7 @@ from tests.support.job import DDP, ELASTIC
 
 from .job import ComposeJob
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="compose")]
 
 Jobs = Callable[..., ComposeJob]
 LONG = 600  # seconds of a lease that does not end in a test

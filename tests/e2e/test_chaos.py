@@ -26,6 +26,7 @@ def chaos(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.nightly(part="chaos")
 @pytest.mark.timeout(600)
 def test_ninety_seconds(tmp_path: Path) -> None:
     """Of this seed, since few others have as many kinds of faults in so little time."""
@@ -36,6 +37,7 @@ def test_ninety_seconds(tmp_path: Path) -> None:
     assert "whole again" in said
 
 
+@pytest.mark.nightly(part="chaos")
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_training_and_reports(tmp_path: Path) -> None:
     arguments = ("--minutes", "9", "--seed", "1", "--keep", str(tmp_path / "logs"))

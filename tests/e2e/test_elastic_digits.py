@@ -57,6 +57,7 @@ def digits(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> 
         job.close()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_joins_and_leaves(digits: Digits) -> None:
     """Nothing is trained twice, and no process is started anew."""
     n1 = digits.node("n1", settle=0)
@@ -160,6 +161,7 @@ def test_the_only_worker_is_killed(digits: Digits) -> None:
     same_bits(weights(digits, n1), undisturbed(50))
 
 
+@pytest.mark.nightly(part="jobs")
 def test_ddp_as_it_is(digits: Digits) -> None:
     """Floats of 32 bits: what a failure has cost is trained again to the same bits."""
     n1 = digits.node("n1", "--plain", "--steps=50", "--kill=1:41", nnodes="1", nproc=2)

@@ -20,7 +20,7 @@ from tests.support.ticking import ticking
 from tests.support.tls import rsa_pair
 
 # The first test of a version may have to fetch it.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="etcd")]
 
 TTL = 1  # of a token
 LEASE = 5  # so that it outlives a restart of etcd on a busy machine

@@ -10,6 +10,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys, members_are
+from tests.support.ticking import TickingJob
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,21 +36,28 @@ for step in range(1, 41):
 """
 
 
-def test_worker_killed(job: Job, etcd: EtcdServer) -> None:
-    n1, n2 = job.start("n1"), job.start("n2")
+def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -> None:
+    """One is in its process group, one in a session of its own, and one is to be kept there."""
+    children = ("linger@rank=0", "daemon@rank=1", "kept@rank=1")
+    faults = [arg for child in children for arg in ("--fault", f"{child},generation=1")]
+    n1, n2 = job.start("n1", *faults), job.start("n2", *faults)
     g = job.trains(2)
-    victim = job.worker(g, rank=1)
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
     new = job.trains(2, after=g)
     assert {e.agent for e in job.events("start")} == {n1.pid, n2.pid}
     assert job.worker(new, rank=0).restarts == 1
     # The survivor's worker lost its peer: that is no second failure.
     assert new == g + 1
     assert "signal 9" in history(etcd, job.name)[new]["began"]
+    daemons = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
+    assert len(daemons) == 1, "of the three children only that which is to be kept is left"
+    assert b"ELASTIC_ETCD_AGENT=\0" in Path(f"/proc/{daemons[0]}/environ").read_bytes()
     job.finish(n1, n2)
     assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
+    send(signal.SIGKILL, daemons)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
     job: Job, etcd: EtcdServer, tmp_path: Path
 ) -> None:
@@ -69,39 +77,39 @@ def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
     assert "generation 3" not in agent.output
 
 
-def test_worker_fails_until_the_budget_is_used_up(job: Job, etcd: EtcdServer) -> None:
+def test_worker_fails_until_the_budget_is_used_up(ticks: TickingJob, etcd: EtcdServer) -> None:
     faults = ("--fault", "raise@rank=1,step=2")
-    agents = [job.start(n, *faults, max_restarts=2, min_uptime=0) for n in ("n1", "n2")]
+    agents = [ticks.start(n, *faults, max_restarts=2, min_uptime=0) for n in ("n1", "n2")]
     for agent in agents:
-        job.exits(agent, 3, seconds=60)
+        ticks.exits(agent, 3, seconds=60)
         last = agent.output[-1500:]
         assert "RuntimeError: declared fault of rank 1" in last, agent.output
         assert "Traceback" in last
-    outcome = keys(etcd, job.name)["outcome"]
+    outcome = keys(etcd, ticks.name)["outcome"]
     assert outcome["state"] == "failed"
     assert outcome["exit_code"] == 3
     assert outcome["failure"]["rank"] == 1
     assert outcome["failure"]["code"] == 1
-    assert len({e.generation for e in job.events("step")}) == 3
+    assert len({e.generation for e in ticks.events("step")}) == 3
 
 
-def test_r21_a_node_that_always_fails_ends_no_job(job: Job, etcd: EtcdServer) -> None:
+def test_r21_a_node_that_always_fails_ends_no_job(ticks: TickingJob, etcd: EtcdServer) -> None:
     """The others go on without it, and every node is told."""
     fails = ("--fault", "raise@node=n3")
     agents = [
-        job.start(n, *fails, nnodes="2:3", max_restarts=1, min_uptime=600)
+        ticks.start(n, *fails, nnodes="2:3", max_restarts=1, min_uptime=600)
         for n in ("n1", "n2", "n3")
     ]
-    g = job.trains(2, seconds=60)
-    assert set(job.begun(g)) == {"n1", "n2"}
+    g = ticks.trains(2, seconds=60)
+    assert set(ticks.begun(g)) == {"n1", "n2"}
     for agent in agents:
-        job.said(agent, "left out")  # its coordinator, which n3 may be, has fewer words for it
+        ticks.said(agent, "left out")  # its coordinator, which n3 may be, has fewer words for it
     assert sum("n3 is left out for 600 s of training" in agent.output for agent in agents) >= 2
-    (suspect,) = keys(etcd, job.name)["ledger"]["suspects"]
+    (suspect,) = keys(etcd, ticks.name)["ledger"]["suspects"]
     assert (suspect["node"], suspect["failed"]) == ("n3", 2)
-    assert job.worker(g, rank=0).restarts == 1, "the second failure costs nothing"
-    job.finish(*agents)
-    assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"
+    assert ticks.worker(g, rank=0).restarts == 1, "the second failure costs nothing"
+    ticks.finish(*agents)
+    assert keys(etcd, ticks.name)["outcome"]["state"] == "succeeded"
 
 
 def test_a_worker_that_takes_its_time_to_exit_is_the_culprit(job: Job, etcd: EtcdServer) -> None:
@@ -113,80 +121,68 @@ def test_a_worker_that_takes_its_time_to_exit_is_the_culprit(job: Job, etcd: Etc
     assert keys(etcd, job.name)["outcome"]["failure"]["rank"] == 1
 
 
-def test_no_restart_allowed(job: Job) -> None:
-    agents = [job.start(n, "--fault", "exit:7@rank=0,step=2", max_restarts=0) for n in ("n1", "n2")]
+def test_no_restart_allowed(ticks: TickingJob) -> None:
+    agents = [
+        ticks.start(n, "--fault", "exit:7@rank=0,step=2", max_restarts=0) for n in ("n1", "n2")
+    ]
     for agent in agents:
-        job.exits(agent, 1)
+        ticks.exits(agent, 1)
         assert "exited 7" in agent.output[-1500:]
-    assert {e.generation for e in job.events("start")} == {1}
+    assert {e.generation for e in ticks.events("start")} == {1}
 
 
-@pytest.mark.parametrize("victim", ["oldest", "youngest"])
-def test_node_killed_and_back(job: Job, etcd: EtcdServer, victim: str) -> None:
-    n1 = job.start("n1")
+def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
+    """First the oldest one, and then the youngest, which has come instead."""
+    dead = job.start("n1")
     members_are(etcd, job.name, 1)
     n2 = job.start("n2")
-    dead, survivor = (n1, n2) if victim == "oldest" else (n2, n1)
     g = job.trains(2)
-    dead.node_kill()
-    alone = job.trains(1, after=g)
-    assert {e.node for e in job.events("step") if e.generation == alone} == {survivor.node}
-    assert job.worker(alone, rank=0).restarts == 0, "a lost node is not a restart"
-    assert "lost" in history(etcd, job.name)[alone]["began"], "not: the survivor's worker failed"
-    back = job.start(dead.node)
-    job.trains(2, after=alone)
-    job.finish(survivor, back)
+    for back in ("n3", "n1"):
+        dead.node_kill()
+        alone = job.trains(1, after=g)
+        assert {e.node for e in job.events("step") if e.generation == alone} == {"n2"}
+        assert job.worker(alone, rank=0).restarts == 0, "a lost node is not a restart"
+        began = history(etcd, job.name)[alone]["began"]
+        assert "lost" in began, "not: the survivor's worker failed"
+        dead = job.start(back)
+        g = job.trains(2, after=alone)
+    job.finish(n2, dead)
 
 
-@pytest.mark.parametrize("victim", ["oldest", "youngest"])
 def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(
-    job: Job, etcd: EtcdServer, victim: str
+    job: Job, etcd: EtcdServer
 ) -> None:
+    """First the oldest one, and then the other, which is the oldest by then."""
     n1 = job.start("n1")
     members_are(etcd, job.name, 1)
     n2 = job.start("n2")
-    frozen, other = (n1, n2) if victim == "oldest" else (n2, n1)
     g = job.trains(2)
-    frozen.freeze()
-    alone = job.trains(1, after=g)
-    assert {e.node for e in job.events("step") if e.generation == alone} == {other.node}
-    frozen.thaw()
-    again = job.trains(2, after=alone)
-    assert job.worker(again, rank=0).node == other.node, "a survivor keeps its place"
+    for frozen, other in ((n1, n2), (n2, n1)):
+        frozen.freeze()
+        alone = job.trains(1, after=g)
+        assert {e.node for e in job.events("step") if e.generation == alone} == {other.node}
+        frozen.thaw()
+        g = job.trains(2, after=alone)
+        assert job.worker(g, rank=0).node == other.node, "a survivor keeps its place"
     job.finish(n1, n2)
 
 
-def test_agent_killed_alone_takes_its_workers_along(job: Job) -> None:
-    n1, n2 = job.start("n1"), job.start("n2")
-    g = job.trains(2)
+def test_agent_killed_alone_takes_its_workers_along(ticks: TickingJob) -> None:
+    n1, n2 = ticks.start("n1"), ticks.start("n2")
+    g = ticks.trains(2)
     victims = n2.others()
     assert victims
     n2.kill()
-    job.wait("the workers of a dead agent die", lambda: not n2.others())
-    job.trains(1, after=g)
-    job.finish(n1)
+    ticks.wait("the workers of a dead agent die", lambda: not n2.others())
+    ticks.trains(1, after=g)
+    ticks.finish(n1)
 
 
-def test_worker_that_ignores_sigterm(job: Job) -> None:
-    n1 = job.start("n1", "--fault", "ignore-term@generation=1", settle=0, shutdown_timeout=1)
-    g = job.trains(1)
-    stubborn = job.worker(g, rank=0).pid
-    n2 = job.start("n2")
-    job.trains(2, after=g)
+def test_worker_that_ignores_sigterm(ticks: TickingJob) -> None:
+    n1 = ticks.start("n1", "--fault", "ignore-term@generation=1", settle=0, shutdown_timeout=1)
+    g = ticks.trains(1)
+    stubborn = ticks.worker(g, rank=0).pid
+    n2 = ticks.start("n2")
+    ticks.trains(2, after=g)
     assert command(stubborn) == "gone"
-    job.finish(n1, n2)
-
-
-def test_worker_whose_children_hold_the_pipes_open(job: Job) -> None:
-    """One is in its process group, one in a session of its own, and one is to be kept there."""
-    children = ("linger@rank=0", "daemon@rank=1", "kept@rank=1")
-    faults = [arg for child in children for arg in ("--fault", f"{child},generation=1")]
-    n1, n2 = job.start("n1", *faults), job.start("n2", *faults)
-    g = job.trains(2)
-    os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
-    job.trains(2, after=g)
-    daemons = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
-    assert len(daemons) == 1, "of the three children only that which is to be kept is left"
-    assert b"ELASTIC_ETCD_AGENT=\0" in Path(f"/proc/{daemons[0]}/environ").read_bytes()
-    job.finish(n1, n2)
-    send(signal.SIGKILL, daemons)
+    ticks.finish(n1, n2)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.job import Job
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly(part="jobs")  # the same once more, for other scripts and starts
 
 # What rank 1 loads takes too long, once.
 TIMED = """
@@ -88,8 +89,11 @@ def script(job: Job, text: str) -> tuple[str]:
 
 @pytest.mark.parametrize(
     ("text", "method"),
-    [(PLAIN, "prefork"), (PLAIN, "exec"), (ELASTIC, "prefork")],
-    ids=["plain", "exec", "ee.run"],
+    [
+        pytest.param(PLAIN, "prefork", id="plain"),
+        pytest.param(PLAIN, "exec", id="exec", marks=NIGHTLY),
+        pytest.param(ELASTIC, "prefork", id="ee.run", marks=NIGHTLY),
+    ],
 )
 def test_who_is_not_done_in_time_is_ended_and_begun_anew(job: Job, text: str, method: str) -> None:
     command, env = script(job, text), environment(job)

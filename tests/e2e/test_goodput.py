@@ -44,6 +44,7 @@ def test_nodes_die_between_workers() -> None:
     assert set(workers) < set(both)
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.timeout(600)
 def test_a_moment_of_it(tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"

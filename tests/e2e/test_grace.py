@@ -182,7 +182,9 @@ wait $child
 """
 
 
-@pytest.mark.parametrize("method", ["prefork", "exec"])
+@pytest.mark.parametrize(
+    "method", ["prefork", pytest.param("exec", marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_r22_a_script_with_a_data_loader_saves_on_sigterm(
     job: Job, tmp_path: Path, method: str
 ) -> None:
@@ -219,8 +221,10 @@ def test_r23_a_script_has_time_to_save_when_a_node_joins(job: Job, tmp_path: Pat
     assert "saved" in n1.output
     for agent in (n1, n2):
         agent.terminate()
-    for agent in (n1, n2):
+        job.said(agent, "once more to leave at once")
+        agent.terminate()
         job.exits(agent, 143, seconds=60)
+    job.abandoned = True
 
 
 def begun(directory: Path) -> dict[int, dict[str, Any]]:

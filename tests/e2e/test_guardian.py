@@ -54,18 +54,38 @@ def sockets(pid: int) -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-def test_an_agent_is_killed(jobs: Callable[..., Job]) -> None:
+def test_an_agent_is_killed_and_others_leave_in_order(jobs: Callable[..., Job]) -> None:
     job = jobs()
     n1 = job.start("n1", lease_ttl=LONG)
     n2 = job.start("n2", "--fault", "linger@node=n2", nproc=2, lease_ttl=LONG)
     g = job.trains(3)
+    for agent in (n1, n2):
+        nobody_else_holds_a_socket_of(agent)
     assert "sleep 600" in map(command, n2.others()), "a worker's child, in its process group"
     n2.kill()
     job.wait("all that it ran ends, its guardian last", lambda: not n2.others())
     job.said(n2, f"elastic_etcd: the agent (pid {n2.pid}) is gone: killed what it ran, lease ")
-    job.trains(1, after=g)
+    g = job.trains(1, after=g)
     assert "n2 is lost" in n1.output
-    job.finish(n1)
+
+    n3 = job.start("n3", lease_ttl=LONG)
+    g = job.trains(2, after=g)
+    n3.terminate()
+    job.exits(n3, 143)
+    assert not n3.others()
+    job.trains(1, after=g)
+    os.killpg(n1.pid, signal.SIGINT)  # as Ctrl-C does
+    job.exits(n1, 130)
+    assert "guardian" not in n1.output + n3.output
+    assert "is gone" not in n1.output + n3.output
+
+
+def nobody_else_holds_a_socket_of(agent: Agent) -> None:
+    """Else its guardian would not see its end."""
+    ours, others = sockets(agent.pid), {pid: sockets(pid) for pid in agent.others()}
+    assert others[guardian(agent)], "its own end"
+    assert len(others) >= 3, "guardian, fork server, workers"
+    assert {command(pid): both for pid, open_ in others.items() if (both := open_ & ours)} == {}
 
 
 def test_r18_the_guardian_ends_also_what_has_left_its_process_group(job: Job) -> None:
@@ -148,29 +168,3 @@ def test_an_agent_is_stopped_for_a_while(job: Job) -> None:
     send(signal.SIGCONT, [n2.pid])
     job.goes_on(g)
     job.finish(n1, n2)
-
-
-def test_an_agent_leaves_in_order(jobs: Callable[..., Job]) -> None:
-    job = jobs()
-    n1, n2 = job.start("n1", lease_ttl=LONG), job.start("n2", lease_ttl=LONG)
-    g = job.trains(2)
-    n2.terminate()
-    job.exits(n2, 143)
-    assert not n2.others()
-    job.trains(1, after=g)
-    os.killpg(n1.pid, signal.SIGINT)  # as Ctrl-C does
-    job.exits(n1, 130)
-    assert "guardian" not in n1.output + n2.output
-    assert "is gone" not in n1.output + n2.output
-
-
-def test_nobody_else_holds_a_socket_of_the_agent(jobs: Callable[..., Job]) -> None:
-    """Else its guardian would not see its end."""
-    job = jobs()
-    n1 = job.start("n1", nnodes="1:1", nproc=2)
-    job.trains(2)
-    ours, others = sockets(n1.pid), {pid: sockets(pid) for pid in n1.others()}
-    assert others[guardian(n1)], "its own end"
-    assert len(others) > 3, "workers, store, pool"
-    assert {command(pid): both for pid, open_ in others.items() if (both := open_ & ours)} == {}
-    job.finish(n1)

@@ -19,6 +19,7 @@ from tests.support.job import Agent, Job
 from tests.support.proxy import Proxy, proxy_aside
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly(part="jobs")  # the same once more, for other scripts and starts
 
 PLAIN = """
 import os, signal, sys, time
@@ -85,8 +86,11 @@ def evidence(job: Job, agent: Agent, rank: int) -> str:
 
 @pytest.mark.parametrize(
     ("text", "method"),
-    [(hangs.PLAIN, "prefork"), (hangs.PLAIN, "exec"), (hangs.ELASTIC, "prefork")],
-    ids=["plain", "exec", "ee.run"],
+    [
+        pytest.param(hangs.PLAIN, "prefork", id="plain"),
+        pytest.param(hangs.PLAIN, "exec", id="exec", marks=NIGHTLY),
+        pytest.param(hangs.ELASTIC, "prefork", id="ee.run", marks=NIGHTLY),
+    ],
 )
 def test_each_hang_is_told_with_where_it_stands(
     job: Job, flags: Flags, text: str, method: str
@@ -109,6 +113,7 @@ def test_what_is_slow_is_no_hang(job: Job, flags: Flags) -> None:
     assert " is in step " not in n1.output
 
 
+@NIGHTLY
 def test_off_tells_nothing(job: Job, flags: Flags) -> None:
     command = script(job, PLAIN.replace("1000)", "4)"), "sleeps")
     n1 = job.start("n1", nproc=2, script=command, **flags | {"hang_timeout": "off"})
@@ -316,7 +321,13 @@ BEHIND = r"rank 1 on n[12] is in step 6 for \d+ s, 1 other waits in 6 "
 NOBODY = r"nobody has moved for \d+ s \(storage\? network\? an evaluation outside ee.quiet\?\)"
 
 
-@pytest.mark.parametrize("text", [hangs.PLAIN, hangs.ELASTIC], ids=["plain", "ee.run"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(hangs.PLAIN, id="plain", marks=NIGHTLY),
+        pytest.param(hangs.ELASTIC, id="ee.run"),
+    ],
+)
 def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
     flags: Flags = {"hang_action": "restart", "max_restarts": 4, "env": {"WORLDS": "4"}}
     agents = pair(job, hangs.script(job, text), **flags | {"suspect_after": 0}).values()
@@ -331,7 +342,7 @@ def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
 
 def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     text = ONCE.replace("dist.get_rank() == 1 and ", "")
-    command = script(job, text, "spins")
+    command = script(job, text, "sleeps")
     agents = pair(job, command, hang_action="restart", max_restarts=1).values()
     for agent in agents:
         job.exits(agent, 0, 120)
@@ -361,6 +372,7 @@ def test_who_waits_for_what_may_last_does_not_hang(job: Job) -> None:
     assert "waits in step 6" not in status(job)
 
 
+@NIGHTLY
 def test_who_is_quiet_is_no_hang_where_its_agent_is_cut_off_from_etcd(
     job: Job, etcd: EtcdServer
 ) -> None:
@@ -426,6 +438,7 @@ def test_who_saves_to_a_disk_that_stands_still_does_not_hang(
     assert "where it stands is in" not in n1.output
 
 
+@NIGHTLY
 def test_who_has_a_debugger_does_not_hang(job: Job, flags: Flags) -> None:
     n1 = job.start("n1", nproc=2, script=script(job, TRACED, "is_traced"), **flags | STARVED)
     job.said(n1, "debugger: ", 120)

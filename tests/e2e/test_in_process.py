@@ -18,25 +18,18 @@ def start(job: Job, node: str, *arguments: str, **flags: Any) -> Agent:
     return job.start(node, script=(ELASTIC, "--dir", str(job.directory), *arguments), **flags)
 
 
-def test_a_killed_worker_leaves_its_peer_s_process_alive(job: Job) -> None:
+def test_a_killed_worker_and_a_frozen_node_leave_their_peer_s_process_alive(job: Job) -> None:
     n1, n2 = start(job, "n1"), start(job, "n2")
     g = job.trains(2)
     before = job.begun(g)
     send(signal.SIGKILL, [before["n2"].pid])
     g = job.trains(2, after=g)
     after = job.begun(g)
-    assert after["n1"].pid == before["n1"].pid, "the survivor was started anew"
+    survivor = before["n1"].pid
+    assert after["n1"].pid == survivor, "the survivor was started anew"
     assert after["n2"].pid != before["n2"].pid
-    job.finish(n1, n2)
-    each_sample_once(job.directory)
 
-
-def test_a_frozen_peer_is_left_behind(job: Job) -> None:
-    """It keeps its connections open and says nothing: gloo would wait for half an hour."""
-    n1, n2 = start(job, "n1"), start(job, "n2")
-    g = job.trains(2)
-    survivor = job.begun(g)["n1"].pid
-    n2.freeze()
+    n2.freeze()  # its connections stay open, and say nothing: gloo would wait for half an hour
     g = job.trains(1, after=g)
     assert job.begun(g)["n1"].pid == survivor
     n2.thaw()
@@ -46,38 +39,29 @@ def test_a_frozen_peer_is_left_behind(job: Job) -> None:
     each_sample_once(job.directory)
 
 
-def test_a_node_joins_and_leaves_and_no_step_is_lost(job: Job) -> None:
-    n1 = start(job, "n1", "--loaders", "2", settle=0)
+def test_nodes_join_and_leave_and_no_step_is_lost(job: Job) -> None:
+    """Rank 0 is the first that leaves: with the store by which the others agree where to stop."""
+    n1 = start(job, "n1", "--loaders", "2", nnodes="1:3", settle=0)
     g = job.trains(1)
     first = job.begun(g)["n1"].pid
-    n2 = start(job, "n2", "--loaders", "2")
+    n2, n3 = (start(job, node, "--loaders", "2", nnodes="1:3") for node in ("n2", "n3"))
+    g = job.trains(3, after=g)
+    before = job.begun(g)
+    assert before["n1"].pid == first
+    assert before["n1"].rank == 0
+    n1.terminate()
+    job.exits(n1, 143)
     g = job.trains(2, after=g)
-    assert job.begun(g)["n1"].pid == first
-    n2.terminate()
-    job.exits(n2, 143)
+    assert all(job.begun(g)[node].pid == before[node].pid for node in ("n2", "n3"))
+    n3.terminate()
+    job.exits(n3, 143)
     g = job.trains(1, after=g)
-    assert job.begun(g)["n1"].pid == first
-    job.finish(n1)
+    assert job.begun(g)["n2"].pid == before["n2"].pid
+    job.finish(n2)
     each_sample_once(job.directory)
-    steps = [e.step for e in job.events("step") if e.node == "n1"]
-    assert steps == list(range(1, len(steps) + 1)), "a step was trained twice"
-
-
-def test_the_first_node_leaves(job: Job) -> None:
-    """It has rank 0, and hosts the store that the others agree through where to stop."""
-    nodes = [start(job, name, nnodes="1:3") for name in ("n1", "n2", "n3")]
-    g = job.trains(3)
-    first = next(node for node in nodes if job.begun(g)[node.node].rank == 0)
-    others = [node for node in nodes if node is not first]
-    first.terminate()
-    job.exits(first, 143)
-    before, g = job.begun(g), job.trains(2, after=g)
-    assert all(job.begun(g)[n.node].pid == before[n.node].pid for n in others)
-    job.finish(*others)
-    each_sample_once(job.directory)
-    for node in others:
-        steps = [e.step for e in job.events("step") if e.node == node.node]
-        assert steps == list(range(1, len(steps) + 1)), "a step was trained twice"
+    for node in ("n1", "n2", "n3"):
+        steps = [e.step for e in job.events("step") if e.node == node]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), "a step was trained twice"
 
 
 def test_a_mistake_of_the_user_s_is_the_cause(job: Job) -> None:
@@ -121,6 +105,7 @@ def test_g3_a_survivor_has_time_to_come_out_of_its_step(job: Job) -> None:
     each_sample_once(job.directory)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     """Without DDP, whose constructor ends the process then (torch 2.13)."""
     detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -138,9 +123,43 @@ def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     each_sample_once(job.directory)
 
 
-@pytest.mark.parametrize("arguments", [("--outside", "--log"), ("--loaders", "2")])
-def test_all_workers_of_a_node_at_once(job: Job, arguments: tuple[str, ...]) -> None:
-    n1, n2 = (start(job, name, *arguments, nproc=2) for name in ("n1", "n2"))
+def test_all_workers_of_a_node_at_once(job: Job) -> None:
+    """One is killed, a node joins, all of a node are killed, and a node leaves."""
+    flags = {"nproc": 4, "suspect_after": 0}
+    n1 = start(job, "n1", "--outside", "--log", settle=0, **flags)
+    g = job.trains(4)
+    workers = [e.pid for e in job.events("start") if e.generation == g]
+    send(signal.SIGKILL, workers[:1])
+    g = job.trains(4, after=g)
+    again = {e.pid for e in job.events("start") if e.generation == g}
+    assert set(workers[1:]) < again
+
+    n2 = start(job, "n2", "--outside", "--log", **flags)
+    g = job.trains(8, after=g)
+    begun = [e for e in job.events("start") if e.generation == g]
+    (first,) = (e.node for e in begun if e.rank == 0)
+    send(signal.SIGKILL, [e.pid for e in begun if e.node == first])
+    g = job.trains(8, after=g)
+    after = {e.pid for e in job.events("start") if e.generation == g}
+    assert {e.pid for e in begun if e.node != first} < after
+    told = n1.output + n2.output
+    why = rf"generation {g} \(worker \d on {first} was killed by signal 9\)"
+    place = r"rank 0 of 8 goes on from commit \d+ \(.*\) in a new process"
+    cost = r"after \d+\.\d\d s; trained again: (\d+ steps and the one|the step) under way"
+    assert re.search(f"{why}: {place} {cost}", told), told
+
+    n2.terminate()
+    job.exits(n2, 143)
+    its = {e.pid for e in job.events("start") if e.generation == g and e.node == "n1"}
+    g = job.trains(4, after=g)
+    assert {e.pid for e in job.events("start") if e.generation == g} == its
+    job.finish(n1)
+    each_sample_once(job.directory)
+
+
+@pytest.mark.nightly(part="jobs")
+def test_all_workers_of_a_node_at_once_with_loaders(job: Job) -> None:
+    n1, n2 = (start(job, name, "--loaders", "2", nproc=2) for name in ("n1", "n2"))
     g = job.trains(4)
     workers = [e for e in job.events("start") if e.generation == g]
     (first,) = (e.node for e in workers if e.rank == 0)
@@ -149,28 +168,4 @@ def test_all_workers_of_a_node_at_once(job: Job, arguments: tuple[str, ...]) -> 
     again = {e.pid for e in job.events("start") if e.generation == g}
     assert {e.pid for e in workers if e.node != first} < again
     job.finish(n1, n2)
-    told = n1.output + n2.output
-    why = rf"generation {g} \(worker \d on {first} was killed by signal 9\)"
-    place = r"rank 0 of 4 goes on from commit \d+ \(.*\) in a new process"
-    cost = r"after \d+\.\d\d s; trained again: (\d+ steps and the one|the step) under way"
-    assert re.search(f"{why}: {place} {cost}", told), told
-    each_sample_once(job.directory)
-
-
-def test_four_workers_of_a_node_that_share_their_snapshots(job: Job) -> None:
-    """One is killed, a node joins and leaves."""
-    n1 = start(job, "n1", nproc=4, settle=0)
-    g = job.trains(4)
-    workers = [e.pid for e in job.events("start") if e.generation == g]
-    send(signal.SIGKILL, workers[:1])
-    g = job.trains(4, after=g)
-    again = {e.pid for e in job.events("start") if e.generation == g}
-    assert set(workers[1:]) < again
-    n2 = start(job, "n2", nproc=4)
-    g = job.trains(8, after=g)
-    n2.terminate()
-    job.exits(n2, 143)
-    g = job.trains(4, after=g)
-    assert {e.pid for e in job.events("start") if e.generation == g} == again
-    job.finish(n1)
     each_sample_once(job.directory)

@@ -22,7 +22,7 @@ from tests.support.job import PATIENCE, ROOT, Agent, Job
 from tests.support.processes import send
 from tests.support.residue import keys
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="kubernetes")]
 
 # The hook has drained the node, or was killed when the drained agent ended, and its container.
 DRAINED = (0, -signal.SIGKILL)

@@ -116,21 +116,21 @@ def test_t4_a_newcomer_does_not_end_what_comes_after_the_training(job: Job) -> N
 
 
 def test_t4_after_the_training_a_worker_is_told_by_sigterm_and_has_time(job: Job) -> None:
-    for name in ("fail", "go"):
-        (job.directory / name).touch()
-    n1, n2 = (start(job, name, EXPORTS, "20") for name in ("n1", "n2"))
+    (job.directory / "fail").touch()
+    n1, n2 = (start(job, name, EXPORTS, "0") for name in ("n1", "n2"))
     for node in (n1, n2):
         job.said(node, "exports", seconds=90)
     job.wait("one is told", lambda: "told to stop" in n1.output + n2.output)
     exporting = n1 if "told to stop" in n1.output else n2
     job.said(exporting, "saved", seconds=30)
+    (job.directory / "go").touch()
     job.exits(n1, 0, seconds=90)
     job.exits(n2, 0, seconds=90)
     assert "exported in generation 2" in n1.output
 
 
 def test_t4_a_worker_that_leaves_after_its_training_has_sigterm(job: Job, tmp_path: Path) -> None:
-    n1 = start(job, "n1", EXPORTS, "100", settle=0)
+    n1 = start(job, "n1", EXPORTS, "0", settle=0)
     job.said(n1, "exports", seconds=90)
     n1.terminate()
     job.exits(n1, 128 + signal.SIGTERM, seconds=60)

@@ -2,13 +2,11 @@
 
 import signal
 import time
-from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
 
 from tests.support.etcd import EtcdServer
-from tests.support.job import Job
 from tests.support.residue import PAUSE, history, keys, member, members_are
 from tests.support.ticking import TickingJob
 
@@ -34,10 +32,7 @@ def test_nodes_added_to_a_running_job(job: TickingJob, etcd: EtcdServer) -> None
     job.finish(*agents)
 
 
-def test_agent_leaves_on_sigterm_nodes_of_different_size(
-    jobs: Callable[..., Job], etcd: EtcdServer
-) -> None:
-    job = jobs()
+def test_agent_leaves_on_sigterm_nodes_of_different_size(job: TickingJob, etcd: EtcdServer) -> None:
     n1, n2 = job.start("n1", nproc=1), job.start("n2", nproc=2)
     g = job.trains(3, seconds=40)
     by_node = {(e.node, e.local_rank): e.rank for e in job.events("start")}

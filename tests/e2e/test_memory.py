@@ -18,8 +18,11 @@ def left(job: Job) -> list[str]:
     return [path.name for path in memory_dir(job).iterdir()]
 
 
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(job: Job) -> None:
-    n1, n2 = start(job, "n1", nproc=2), start(job, "n2")
+def test_killed_workers_and_a_killed_node_cost_the_steps_since_the_last_checkpoint(
+    job: Job,
+) -> None:
+    nproc = {"n1": 2, "n2": 1}
+    agents = {node: start(job, node, nproc=size) for node, size in nproc.items()}
     g, step, pids = begun(job, 3)
     assert step == 0
     for victim in (0, 2):
@@ -27,26 +30,20 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(job: Job) -> 
         send(signal.SIGKILL, [pids[victim]])
         g, step, pids = begun(job, 3, after=g)
         assert step >= last
-    saved(job, g)
-    job.finish(n1, n2, seconds=PATIENCE)
-    assert left(job) == []
 
-
-def test_a_killed_node_costs_no_more_and_gets_them_when_it_is_back(job: Job) -> None:
-    agents = {node: start(job, node) for node in ("n1", "n2")}
-    g, _, _ = begun(job, 2)
-    last = saved(job, g, more=2, rank=1)  # who stays: rank 0 may be a step ahead
     first = next(n for n, a in agents.items() if re.search(r"group rank 0 of 2", a.output))
+    last = saved(job, g, more=2, rank=nproc[first])  # who stays: rank 0 may be a step ahead
     agents.pop(first).node_kill()
-    g, step, _ = begun(job, 1, after=g)
+    g, step, _ = begun(job, 3 - nproc[first], after=g)
     assert step >= last
     last = saved(job, g, more=2)
-    agents[first] = start(job, first)
-    g, step, _ = begun(job, 2, after=g)
+    agents[first] = start(job, first, nproc=nproc[first])
+    g, step, _ = begun(job, 3, after=g)
     assert step >= last
     told = "".join(agent.output for agent in agents.values())
     assert f"training goes on from step {step}" in told
     assert "1 of 2 nodes had that" in told
+    saved(job, g)
     job.finish(*agents.values(), seconds=PATIENCE)
     assert left(job) == [], "also what the killed node had"
 
@@ -64,7 +61,7 @@ def test_all_nodes_are_lost_and_the_disk_has_one_in_n(job: Job) -> None:
     job.finish(n1, seconds=PATIENCE)
 
 
-def test_what_a_killed_agent_had_is_gone(job: Job) -> None:
+def test_what_a_killed_agent_had_goes_with_its_guardian_or_with_the_next_agent(job: Job) -> None:
     n1 = start(job, "n1", nnodes="1:1")
     g, _, _ = begun(job, 1)
     saved(job, g)
@@ -72,12 +69,9 @@ def test_what_a_killed_agent_had_is_gone(job: Job) -> None:
     n1.kill()
     job.wait("all that it ran ends, its guardian last", lambda: not n1.others(), PATIENCE)
     assert left(job) == []
-    job.abandoned = True
 
-
-def test_what_a_killed_agent_and_its_guardian_had_goes_with_the_next_agent(job: Job) -> None:
     n1 = start(job, "n1", nnodes="1:1")
-    g, _, _ = begun(job, 1)
+    g, _, _ = begun(job, 1, after=g)
     saved(job, g)
     (before,) = left(job)
     n1.node_kill()

@@ -31,6 +31,7 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly(part="jobs")
 def test_demo() -> None:
     told = run(str(ROOT / "scripts" / "demo.py"))
     assert "green is killed" in told

@@ -13,7 +13,7 @@ from tests.support.debian import NotToBeHad
 from tests.support.job import ELASTIC, Job
 from tests.support.prometheus import EXAMPLES, Prometheus, address_of, get, values
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="jobs")]
 
 DEADLINE = 180.0
 GRAFANAS = {"$__rate_interval": "30s", "$__range": "5m", "$job": ".+"}

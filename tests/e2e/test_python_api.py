@@ -40,7 +40,7 @@ if __name__ == "__main__":
         print("interrupted", flush=True)
     sys.stdin.readline()
     Path(sys.argv[1], "waits").unlink()
-    elastic_launch(LaunchConfig(), wait)(sys.argv[1])
+    elastic_launch(LaunchConfig(start_method="exec"), wait)(sys.argv[1])
 """
 
 STOPPED = """

@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,8 @@ def test_r19_a_job_succeeds_beside_a_process_that_no_signal_ends(job: Job, tmp_p
     (tmp_path / "script.py").write_text(LEAVES)
     script = (str(tmp_path / "script.py"), str(disk / "file"))
     with disk_that_may_stand_still(disk, tmp_path / "image"), standing_still(disk):
-        n1, n2 = (job.start(node, script=script, kill_timeout=3) for node in ("n1", "n2"))
+        flags: dict[str, Any] = {"script": script, "kill_timeout": 3, "start_method": "exec"}
+        n1, n2 = (job.start(node, **flags) for node in ("n1", "n2"))
         for agent in (n1, n2):
             job.exits(agent, 0, seconds=90)
             assert "this node ends without them" in agent.output

@@ -15,7 +15,7 @@ from tests.support.debian import NotToBeHad
 from tests.support.job import PATIENCE, ROOT
 from tests.support.slurm import Slurm
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly(part="slurm")]
 
 # It needs no torch, so that it costs little, and saves what it has done when its node leaves.
 TRAIN = """

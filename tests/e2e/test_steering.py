@@ -14,7 +14,7 @@ import pytest
 from elastic_etcd.core.schema import PREFIX
 from tests.support.etcd import EtcdServer
 from tests.support.invariants import each_sample_once
-from tests.support.job import DDP, ELASTIC, ROOT, Agent, Job
+from tests.support.job import ELASTIC, ROOT, Agent, Job
 from tests.support.residue import keys
 from tests.support.ticking import TickingJob
 
@@ -67,23 +67,27 @@ def top(job: Job) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("trainer", [DDP, ELASTIC], ids=["plain", "ee.run"])
+def script(job: Job) -> dict[str, Any]:
+    """What its agents run: a trainer that recovers in process, or workers that tick."""
+    ticks = isinstance(job, TickingJob)
+    return {} if ticks else {"script": (ELASTIC, "--dir", str(job.directory))}
+
+
+@pytest.mark.parametrize("kind", [TickingJob, Job], ids=["plain", "ee.run"])
 def test_s13_a_drained_node_stays_out_until_it_is_undrained(
-    job: Job, etcd: EtcdServer, trainer: str
+    jobs: Callable[..., Job], etcd: EtcdServer, kind: type[Job]
 ) -> None:
-    script = (trainer, "--dir", str(job.directory))
-    n1, n2 = (job.start(node, script=script) for node in ("n1", "n2"))
+    job = jobs(kind=kind)
+    given, elastic = script(job), kind is Job
+    n1, n2 = (job.start(node, **given) for node in ("n1", "n2"))
     g = job.trains(2, seconds=90)
     survivor = job.begun(g)["n1"].pid
-    shown = top(job)
-    for node in ("n1", "n2"):
-        assert re.search(rf"{node} +training +\d+ +[1-9]\d* +\d+\.\d+ +\w+", shown), shown
-    paces = ("get", "--prefix", "--keys-only", f"{PREFIX}/{job.name}/paces/")
-    job.wait("nobody looks", lambda: not etcd.ctl(*paces).split())
+    if elastic:
+        is_shown(job, etcd)
     assert steer(job, "drain", "n2", "--wait")["left"]
     job.exits(n2, 143, seconds=60)
     g = job.trains(1, after=g, seconds=90)
-    again = job.start("n2", script=script)
+    again = job.start("n2", **given)
     job.said(again, "this node is drained: it waits", seconds=90)
     job.goes_on(g, seconds=60)
     assert max(e.generation for e in job.events("step")) == g, "it has disturbed nobody"
@@ -91,29 +95,38 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
     assert drained["node"] == "n2"
     assert steer(job, "undrain", "n2")["changed"]
     g = job.trains(2, after=g, seconds=90)
-    assert (job.begun(g)["n1"].pid == survivor) == (trainer == ELASTIC)
-    if trainer == ELASTIC:
+    assert (job.begun(g)["n1"].pid == survivor) == elastic
+    if elastic:
         steps = [e.step for e in job.events("step") if e.node == "n1"]
         assert steps == list(range(1, len(steps) + 1)), "a step was trained twice"
-    spare = job.start("n3", script=script)
+    spare = job.start("n3", **given)
     job.said(spare, "spare: 2 nodes train", seconds=90)
     assert steer(job, "scale", "2:3")["nodes"] == 3
     g = job.trains(3, after=g, seconds=90)
     assert steer(job, "scale", "1,2", "--wait")["changed"]
     g = job.trains(2, after=g, seconds=90)
     assert spare.output.count("spare: 2 nodes train") == 2
-    assert (job.begun(g)["n1"].pid == survivor) == (trainer == ELASTIC)
+    assert (job.begun(g)["n1"].pid == survivor) == elastic
     assert steer(job, "status")["limits"]["sizes"] == [1, 2]
     assert steer(job, "stop", "--wait")["state"] == "stopped"
     for agent in (n1, again, spare):
         job.exits(agent, 143, seconds=60)
     outcome = keys(etcd, job.name)["outcome"]
     assert (outcome["state"], outcome["reason"].split()[:2]) == ("stopped", ["stopped", "by"])
-    if trainer == ELASTIC:
+    if elastic:
         each_sample_once(job.directory)
         last = {max(e.step for e in job.events("step") if e.node == n) for n in ("n1", "n2")}
         assert len(last) == 1, "all ranks have stopped at the same step"
     assert "is over: stopped" in steer(job, "drain", "n1", code=1)
+
+
+def is_shown(job: Job, etcd: EtcdServer) -> None:
+    """Who looks sees each node's pace, which nobody writes any more when nobody looks."""
+    shown = top(job)
+    for node in ("n1", "n2"):
+        assert re.search(rf"{node} +training +\d+ +[1-9]\d* +\d+\.\d+ +\w+", shown), shown
+    paces = ("get", "--prefix", "--keys-only", f"{PREFIX}/{job.name}/paces/")
+    job.wait("nobody looks", lambda: not etcd.ctl(*paces).split())
 
 
 def saver(job: Job, node: str, directory: Path, **flags: Any) -> Agent:

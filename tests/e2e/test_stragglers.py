@@ -110,7 +110,13 @@ def step_times(job: Job, etcd: EtcdServer) -> str:
     return etcd.ctl("get", "--prefix", f"/elastic_etcd/{job.name}/step_times/", "--keys-only")
 
 
-@pytest.mark.parametrize("text", [PLAIN, ELASTIC], ids=["plain", "ee.run"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(ELASTIC, id="ee.run", marks=pytest.mark.nightly(part="jobs")),
+    ],
+)
 def test_a_slow_node_is_named_on_all_nodes_and_in_the_history(job: Job, text: str) -> None:
     fast, slow = {"FORWARD": "0.03"}, {"FORWARD": "0.12"}
     nodes = start(job, text, *({"STEPS": "100000"} | each for each in (fast, slow)))
@@ -143,6 +149,7 @@ def test_nobody_is_named_where_all_are_equal_and_the_network_is_slow(
         assert "is slow" not in agent.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_nothing_is_measured_or_told_where_it_is_off(job: Job, etcd: EtcdServer) -> None:
     each = {"FORWARD": "0.001", "STEPS": "200"}
     nodes = start(job, PLAIN, each, each | {"FORWARD": "0.05"}, straggler_factor="off")

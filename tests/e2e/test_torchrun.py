@@ -15,7 +15,7 @@ import pytest
 from tests.support.etcd import EtcdCluster
 from tests.support.processes import MARK, command, marked, send
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="jobs")]
 
 PATIENCE = 150.0
 SCRIPT = """

@@ -43,26 +43,26 @@ def versions(etcd: EtcdServer, key: str) -> Iterator[dict[str, Any]]:
         revision = kv["mod_revision"] - 1
 
 
-def test_master_address_race(job: Job, etcd: EtcdServer) -> None:
+def test_master_address_race(ticks: TickingJob, etcd: EtcdServer) -> None:
     """pytorch#132950: workers start on what was written together with their world, or not at all.
 
     Rank 0 is killed each time, so that each world has another store.
     """
-    n1, n2 = (job.start(node, suspect_after=0) for node in ("n1", "n2"))
-    g = job.trains(2, seconds=60)
+    n1, n2 = (ticks.start(node, suspect_after=0) for node in ("n1", "n2"))
+    g = ticks.trains(2, seconds=60)
     for _ in range(2):
-        os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
-        g = job.trains(2, after=g, seconds=60)
-    rounds = list(versions(etcd, f"/elastic_etcd/{job.name}/round"))
+        os.kill(ticks.worker(g, rank=0).pid, signal.SIGKILL)
+        g = ticks.trains(2, after=g, seconds=60)
+    rounds = list(versions(etcd, f"/elastic_etcd/{ticks.name}/round"))
     assert len(rounds) == 4 * g, "setup, joinable, frozen, final of each generation"
     assert all((r["master"] is not None) == (r["phase"] == "final") for r in rounds)
     written = {r["generation"]: r["master"] for r in rounds if r["master"]}
     assert len({str(master) for master in written.values()}) == g, "a fresh store for each"
-    starts = job.events("start")
+    starts = ticks.events("start")
     assert len(starts) == 2 * g
     for e in starts:
         assert e.master == f"{written[e.generation]['addr']}:{written[e.generation]['port']}"
-    job.finish(n1, n2)
+    ticks.finish(n1, n2)
 
 
 def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(

@@ -20,7 +20,7 @@ from elastic_etcd.etcd.embedded import free_ports
 from tests.support.job import PATIENCE, ROOT
 from tests.support.processes import MARK, Changes, command, marked, send
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="jobs")]
 
 BLOCK = re.compile(r'^```(\w+) title="([^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 PORT = "2379"  # in the pages; here it is one that is free

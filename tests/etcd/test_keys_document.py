@@ -112,6 +112,7 @@ def launch(
         "settle": "0",
         "min-uptime": "600",
         "topology-label": "rack1",
+        "start-method": "prefork" if "torch" in worker else "exec",
     }
     argv = [sys.executable, "-m", "elastic_etcd.launch", *(f"--{k}={v}" for k, v in flags.items())]
     return subprocess.Popen(

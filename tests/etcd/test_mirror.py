@@ -73,6 +73,7 @@ async def test_snapshots_are_immutable(etcd: EtcdServer, prefix: str) -> None:
         assert copy.mirror.snapshot() is snapshot
 
 
+@pytest.mark.nightly(part="jobs")  # it asks how fast the machine is
 @asynchronous
 async def test_an_event_comes_within_milliseconds(etcd: EtcdServer, prefix: str) -> None:
     times = []

@@ -18,7 +18,10 @@ from tests.support.job import ROOT
 from tests.support.processes import MARK, marked, send
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, pip has to download
+    pytest.mark.nightly(part="frameworks"),
+]
 
 SHOWS = """
 import json, os

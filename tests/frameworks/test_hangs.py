@@ -9,7 +9,10 @@ from tests.support import hangs
 from tests.support.job import Agent, Job
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, pip has to download
+    pytest.mark.nightly(part="frameworks"),
+]
 
 ACCELERATE = (
     hangs.SCRIPT

@@ -11,7 +11,10 @@ from tests.support.processes import send
 from tests.support.savers import PATIENCE, begun, saved, start
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1200)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1200),  # the first time, pip has to download
+    pytest.mark.nightly(part="frameworks"),
+]
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])

@@ -10,7 +10,10 @@ from tests.support.job import Agent, Job
 from tests.support.processes import send
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, pip has to download
+    pytest.mark.nightly(part="frameworks"),
+]
 
 SCRIPT = """\
 import os, time

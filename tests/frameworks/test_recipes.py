@@ -18,7 +18,10 @@ from tests.support.processes import send
 from tests.support.savers import LATE, memory_dir
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, pip has to download
+    pytest.mark.nightly(part="frameworks"),
+]
 
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 RECIPES = dict(

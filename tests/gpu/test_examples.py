@@ -11,7 +11,7 @@ from tests.support.job import ROOT, Job
 PATIENCE = 300
 SMALL = ("--images=12800", "--size=64", "--batch=32", "--loader-workers=2")
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE)
+pytestmark = [pytest.mark.timeout(2 * PATIENCE), pytest.mark.nightly(part="gpu")]
 
 
 @pytest.mark.skipif(

@@ -19,7 +19,7 @@ from tests.support.processes import send
 
 PATIENCE = 120  # seconds; a first import of torch with CUDA takes long
 
-pytestmark = pytest.mark.timeout(5 * PATIENCE)
+pytestmark = [pytest.mark.timeout(5 * PATIENCE), pytest.mark.nightly(part="gpu")]
 
 
 def start(job: Job, node: str, place: Place, *arguments: str, **flags: Any) -> Agent:

@@ -11,7 +11,7 @@ from tests.support.processes import send
 
 PATIENCE = 120
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE)
+pytestmark = [pytest.mark.timeout(3 * PATIENCE), pytest.mark.nightly(part="gpu")]
 
 PROBE = """
 import os, sys, time

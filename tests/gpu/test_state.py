@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_etcd.train.state.body import BUFFER
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.staging import BUFFER
 from tests.support.forked import Child
 from tests.support.places import Place, devices
 
@@ -17,6 +17,7 @@ WIDTH = 96
 LARGE = {"cpu": 1 << 16, "cuda": 3 * BUFFER // 4 + 5}  # float32: on a GPU more than both buffers
 
 pytestmark = [
+    pytest.mark.nightly(part="gpu"),
     pytest.mark.timeout(2 * PATIENCE),
     pytest.mark.parametrize("place", devices()),
 ]

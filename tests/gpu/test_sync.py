@@ -16,7 +16,7 @@ PATIENCE = 120
 LARGE = 100_000
 SIZE = 3
 
-pytestmark = pytest.mark.timeout(4 * PATIENCE)
+pytestmark = [pytest.mark.timeout(4 * PATIENCE), pytest.mark.nightly(part="gpu")]
 
 
 def synced(rank: int, folder: Path, place: Place) -> list[Any]:

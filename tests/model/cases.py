@@ -1,4 +1,4 @@
-"""What is searched: in each run of the tests, and once by hand (`python -m tests.model`)."""
+"""The searches: in each run of the tests, every night, and before a release."""
 
 from typing import NamedTuple
 
@@ -82,19 +82,13 @@ class Case(NamedTuple):
         return Search(self.limits, self.agents, self.faults).run()
 
 
-CASES = [
+# In each run of the tests.
+SMALL = [
     Case(1, limits(1, 1), Faults(expire=3, fail=1), ("learns of it while joining",)),
-    Case(2, limits(1, 2), Faults(crash=2, back=1), (*LOST, *ACKED_AND_DEAD)),
-    Case(2, limits(2, 2), Faults(crash=2, back=2), LOST),
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(fail=2)),
-    Case(2, limits(1, 2, restarts=2), Faults(fail=3, crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(fail=3, long=2), ("sees, after a long time",)),
-    Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=2), ("sees, after a long time",)),
-    Case(2, limits(1, 2), Faults(expire=1, fail=1), (*LOST, *TAKEN)),
     Case(2, limits(1, 2), Faults(stop=1, crash=1), (*LOST, *STOPPED)),
-    Case(2, limits(1, 2), Faults(stop=1, fail=1), (*LOST, *STOPPED)),
-    Case(2, limits(1, 2), Faults(lost=2, late=1, fail=1)),
     Case(2, limits(1, 2), Faults(late=2, fail=1)),
     Case(2, limits(1, 2), Faults(late=1, crash=1), LOST),
     Case(2, limits(1, 2), Faults(slow=2, fail=1), ("hears the answer",)),
@@ -119,21 +113,32 @@ CASES = [
     Case(2, wary(1, 2), Faults(fail=1, crash=1), (*LEFT_OUT, *LOST)),
     Case(2, wary(1, 2, restarts=2, after=2), Faults(fail=3), LEFT_OUT),
     Case(2, wary(2, 2), Faults(fail=2)),
-    Case(2, wary(1, 2), Faults(crash=2, back=1), LOST),
     Case(2, STRICT, Faults(silent=1, crash=1), CUT_OFF),
-    Case(2, STRICT, Faults(silent=1, fail=1), CUT_OFF),
-    Case(2, STRICT, Faults(silent=1, leave=1), CUT_OFF),
     Case(2, limits(1, 2), Faults(elastic=1, crash=1), (*LOST, "is elastic")),
     Case(2, limits(1, 2), Faults(elastic=1, fail=1, done=1), ("is elastic",)),
     Case(2, limits(1, 2), Faults(elastic=1, leave=1), ("is elastic",)),
     Case(2, limits(1, 2), Faults(elastic=1, finish=1, fail=1), ("finishes",)),
-    Case(2, limits(1, 2), Faults(drain=1, back=1), DRAINED),
     Case(2, limits(1, 2), Faults(drain=1, crash=1), (*LOST, "is drained")),
     Case(2, limits(1, 2), Faults(halt=1, crash=1), (*LOST, HALTED)),
-    Case(2, limits(1, 2), Faults(halt=1, fail=1), (HALTED,)),
     Case(2, limits(1, 2), Faults(fewer=1, fail=1), (FEWER,)),
     Case(2, limits(1, 2), Faults(fewer=1, elastic=1), (FEWER, "is elastic")),
     Case(2, limits(1, 2), Faults(more=1, crash=1), (*LOST, MORE)),
+]
+
+# Seconds each: searched every night, with the small ones.
+MEDIUM = [
+    Case(2, limits(1, 2), Faults(crash=2, back=1), (*LOST, *ACKED_AND_DEAD)),
+    Case(2, limits(2, 2), Faults(crash=2, back=2), LOST),
+    Case(2, limits(1, 2, restarts=2), Faults(fail=3, crash=1), (*LOST, *ACKED_AND_DEAD)),
+    Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=2), ("sees, after a long time",)),
+    Case(2, limits(1, 2), Faults(expire=1, fail=1), (*LOST, *TAKEN)),
+    Case(2, limits(1, 2), Faults(stop=1, fail=1), (*LOST, *STOPPED)),
+    Case(2, limits(1, 2), Faults(lost=2, late=1, fail=1)),
+    Case(2, wary(1, 2), Faults(crash=2, back=1), LOST),
+    Case(2, STRICT, Faults(silent=1, fail=1), CUT_OFF),
+    Case(2, STRICT, Faults(silent=1, leave=1), CUT_OFF),
+    Case(2, limits(1, 2), Faults(drain=1, back=1), DRAINED),
+    Case(2, limits(1, 2), Faults(halt=1, fail=1), (HALTED,)),
     Case(3, limits(1, 3), Faults(elastic=2), ("is elastic",)),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(3, limits(2, 2), Faults(crash=1), LOST),

@@ -4,7 +4,7 @@ import pytest
 
 from elastic_etcd.core import rules
 from elastic_etcd.core.schema import Phase
-from tests.model.cases import CASES, DONE_AND_LOST, LOST, Case, limits
+from tests.model.cases import DONE_AND_LOST, LOST, MEDIUM, SMALL, Case, limits
 from tests.model.explore import Search
 from tests.model.invariants import round_of, world_of
 from tests.model.node import Faults
@@ -12,8 +12,20 @@ from tests.model.store import KEYS
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_every_interleaving(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    holds(case, capsys)
+
+
+@pytest.mark.nightly(part="model")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", MEDIUM, ids=str)
+def test_every_interleaving_of_more(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    holds(case, capsys)
+
+
+def holds(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """No invariant is violated, and the search was where it had to come."""
     result = case.run()
     with capsys.disabled():
         print(f"\n{case}: {result}")

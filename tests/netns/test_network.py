@@ -9,7 +9,7 @@ from tests.support.lines import missed
 from .conftest import TTL, NetJob, NetTicks
 from .wire import Wire
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="netns")]
 
 ALL = ("n1", "n2", "n3")
 LONG = 600  # a lease that does not end in a test

@@ -10,7 +10,10 @@ import pytest
 from tests.support.etcd import EtcdServer
 from tests.support.venv import ROOT, venv
 
-pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(600),  # the first time, pip has to download
+    pytest.mark.nightly(part="packaging"),
+]
 
 SMOKE = Path(__file__).with_name("smoke.py")
 # Of grpcio, protobuf and msgspec, as setup.cfg says; 1.75.1 is the first with a wheel for 3.14.

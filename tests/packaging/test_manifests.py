@@ -12,7 +12,10 @@ import pytest
 
 from tests.support.venv import ROOT, venv_or_skip
 
-pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(600),  # the first time, pip has to download
+    pytest.mark.nightly(part="kubernetes"),
+]
 
 PROGRAM = Path(__file__).with_name("manifests.py")
 FOLDER = ROOT / "examples" / "kubernetes"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.venv import ROOT, venv_or_skip
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="packaging")]
 
 DRIVER = Path(__file__).with_name("notebook.py")
 PAGE = (ROOT / "docs" / "python.md").read_text()

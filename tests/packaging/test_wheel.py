@@ -19,7 +19,10 @@ from elastic_etcd import __version__
 from tests.support.etcd import EtcdServer
 from tests.support.venv import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(600),  # the first time, pip has to download
+    pytest.mark.nightly(part="packaging"),
+]
 
 SMOKE = Path(__file__).with_name("smoke.py")
 EXTRAS = "embedded,metrics,web,notebook"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli.values import in_multiples, nnodes
 from elastic_etcd.core.lifecycle import (
     Answered,
     LeaseLost,
@@ -62,7 +62,7 @@ class Commands(Simulator):
     def _limits(self, *given: str) -> Iterator[str]:
         values = dict(pair.split("=") for pair in given)
         step = int(values.pop("multiple_of", "1"))
-        asked = options.in_multiples(options.nnodes(values.pop("nnodes", "1:2")), step)
+        asked = in_multiples(nnodes(values.pop("nnodes", "1:2")), step)
         nodes = {name: getattr(asked, name) for name in ("min_nodes", "max_nodes", "sizes")}
         whole = {name for name in values if isinstance(getattr(self.limits, name), int)}
         numbers = {name: int(v) if name in whole else float(v) for name, v in values.items()}
@@ -163,10 +163,10 @@ class Commands(Simulator):
         self._want(replace(self._wanted(), stop=Halt(spec.run, bool(save), by="root")))
         return iter(())
 
-    def _scale(self, nnodes: str) -> Iterator[str]:
+    def _scale(self, sizes_asked: str) -> Iterator[str]:
         spec = self.everything().spec
         assert spec
-        asked = options.nnodes(nnodes)
+        asked = nnodes(sizes_asked)
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
         scale = Scale(**sizes, run=spec.run, instead_of=spec.limits.nnodes)
         self._want(replace(self._wanted(), scale=scale))

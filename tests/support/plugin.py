@@ -20,6 +20,12 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of each later collection of garbage: that takes a second else."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

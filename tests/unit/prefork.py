@@ -63,7 +63,7 @@ class BothWays:
 
     async def _start(self) -> None:
         self.prefork.start()
-        await self.prefork.warm()
+        await self.prefork.imported()
 
     async def _close(self) -> None:
         self.prefork.close()

@@ -1,5 +1,6 @@
 """Threads that wait for a frozen peer are freed, and nobody else's connections are touched."""
 
+import asyncio
 import os
 import select
 import signal
@@ -8,74 +9,85 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore
 
 from elastic_etcd.train import abort
 from elastic_etcd.train.abort import abort_gloo, abort_nccl, addresses_of, nccl_error, strangers
+from tests.support.forked import Child
 
 pytestmark = pytest.mark.timeout(600)
 
-# Rank 1 is frozen by rank 0, which then waits for it in the way that `wait` names.
-RANK = """
-    import asyncio, os, signal, socket, sys, threading
-    import torch, torch.distributed as dist
-    from datetime import timedelta
-    from elastic_etcd.train.abort import abort_gloo, addresses_of
+DEADLINE = 60.0
 
-    rank, port, wait = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+def rank(number: int, port: int, wait: str) -> list[str]:
+    """Rank 1 is frozen by rank 0, which then waits for it in the way that `wait` names."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
     later = dist.new_group([0, 1])
     ones = torch.ones(4)
     dist.all_reduce(ones)
     dist.all_reduce(ones, group=later)
-    if rank == 1:
+    if number == 1:
         store.set("pid", str(os.getpid()))
         signal.pause()
     os.kill(int(store.get("pid")), signal.SIGSTOP)
-
-    async def serve():
-        # What an asyncio server has: an epoll instance with a listening socket and a connection.
-        got = asyncio.Queue()
-        async def serve_one(reader, writer):
-            got.put_nowait(await reader.readline())
-            writer.close()
-        server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
-        client, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        await asyncio.to_thread(be_aborted)
-        writer.write(b"still here\\n")
-        await writer.drain()
-        print((await got.get()).decode(), end="")
-        server.close()
-
-    def be_aborted():
-        waits = {
-            "all_reduce": lambda: dist.all_reduce(ones),
-            "later group": lambda: dist.all_reduce(ones, group=later),
-            "key": lambda: store.wait(["never"], timedelta(seconds=100)),
-            "new group": lambda: dist.new_group([0, 1]),
-        }
-        def abort_until_over():
-            while not over.wait(0.05):
-                abort_gloo(addresses_of("127.0.0.1", port))
-        over = threading.Event()
-        aborter = threading.Thread(target=abort_until_over)
-        aborter.start()
-        try:
-            waits[wait]()
-        except RuntimeError as error:
-            print(type(error).__name__)
-        over.set()
-        aborter.join()
-
-    asyncio.run(serve())
+    waits: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(ones),
+        "later group": lambda: dist.all_reduce(ones, group=later),
+        "key": lambda: store.wait(["never"], timedelta(seconds=100)),
+        "new group": lambda: dist.new_group([0, 1]),
+    }
+    said = asyncio.run(serve_while(partial(be_aborted, port, waits[wait])))
     dist.destroy_process_group()
-    print(wait, "is over")
-"""
+    return [*said, f"{wait} is over"]
+
+
+async def serve_while(run: Callable[[], str]) -> list[str]:
+    """Have what an asyncio server has: an epoll instance, a listening socket and a connection."""
+    got: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got.put_nowait(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    error = await asyncio.to_thread(run)
+    writer.write(b"still here\n")
+    await writer.drain()
+    said = [error, (await got.get()).decode().strip()]
+    server.close()
+    return said
+
+
+def be_aborted(port: int, wait: Callable[[], object]) -> str:
+    """The name of the error by which the wait ends."""
+    over = threading.Event()
+
+    def abort_until_over() -> None:
+        while not over.wait(0.05):
+            abort_gloo(addresses_of("127.0.0.1", port))
+
+    aborter = threading.Thread(target=abort_until_over)
+    aborter.start()
+    error = ""
+    try:
+        wait()
+    except RuntimeError as raised:
+        error = type(raised).__name__
+    over.set()
+    aborter.join()
+    return error
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -113,29 +125,14 @@ def test_what_is_not_gloo_s_is_left_alone_and_nothing_is_left_open() -> None:
 @pytest.mark.parametrize("wait", ["all_reduce", "later group", "key", "new group"])
 def test_a_wait_is_over(wait: str) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(server.port), wait],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    first, frozen = ranks
-    pidfd = os.pidfd_open(first.pid)
-    with first, frozen:
-        try:
-            assert select.select([pidfd], [], [], 60)[0], "it still waits"
-        finally:
-            os.close(pidfd)
-            for rank in ranks:
-                rank.kill()
-        assert first.stdout is not None
-        output = first.stdout.read()
-    error, *rest = output.splitlines()
-    assert error in {"RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError"}
-    assert rest == ["still here", f"{wait} is over"]
-    assert frozen.returncode == -signal.SIGKILL
+    first, frozen = (Child(rank, number, server.port, wait) for number in (0, 1))
+    try:
+        error, *rest = first.result(DEADLINE)
+        assert error in {"RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError"}
+        assert rest == ["still here", f"{wait} is over"]
+        assert frozen.process.is_alive()
+    finally:
+        frozen.end()
 
 
 def test_t14_a_store_s_server_in_the_process_is_left_alone() -> None:

@@ -21,7 +21,7 @@ def sizes(
     *flags: str, told: Mapping[str, object] = TOLD, env: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[str]]:
     script = ["train.py", "--nnodes", "9"]
-    return _sizes({"flags": [*flags], "script": script, "told": told}, env or {})
+    return _sizes({"flags": [*flags], "script": script, "meeting": told}, env or {})
 
 
 def test_numbers_of_accelerate_count_where_none_are_given() -> None:

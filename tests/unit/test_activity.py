@@ -5,7 +5,7 @@ import mmap
 import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,12 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         yield watched
 
 
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    with BothWays(tmp_path_factory.mktemp("ways")) as ways:
+        yield ways
+
+
 async def told(watched: Watched, condition: Callable[[Activity], object]) -> Activity:
     """Wait until the only worker says so."""
     async with asyncio.timeout(120):
@@ -80,13 +86,20 @@ def script(folder: Path, text: str) -> list[str]:
     return python(folder / "train.py", folder / "gate")
 
 
-async def test_the_steps_of_a_plain_script_are_seen(watched: Watched, tmp_path: Path) -> None:
+async def test_a_plain_script_s_steps_are_seen_and_a_new_world_has_a_clear_page(
+    watched: Watched, tmp_path: Path
+) -> None:
     watched.launch(script(tmp_path, PLAIN))
     found = await told(watched, lambda p: p.steps == 5)
     assert found.doing is Doing.STEP
     later = await told(watched, lambda p: p.seconds > found.seconds)
     assert (later.steps, later.slowest) == (5, found.slowest)
     assert found.slowest > 0
+    (tmp_path / "gate").write_text("go on")
+    await watched.emptied()
+    watched.launch(script(tmp_path, "import sys; open(sys.argv[1]).read()"))
+    found = await told(watched, lambda p: p.doing is Doing.STARTING)
+    assert (found.doing, found.steps) == (Doing.STARTING, 0)
 
 
 async def test_what_is_told_counts_and_not_the_optimizers(watched: Watched, tmp_path: Path) -> None:
@@ -95,30 +108,19 @@ async def test_what_is_told_counts_and_not_the_optimizers(watched: Watched, tmp_
     assert (found.steps, found.what) == (3, "evaluation")
 
 
-async def test_a_new_world_begins_with_a_clear_page(watched: Watched, tmp_path: Path) -> None:
-    watched.launch(script(tmp_path, PLAIN))
-    await told(watched, lambda p: p.steps == 5)
-    (tmp_path / "gate").write_text("go on")
-    await watched.emptied()
-    watched.launch(script(tmp_path, "import sys; open(sys.argv[1]).read()"))
-    found = await told(watched, lambda p: p.doing is Doing.STARTING)
-    assert (found.doing, found.steps) == (Doing.STARTING, 0)
-
-
-def test_a_forked_worker_is_seen_like_one_that_is_executed(tmp_path: Path) -> None:
+def test_a_forked_worker_is_seen_like_one_that_is_executed(ways: BothWays, tmp_path: Path) -> None:
     pages = ActivityPages()
-    with BothWays(tmp_path) as ways:
-        command = ways.script(PLAIN)
-        (tmp_path / "gate").write_text("")
-        for run in (ways.fork, ways.scripted):
-            path = pages.begin(0)
-            done = run([*command, str(tmp_path / "gate")], ways.env | {activity.VARIABLE: path})
-            assert done == Outcome(0, "", "")
-            assert pages.read(0).steps == 5
+    command = ways.script(PLAIN)
+    (tmp_path / "gate").write_text("")
+    for run in (ways.fork, ways.scripted):
+        path = pages.begin(0)
+        done = run([*command, str(tmp_path / "gate")], ways.env | {activity.VARIABLE: path})
+        assert done == Outcome(0, "", "")
+        assert pages.read(0).steps == 5
     pages.close()
 
 
-def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path: Path) -> None:
+def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(ways: BothWays) -> None:
     text = """
     import torch
     model = torch.compile(torch.nn.Linear(2, 2), backend="eager")
@@ -129,12 +131,11 @@ def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(tmp_path
         step() if n % 2 else optimizer.step()
     """
     pages = ActivityPages()
-    with BothWays(tmp_path) as ways:
-        for run in (ways.fork, ways.scripted):
-            env = ways.env | {activity.VARIABLE: pages.begin(0)}
-            done = run(ways.script(textwrap.dedent(text)), env)
-            assert (done.code, "Traceback" in done.err) == (0, False)
-            assert pages.read(0).steps == 3
+    for run in (ways.fork, ways.scripted):
+        env = ways.env | {activity.VARIABLE: pages.begin(0)}
+        done = run(ways.script(textwrap.dedent(text)), env)
+        assert (done.code, "Traceback" in done.err) == (0, False)
+        assert pages.read(0).steps == 3
     pages.close()
 
 
@@ -199,7 +200,7 @@ def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
+def test_what_ddp_measures_is_seen(ways: BothWays, measured: bool) -> None:
     text = """
     import torch
     import torch.distributed as dist
@@ -213,14 +214,13 @@ def test_what_ddp_measures_is_seen(tmp_path: Path, measured: bool) -> None:
     dist.destroy_process_group()
     """
     pages = ActivityPages()
-    with BothWays(tmp_path) as ways:
-        for run in (ways.fork, ways.scripted):
-            env = ways.env | {activity.VARIABLE: pages.begin(0, measured=measured)}
-            done = run(ways.script(textwrap.dedent(text)), env)
-            assert (done.code, done.err) == (0, "")
-            found = pages.read(0)
-            assert (found.measured >= activity.MEASURED) == measured
-            assert (found.outside > 0) == measured
+    for run in (ways.fork, ways.scripted):
+        env = ways.env | {activity.VARIABLE: pages.begin(0, measured=measured)}
+        done = run(ways.script(textwrap.dedent(text)), env)
+        assert (done.code, done.err) == (0, "")
+        found = pages.read(0)
+        assert (found.measured >= activity.MEASURED) == measured
+        assert (found.outside > 0) == measured
     pages.close()
 
 
@@ -254,7 +254,7 @@ def test_it_is_the_standard_library_only() -> None:
     assert roots <= set(sys.stdlib_module_names)
 
 
-def test_no_script_is_disturbed_by_what_is_measured(tmp_path: Path) -> None:
+def test_no_script_is_disturbed_by_what_is_measured(ways: BothWays) -> None:
     """An optimizer may step in a communication's hook, and a module may be made in its own way."""
     text = """
     import tempfile
@@ -309,10 +309,9 @@ def test_no_script_is_disturbed_by_what_is_measured(tmp_path: Path) -> None:
     print("all done")
     """
     pages = ActivityPages()
-    with BothWays(tmp_path) as ways:
-        for run in (ways.fork, ways.scripted):
-            env = ways.env | {activity.VARIABLE: pages.begin(0, measured=True)}
-            done = run(ways.script(textwrap.dedent(text)), env)
-            assert (done.code, done.out.strip()) == (0, "all done"), done.err
-            assert pages.read(0).steps == 60
+    for run in (ways.fork, ways.scripted):
+        env = ways.env | {activity.VARIABLE: pages.begin(0, measured=True)}
+        done = run(ways.script(textwrap.dedent(text)), env)
+        assert (done.code, done.out.strip()) == (0, "all done"), done.err
+        assert pages.read(0).steps == 60
     pages.close()

@@ -27,6 +27,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import forkserver, guard
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
     Bye,
@@ -291,7 +292,7 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
 async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Agent) -> None:
     forked = """
         import os
-        from elastic_etcd.train import channel
+        from elastic_etcd.train import agent_channel as channel
         mine = channel.agent()
         if os.fork() == 0:
             assert channel.agent() is None
@@ -309,7 +310,7 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
     await agent.hears(Disconnected)
     spawned = """
         import multiprocessing
-        from elastic_etcd.train import channel
+        from elastic_etcd.train import agent_channel as channel
         if __name__ == "__main__":
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 print(pool.apply(channel.agent))
@@ -318,7 +319,7 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
     assert (
         await process(
             "import os; del os.environ['ELASTIC_ETCD_SOCKET']\n"
-            "from elastic_etcd.train import channel; print(channel.agent())"
+            "from elastic_etcd.train import agent_channel as channel; print(channel.agent())"
         )
         == "None\n"
     )
@@ -404,7 +405,7 @@ async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
     sent: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
-    for module, who in ((worker_end, "worker"), (agent_end, "agent")):
+    for module, who in ((messages, "worker"), (agent_end, "agent")):
 
         def record(message: Struct, who: str = who) -> bytes:
             packet = encode(message)
@@ -492,10 +493,10 @@ def seqpacket() -> socket.socket:
 
 
 async def test_hello_comes_first_and_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
-    for messages in ([Elastic()], [HELLO, HELLO], [Hello(2, 1, 0, 7)]):
+    for spoken in ([Elastic()], [HELLO, HELLO], [Hello(2, 1, 0, 7)]):
         with seqpacket() as sock:
             sock.connect(agent.path)
-            for message in messages:
+            for message in spoken:
                 sock.sendall(encode(message))
             await hung_up(sock)
     assert caplog.text.count("hello comes first, and once") == 2

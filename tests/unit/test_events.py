@@ -17,7 +17,7 @@ from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from elastic_etcd.agent.history import event, news, past
-from elastic_etcd.cli.events import _Told
+from elastic_etcd.cli.events import _Printer
 from elastic_etcd.cli.query import while_read
 from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
 from tests.support.etcd import EtcdServer
@@ -74,11 +74,11 @@ def test_what_becomes_known_later_is_told(
 ) -> None:
     """A world's cause, and where its time went, are known when the next one begins."""
     early = replace(FIRST, ended="n2 is gone", spent=UNSET)
-    told = _Told(as_json=as_json)
-    told.tell(past("j", view(RUNNING | {KEYS.history(1): encode(early)})))
+    told = _Printer(as_json=as_json)
+    told.print(past("j", view(RUNNING | {KEYS.history(1): encode(early)})))
     capsys.readouterr()
     for _ in range(2):
-        told.tell(past("j", view(RUNNING)))
+        told.print(past("j", view(RUNNING)))
     printed = capsys.readouterr().out.splitlines()
     assert [name for line in printed for name in SETTLED if name in line] == again
     assert len(printed) == len(again)

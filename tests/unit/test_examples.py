@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,16 +56,22 @@ def program(name: str) -> str:
     return dict(zip(PROGRAMS, found, strict=True))[name]
 
 
+def nightly(*case: str) -> ParameterSet:
+    """A case for the night: another launcher, which users have, too."""
+    return pytest.param(*case, marks=pytest.mark.nightly(part="examples"))
+
+
 def test_all_examples_are_here() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert there == {"digits_ddp.py", "digits_elastic.py", "resnet_synthetic.py"}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
 def test_synthetic(launcher: str, tmp_path: Path) -> None:
     run(launcher, ROOT / "examples" / "resnet_synthetic.py", *TINY, cwd=tmp_path)
 
 
+@pytest.mark.nightly(part="examples")
 @pytest.mark.parametrize(
     ("example", "keeps"),
     [("digits_ddp.py", "--checkpoint-dir"), ("digits_elastic.py", "--save")],
@@ -85,8 +92,10 @@ def test_digits_go_on_from_what_they_keep_under_another_launcher(
 @pytest.mark.parametrize(
     ("name", "launcher"),
     [
-        *(("horovod after", "python"), ("horovod after", "launch")),
-        *(("torchrun after", "torchrun"), ("torchrun after", "launch")),
+        nightly("horovod after", "python"),
+        ("horovod after", "launch"),
+        nightly("torchrun after", "torchrun"),
+        ("torchrun after", "launch"),
     ],
 )
 def test_program_after_migration(name: str, launcher: str, tmp_path: Path) -> None:
@@ -103,6 +112,7 @@ def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
     assert run("launch", script, cwd=tmp_path).count("consumed 2 320") == 2
 
 
+@pytest.mark.nightly(part="examples")
 def test_programs_before_migration(tmp_path: Path) -> None:
     compile(program("horovod before"), "train.py", "exec")  # there may be no Horovod
     script = tmp_path / "train.py"

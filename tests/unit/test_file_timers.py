@@ -231,7 +231,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         Logs.open(config, job="j", node="n", role="r") as logs,
         Watched.open(logs, timer_file="") as watched,
     ):
-        await watched.workers.warm()
+        await watched.workers.prestart()
         yield watched
 
 
@@ -274,7 +274,7 @@ async def test_a_timer_of_what_a_worker_has_started(watched: Watched, tmp_path: 
     await watched.until(lambda: watched.hangs)
     await watched.turns(lambda: is_gone(pidfd))
     os.close(pidfd)
-    assert watched.workers.pids == {0: pid}, "it has the time to end by itself"
+    assert watched.pids == {0: pid}, "it has the time to end by itself"
     write(watched, line(pid=pid))
     assert (await watched.failure()).code == -signal.SIGKILL
 
@@ -288,7 +288,7 @@ async def test_without_a_signal_it_is_only_told(
     with caplog.at_level(logging.WARNING):
         write(watched, line(pid=pid, signal=number))
         await watched.turns(lambda: "timer 'step' expired" in caplog.text)
-    assert watched.workers.pids == {0: pid}
+    assert watched.pids == {0: pid}
     assert not watched.hangs
 
 
@@ -320,7 +320,7 @@ async def test_workers_are_told_where_and_nothing_is_left_there(tmp_path: Path) 
         Logs.open(LogConfig(), job="j", node="n", role="r") as logs,
         Watched.open(logs, timer_file="") as watched,
     ):
-        await watched.workers.warm()
+        await watched.workers.prestart()
         assert watched.workers._timers
         path = Path(watched.workers._timers.path)
         assert path.is_fifo()

@@ -288,9 +288,10 @@ async def test_dismissed_before_another_one_is_started(guardian: Observed) -> No
     await guardian.replaced()
     guardian.killed()
     await happens(guardian.ended)
-    again = guardian._again
+    again = guardian._respawn._timer._handle
     guardian.dismiss()
-    assert again and again.cancelled()
+    assert again
+    assert again.cancelled()
     assert guardian.pid is None
 
 

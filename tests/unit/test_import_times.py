@@ -86,7 +86,7 @@ async def told_by(given: BothWays, argv: list[str], *, time_imports: bool) -> li
     prefork.start()
     try:
         async with asyncio.timeout(DEADLINE):
-            await prefork.warm()
+            await prefork.imported()
             worker = await prefork.fork(argv, env, 1, 2, time_imports=time_imports)
             assert await exited(worker) == 0
             if time_imports:

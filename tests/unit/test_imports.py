@@ -34,14 +34,14 @@ MAY_IMPORT = {
     "frameworks": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
-    "plugin": {"plugin", "launch", "agent", *BELOW_AGENT},
-    "launcher": {"api", "protocol", "errors"},  # loaded into its user's program
+    "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
+    "launcher": {"api", "cli", "protocol", "errors"},  # loaded into its user's program
     "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {
-    "plugin/torchrun.py": {"protocol", "times"},
+    "plugin/torchrun.py": {"cli", "protocol", "times"},  # of cli, the table of flags
     "api/functions.py": {"errors"},
     "api/child_failed.py": {"protocol", "errors"},
 }
@@ -94,11 +94,8 @@ SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
     "Finished": "the worker's message, and the event that all of them have finished",
-    "Job": "one that is steered is one that is looked at",
     "Lease": "the id in a key, and what etcd has granted with it",
-    "Offer": "what a rank or a node has for the others, whose newest is taken",
     "Over": "the end of the job as the agent's action, and as its last message",
-    "State": "all that an agent remembers; and what of ElasticState two files need",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
     "World": "one generation, as the agent tells it and as its worker knows it",
@@ -327,6 +324,7 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.system.spawn", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
+        ("elastic_etcd.cli.flags", {"torch", "grpc", "asyncio", "rich", "elastic_etcd.agent"}),
         (
             "elastic_etcd.agent.agent",
             {

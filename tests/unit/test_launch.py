@@ -14,13 +14,12 @@ import pytest
 
 from elastic_etcd import launch
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
-from elastic_etcd.cli import options
+from elastic_etcd.cli.flags import WITHOUT_MEANING, Flag
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import UsageError
 from elastic_etcd.times import STOP_PATIENCE
 
 # A value for each of torchrun's flags, where "1" is none.
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
 VALUES = {
     "nnodes": "1:4",
     "start_method": "fork",
@@ -385,12 +384,11 @@ def remarks(*argv: str, **env: str) -> list[str]:
     return list(launch._remarks(launch._arguments([*argv, "train.py"], env, "x"), env))
 
 
-@pytest.mark.parametrize("dest", options.WITHOUT_MEANING)
-def test_a_flag_without_meaning_is_remarked_on_when_given(dest: str) -> None:
-    name = "--" + dest.replace("_", "-")
+@pytest.mark.parametrize("flag", WITHOUT_MEANING.flags, ids=lambda flag: flag.dest)
+def test_a_flag_without_meaning_is_remarked_on_when_given(flag: Flag) -> None:
     assert remarks() == []
-    for said in (remarks(name, "1"), remarks(**{f"PET_{dest.upper()}": "1"})):
-        assert said == [f"{name} has no meaning here: {options.WITHOUT_MEANING[dest]}"]
+    for said in (remarks(flag.names, "1"), remarks(**{f"PET_{flag.dest.upper()}": "1"})):
+        assert said == [f"{flag.names} has no meaning here: {flag.text}"]
 
 
 def test_keys_of_rdzv_conf_without_meaning_are_remarked_on() -> None:
@@ -410,26 +408,6 @@ def test_lines_of_the_agent() -> None:
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
     assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n\\x1b[2J"
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
-
-
-def test_the_document_has_the_defaults() -> None:
-    rows = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| `?([\w/]+)`? \|", DOCUMENT, re.MULTILINE)
-    told = {name: default for name, default in rows if default not in ("random", "embedded")}
-    plain = vars(options.build_parser({}).parse_args(["x"]))
-    for name, default in told.items():
-        value = plain[name[2:].replace("-", "_")]
-        expected = f"{value:g}" if isinstance(value, float) else str(value)
-        assert default == expected or (value is None and default in ("never", "info", "auto")), name
-    assert len(told) > 10
-
-
-def test_the_document_has_every_flag_with_a_meaning() -> None:
-    spelt = [a.option_strings for a in options.build_parser({})._actions if a.option_strings]
-    shown = {name for names in spelt for name in names if name.startswith("--") and "_" not in name}
-    dropped = {"--" + dest.replace("_", "-") for dest in options.WITHOUT_MEANING} | {"--help"}
-    short = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
-    missing = [f for f in sorted(shown - dropped) if f"`{short.get(f, f)}" not in DOCUMENT]
-    assert missing == []
 
 
 def test_a_node_is_called_as_in_slurm(parse: Parse) -> None:

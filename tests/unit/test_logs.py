@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
 from elastic_etcd.agent.failures import failure_message, last_traceback
-from elastic_etcd.agent.output.console import ConsoleHandler, open_console
-from elastic_etcd.agent.output.logs import LinePrefixer, Logs
-from elastic_etcd.agent.output.writer import Writer
+from elastic_etcd.agent.output.logs import LinePrefixer, LogHandler, Logs
+from elastic_etcd.agent.output.writer import Output, open_console
 from elastic_etcd.errors import UsageError
 from tests.support.disks import small_disk
 from tests.unit.watched import Watched
@@ -180,6 +179,11 @@ class Run:
         await self.watched.emptied()
 
 
+async def closed(console: Output) -> None:
+    console.close()
+    await console.writer.close(patience=1)
+
+
 @contextmanager
 def descriptor(number: int, fd: int) -> Iterator[None]:
     """Descriptor `number` of this process leads where `fd` does."""
@@ -297,7 +301,7 @@ async def test_a_console_that_nobody_reads_holds_up_neither_the_loop_nor_an_exit
             os.close(w)
             endless = "while True: print('x' * 1000)"
             run.start(endless, "import sys; sys.exit('not stuck')")
-            await until(lambda: run.logs.stdout.full)
+            await until(lambda: run.logs.stdout.writer.full)
             await until(lambda: run.codes)
             assert not run.over
             run.watched.workers.stop(5)
@@ -314,10 +318,10 @@ async def test_what_waits_is_written_when_the_reader_goes_on() -> None:
     async with running(LogConfig(), w) as run:
         os.close(w)
         run.start("for i in range(50000): print(f'{i:0100}')")
-        await until(lambda: run.logs.stdout.full)
+        await until(lambda: run.logs.stdout.writer.full)
         reading = asyncio.get_running_loop().run_in_executor(None, _read_all, r)
         await run.watched.emptied()
-        assert not run.watched.workers.pids
+        assert not run.watched.pids
     lines = (await reading).splitlines()
     assert [int(line.split(b": ")[1]) for line in lines] == list(range(50000))
 
@@ -344,7 +348,7 @@ async def test_a_terminal_is_written_without_blocking_and_its_mode_is_left_alone
         flags = fcntl.fcntl(terminal, fcntl.F_GETFL)
         assert not flags & os.O_NONBLOCK
         run.start("while True: print('x' * 100)")
-        await until(lambda: run.logs.stdout.full)  # nobody reads the terminal
+        await until(lambda: run.logs.stdout.writer.full)  # nobody reads the terminal
         run.watched.workers.kill()
         await run.watched.emptied()
         assert os.read(primary, 100).startswith(b"[node0 4]: xxx")
@@ -370,10 +374,10 @@ async def test_a_socket_as_stdout_gets_everything() -> None:
 async def test_a_closed_stdout_is_no_error() -> None:
     with (Path(os.devnull)).open("wb") as null, descriptor(1, null.fileno()):
         os.close(1)
-        console = open_console(1, Writer())
+        console = open_console(1)
         os.dup2(null.fileno(), 1)
     console.write(b"x\n")
-    await console.close(timeout=1)
+    await closed(console)
 
 
 async def test_full_disk_under_log_dir_is_told_once_and_training_goes_on(
@@ -409,13 +413,13 @@ async def test_the_log_directory_must_be_writable(tmp_path: Path) -> None:
 async def test_log_records_go_through_the_console_in_order() -> None:
     r, w = os.pipe()
     with descriptor(2, w):
-        console = open_console(2, Writer())
+        console = open_console(2)
     os.close(w)
-    handler = ConsoleHandler(console)
+    handler = LogHandler(console)
     console.write(b"before\n")
     handler.emit(logging.makeLogRecord({"msg": "said %s", "args": ("ü",)}))
     console.write(b"after\n")
-    await console.close(timeout=1)
+    await closed(console)
     assert _read_all(r).decode() == "before\nsaid ü\nafter\n"
 
 

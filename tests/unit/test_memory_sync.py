@@ -288,9 +288,9 @@ def test_nothing_is_said_to_who_does_not_know_the_nonce(tmp_path: Path) -> None:
 )
 def test_what_is_no_offer_is_refused(change: dict[str, object]) -> None:
     whole = {"addr": "10.0.0.1", "port": 1, "nonce": "00" * 16, "held": [[1, 2]]}
-    assert memory_sync._offer_in(json.encode(whole)).held == [(1, 2)]
+    assert memory_sync.read_offer(json.encode(whole)).held == [(1, 2)]
     with pytest.raises(MalformedState):
-        memory_sync._offer_in(json.encode(whole | change))
+        memory_sync.read_offer(json.encode(whole | change))
 
 
 def test_what_training_goes_on_from_is_not_due_again(

@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_etcd.train.agent_channel
-from elastic_etcd.train.state import free_memory, node_memfds
+from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshots
+from elastic_etcd.train.state.body import TensorSlice
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.free_memory import Free
-from elastic_etcd.train.state.node_memfds import NodeMemfds
-from elastic_etcd.train.state.snapshot import HEADER, Draft, Piece, StateSnapshot, Version
+from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
+from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
 
@@ -36,11 +38,11 @@ class Node:
         self.shared = [memfd(what) for what in ("node0", "node1", "lock")]
         self.own = [[memfd(f"{rank}.{half}") for half in (0, 1)] for rank in range(ranks)]
 
-    def rank(self, rank: int) -> NodeMemfds:
+    def rank(self, rank: int) -> Snapshots:
         """As a process that has just begun has them."""
         return opened([os.dup(fd) for fd in (*self.own[rank], *self.shared)], rank)
 
-    def ranks(self) -> list[NodeMemfds]:
+    def ranks(self) -> list[Snapshots]:
         return [self.rank(rank) for rank in range(len(self.own))]
 
     def memory(self) -> int:
@@ -53,9 +55,8 @@ class Node:
             os.close(fd)
 
 
-def opened(fds: list[int], rank: int) -> NodeMemfds:
-    *fds, lock = fds
-    return NodeMemfds(fds[:2], fds[2:], lock, rank)
+def opened(fds: list[int], rank: int) -> Snapshots:
+    return Snapshots(fds[:2], fds[2:], rank)
 
 
 def memfd(name: str) -> int:
@@ -80,7 +81,7 @@ def values(count: int, variant: int = 0) -> torch.Tensor:
     return made
 
 
-def at_once(pieces: Iterator[Piece]) -> list[list[Piece]]:
+def at_once(pieces: Iterator[TensorSlice]) -> list[list[TensorSlice]]:
     return [list(pieces)]
 
 
@@ -206,7 +207,7 @@ class Stopped(Exception):
     """In the middle of a copy."""
 
 
-def stopping(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def stopping(pieces: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
     for start, piece in islice(pieces, 1):
         yield [(start, piece[: len(piece) // 2])]
     raise Stopped
@@ -255,16 +256,16 @@ def passed_on(node: Node, rank: int) -> list[Any]:
 def commit_and(fds: list[Any], rank: int, count: int, sign: int, said: Any) -> Any:
     """Commit, and have a signal in the middle of the copy."""
 
-    def signalled(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    def signalled(pieces: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         pieces = iter(list(pieces))
         yield [next(pieces)]
         said.send("copying")
         os.kill(os.getpid(), sign)
         yield list(pieces)
 
-    memfds = opened([fd.detach() for fd in fds], rank)
-    memfds.write(draft(count, batched=signalled))
-    return is_it(memfds.newest_intact(), count)
+    held = opened([fd.detach() for fd in fds], rank)
+    held.write(draft(count, batched=signalled))
+    return is_it(held.newest_intact(), count)
 
 
 def test_a_rank_that_is_killed_in_its_copy_leaves_nothing_that_is_taken_for_whole(
@@ -289,8 +290,9 @@ def test_a_rank_that_is_killed_in_its_copy_leaves_nothing_that_is_taken_for_whol
 def test_a_rank_that_is_stopped_in_its_copy_does_not_keep_others_from_theirs(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_memfds, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(node_memfds, "_TIMES", 0)
+    monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshots, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     one, other, *_ = node.ranks()
     for count in (1, 2, 3):
@@ -310,8 +312,8 @@ def test_a_rank_that_is_stopped_in_its_copy_does_not_keep_others_from_theirs(
 
 
 def look(fds: list[Any], rank: int, said: Any, asked: Any) -> None:
-    memfds = opened([fd.detach() for fd in fds], rank)
-    one, two = memfds.shared
+    held = opened([fd.detach() for fd in fds], rank)
+    one, two = held.shared
     with one.locked(60, fcntl.LOCK_SH), two.locked(60, fcntl.LOCK_SH):
         said.send("")
         asked.poll(60)
@@ -320,8 +322,9 @@ def look(fds: list[Any], rank: int, said: Any, asked: Any) -> None:
 def test_a_rank_that_compares_waits_for_nobody_who_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_memfds, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(node_memfds, "_TIMES", 0)
+    monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshots, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     asked, ask = Pipe(duplex=False)
     one, other, *_ = node.ranks()
@@ -337,10 +340,10 @@ def test_a_rank_that_compares_waits_for_nobody_who_does(
 
 
 def commit_alike(fds: list[Any], rank: int, last: int) -> Any:
-    memfds = opened([fd.detach() for fd in fds], rank)
+    held = opened([fd.detach() for fd in fds], rank)
     for count in range(1, last + 1):
-        memfds.write(draft(count))
-        if not is_it(memfds.newest_intact(), count):
+        held.write(draft(count))
+        if not is_it(held.newest_intact(), count):
             return count
     return "all"
 
@@ -364,8 +367,8 @@ class Ranks:
 
     def commit(self) -> None:
         self.count += 1
-        for rank, memfds in enumerate(self.all):
-            memfds.write(self._draft(rank))
+        for rank, held in enumerate(self.all):
+            held.write(self._draft(rank))
 
     def _draft(self, rank: int) -> Draft:
         trained = torch.full((1000,), self.count)
@@ -410,14 +413,14 @@ def enter(path: str, rank: int, size: int) -> None:
     }
     elastic_etcd.train.agent_channel._channel = None
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined] # as a worker
-    ElasticState._opened = 0
+    Snapshots._opened = 0
 
 
 def memory_of(state: ElasticState, *, first: bool) -> int:
     """What this rank's snapshots take; those that the node shares with its first one."""
-    memfds = state._open_memfds()
-    assert isinstance(memfds, NodeMemfds)
-    files = [*memfds.memfds, *(memfds.shared if first else [])]
+    own, shared = state._snapshots.own, state._snapshots.shared
+    assert shared
+    files = [*own, *(shared if first else [])]
     return sum(max(0, os.fstat(each.fd).st_blocks * 512 - HEADER) for each in files)
 
 

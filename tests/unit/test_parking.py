@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.agent import termination
 from elastic_etcd.agent import workers as agent_workers
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
@@ -130,11 +131,11 @@ async def test_a_parked_worker_is_sent_on_with_what_is_new_to_it(
     watched.workers.stop(1000, Change(1, "n2 joins", leaving=False))
     await watched.emptied()
     assert watched.ends == []
-    assert watched.workers.pids == {}
-    assert watched.workers.groups == watched.guarded.groups == (pid,)
+    assert watched.pids == {}
+    assert watched.groups == watched.guarded.groups == (pid,)
 
     watched.launch(script.command, generation=2, first=3)
-    assert watched.workers.pids == {3: pid}
+    assert watched.pids == {3: pid}
     await watched.turns(lambda: script.hears("world"))
     change, world = script.heard[1:]
     assert change == {"type": "change", "generation": 1, "reason": "n2 joins", "leaving": False}
@@ -200,7 +201,7 @@ async def test_one_that_does_not_park_in_its_grace_is_killed(
     await watched.emptied()
     assert deaf.hears("interrupt")
     assert [(f.rank, f.code) for f in watched.failures] == [(1, -signal.SIGKILL)]
-    assert watched.workers.groups == (pids[0],)
+    assert watched.groups == (pids[0],)
 
 
 async def test_g3_one_that_can_park_has_a_grace_of_its_own(
@@ -215,14 +216,14 @@ async def test_g3_one_that_can_park_has_a_grace_of_its_own(
     watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
     assert [f.rank for f in [await watched.failure()]] == [0]
     await watched.turns(lambda: slow.hears("interrupt") and deaf.hears("interrupt"))
-    assert watched.workers.pids == {1: pids[1], 2: pids[2]}
+    assert watched.pids == {1: pids[1], 2: pids[2]}
     os.kill(pids[1], signal.SIGUSR1)
-    await watched.turns(lambda: pids[1] not in watched.workers.pids.values())
+    await watched.turns(lambda: pids[1] not in watched.pids.values())
     watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 0.2)
     await watched.emptied()
     assert "rank 2: not stopped within 0.2 s: SIGKILL" in caplog.text
     assert [(f.rank, f.code) for f in watched.failures] == [(0, -9), (2, -9)]
-    assert watched.workers.groups == (pids[1],)
+    assert watched.groups == (pids[1],)
 
 
 async def test_g3_a_worker_that_is_late_to_park_is_told_of(
@@ -231,7 +232,7 @@ async def test_g3_a_worker_that_is_late_to_park_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    monkeypatch.setattr(termination, "_LATE", 0.05)
     watched.launch(Script(tmp_path, "one", "deaf").command)
     await elastic(watched)
     watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
@@ -247,7 +248,7 @@ async def test_t3_for_newcomers_nobody_is_killed_but_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_workers, "_LATE", 0.05)
+    monkeypatch.setattr(termination, "_LATE", 0.05)
     parks, slow = Script(tmp_path, "one"), Script(tmp_path, "two", "deaf")
     watched.launch(parks.command, slow.command)
     pids = await elastic(watched)
@@ -255,7 +256,7 @@ async def test_t3_for_newcomers_nobody_is_killed_but_told_of(
     await watched.turns(lambda: "n3 joins: rank 1: no state.check() for 0.1 s" in caplog.text)
     assert "they are waited for" in caplog.text
     assert watched.ends == []
-    assert set(watched.workers.groups) == set(pids)
+    assert set(watched.groups) == set(pids)
     watched.workers.stop(0.2, Interrupt(1, "n2 is lost"))  # which has changed everything
     await watched.emptied()
     assert slow.hears("interrupt")
@@ -351,7 +352,7 @@ async def test_a_timer_that_expires_at_the_barrier_ends_nobody(tmp_path: Path) -
     script, path = Script(tmp_path, "said"), tmp_path / "timers"
     logs = Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r")
     async with logs, Watched.open(logs, timer_file=str(path)) as watched:
-        await watched.workers.warm()
+        await watched.workers.prestart()
         timers = watched.workers._timers
         assert timers
         watched.launch(script.command)
@@ -362,7 +363,7 @@ async def test_a_timer_that_expires_at_the_barrier_ends_nobody(tmp_path: Path) -
             timer = {"pid": pid, "scope_id": scope, "expiration_time": end, "signal": 9}
             path.write_text(json.dumps(timer) + "\n")
         await watched.turns(lambda: list(timers._timers) == [(pid, "long")])
-        assert watched.workers.groups == (pid,)
+        assert watched.groups == (pid,)
         watched.launch(script.command, generation=2)
         assert (await watched.failure()).pid == pid
         assert [str(hang)[:29] for hang in watched.hangs] == ["rank 0 on n: timer 'long' exp"]

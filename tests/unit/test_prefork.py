@@ -29,7 +29,7 @@ class News:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._event = asyncio.Event()
-        for kind, name in ((Prefork, "_heard"), (Prefork, "_lost"), (_Preforked, "_arrive")):
+        for kind, name in ((Prefork, "_take_message"), (Prefork, "_lost"), (_Preforked, "_arrive")):
             patch.setattr(kind, name, self._then_tell(getattr(kind, name)))
 
     def _then_tell(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -103,7 +103,7 @@ async def run(server: Prefork, folder: Path, script: str, given: Sequence[int] =
 
 async def test_workers_are_its_children_and_their_ends_are_exact(tmp_path: Path) -> None:
     async with forking(tmp_path) as server:
-        await server.warm()
+        await server.imported()
         script = f"import os; assert os.getppid() == {os.getpid()}; os.kill(os.getpid(), 9)"
         for _ in range(3):
             process, read = await fork(server, tmp_path, script)
@@ -126,7 +126,7 @@ async def test_r19_the_loop_turns_while_its_program_is_not_found(
 
 async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -> None:
     async with forking(tmp_path, size=1) as server:
-        await server.warm()
+        await server.imported()
         (tmp_path / "script.py").write_text("import os; os.write(1, b'%d\\n' % os.getpid())")
         argv, read = python(tmp_path / "script.py"), os.pipe()
         async with asyncio.timeout(DEADLINE):
@@ -143,7 +143,7 @@ async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -
 
 async def test_a_worker_gets_descriptors_by_number(tmp_path: Path) -> None:
     async with forking(tmp_path) as server:
-        await server.warm()
+        await server.imported()
         (tmp_path / "file").write_text("inside")
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         script = "import os, sys; print(os.read(int(sys.argv[-1]), 99), len(sys.argv))"
@@ -155,7 +155,7 @@ async def test_a_fork_server_that_dies_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:
     async with forking(tmp_path, size=0) as server:
-        await server.warm()
+        await server.imported()
         first = server.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -169,7 +169,7 @@ async def test_r19_a_fork_server_that_dies_again_and_again_is_replaced_more_and_
 ) -> None:
     """Each one imports torch, on the machine that trains."""
     async with forking(tmp_path, size=0) as server:
-        await server.warm()
+        await server.imported()
         dead: set[int | None] = {None}
         for when in ("now", "in 1 s", "in 2 s"):
             assert server.pid is not None
@@ -184,7 +184,7 @@ async def test_one_that_dies_before_its_order_is_replaced(
 ) -> None:
     monkeypatch.setattr(prefork, "_REFILL_AFTER", 0.0)
     async with forking(tmp_path) as one:
-        await one.warm()
+        await one.imported()
         pids: set[int] = set()
         for n in range(3):
             await news.until(lambda: one._waiting and one._waiting[0].pid not in {None, *pids})
@@ -199,7 +199,7 @@ async def test_one_that_dies_before_its_order_is_replaced(
 
 async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None:
     async with forking(tmp_path) as server:
-        await server.warm()
+        await server.imported()
         assert server.pid is not None
         for number in (
             signal.SIGTERM,
@@ -218,7 +218,7 @@ async def test_a_module_that_cannot_be_imported_is_the_users_error(tmp_path: Pat
     (tmp_path / "broken.py").write_text("import no_such_thing")
     async with forking(tmp_path, "broken") as server:
         with pytest.raises(UsageError) as raised:
-            await server.warm()
+            await server.imported()
         assert not server.ready
     message = str(raised.value)
     assert message.startswith("--preload broken: ")
@@ -229,7 +229,7 @@ async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text("import sys; sys.exit('usage: ...')")
     async with forking(tmp_path, "exits") as server:
         with pytest.raises(UsageError, match=r"SystemExit: usage: \.\.\."):
-            await server.warm()
+            await server.imported()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ async def test_without_a_fork_server_it_says_why_once(
 ) -> None:
     (tmp_path / "unsafe.py").write_text(text)
     async with forking(tmp_path, "unsafe") as server:
-        await server.warm()
+        await server.imported()
         assert not server.ready
         with pytest.raises(OSError, match="the fork server is not ready"):
             await fork(server, tmp_path, "")
@@ -259,7 +259,7 @@ async def test_a_python_without_torch_has_no_fork_server(
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('none here')")
     async with forking(tmp_path, torch=True) as server:
-        await server.warm()
+        await server.imported()
         assert not server.ready
     assert "cannot import torch: ImportError: none here" in caplog.text
 
@@ -274,7 +274,7 @@ async def test_threads_that_come_later_are_found_before_a_fork(
         "signal.signal(signal.SIGWINCH, start)\n"
     )
     async with forking(tmp_path, "later", size=0) as server:
-        await server.warm()
+        await server.imported()
         assert server.pid is not None
         os.kill(server.pid, signal.SIGWINCH)
         # It may have refused, and hung up, before the order was on its way.
@@ -297,7 +297,7 @@ async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
         "    news = News(pytest.MonkeyPatch())\n"
         "    folder = Path(sys.argv[1])\n"
         "    async with forking(folder, size=2) as server:\n"
-        "        await server.warm()\n"
+        "        await server.imported()\n"
         "        process, read = await fork(server, folder, (folder / 'script.py').read_text())\n"
         "        assert await asyncio.to_thread(os.read, read, 2) == b'up'\n"
         "        await news.until(lambda: all(each.pid for each in server._waiting))\n"
@@ -328,7 +328,7 @@ async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
 async def test_who_gives_up_waiting_for_a_worker_leaves_none(tmp_path: Path, news: News) -> None:
     children = own_children()
     async with forking(tmp_path, size=0) as server:
-        await server.warm()
+        await server.imported()
         ordering = asyncio.create_task(
             run(server, tmp_path, "import threading; threading.Event().wait()")
         )
@@ -347,7 +347,7 @@ async def test_who_gives_up_waiting_for_a_worker_leaves_none(tmp_path: Path, new
 async def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
     before, children = len(list(Path("/proc/self/fd").iterdir())), own_children()
     async with forking(tmp_path, size=2) as server:
-        await server.warm()
+        await server.imported()
         assert await run(server, tmp_path, "print(1)") == "1\n"
         async with asyncio.timeout(30):
             while any(each.pid is None for each in server._waiting):  # noqa: ASYNC110 - no event
@@ -373,7 +373,7 @@ async def test_an_error_of_the_start_is_not_waited_out(tmp_path: Path) -> None:
     spoilt.start()
     with pytest.raises(ValueError, match="null byte"):
         async with asyncio.timeout(DEADLINE):
-            await spoilt.warm()
+            await spoilt.imported()
     spoilt.close()
 
 

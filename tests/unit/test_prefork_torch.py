@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,10 @@ def printed(ways: BothWays, text: str) -> str:
     return done.out
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.nightly(part="forks"))],
+)
 def test_multiprocessing(ways: BothWays, method: str) -> None:
     text = f"""\
 import torch.multiprocessing as mp
@@ -51,6 +55,7 @@ if __name__ == "__main__":
     assert printed(ways, text) == "[0, 2, 4]\n0\n"
 
 
+@pytest.mark.nightly(part="forks")
 def test_spawned_processes_report_their_failure(ways: BothWays) -> None:
     text = """\
 import torch.multiprocessing as mp
@@ -108,7 +113,10 @@ train(ee.ElasticState(epoch=0))
     assert 'Put what begins the training under `if __name__ == "__main__":`' in done.err
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly(part="forks"))],
+)
 def test_compile(ways: BothWays, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
@@ -178,6 +186,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_cuda_begins_in_a_worker(ways: BothWays) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        pytest.skip("no GPU")
     probe = ways.exec(ways.script("import torch; print(torch.cuda.is_available())"))
     if probe.out != "True\n":
         pytest.skip("no GPU")

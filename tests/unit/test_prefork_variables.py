@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.unit.prefork import BothWays, Outcome
 from tests.unit.test_prefork_worker import FACTS, facts_of
 
 pytestmark = pytest.mark.timeout(600)
 
-INDUCTOR = "torch._inductor.config"  # only where it is asked: to import it costs as much as torch
+# Only where it is asked: to import it costs as much as torch.
+INDUCTOR = "import_module('torch._inductor.config')"
 # A module as there are some: it reads a variable when it is imported, and sets another.
 PRELOADED = """\
 import os
@@ -40,14 +42,19 @@ def forked(ways: BothWays, text: str, env: dict[str, str] | None = None) -> Outc
     return done
 
 
+def nightly(*case: str) -> ParameterSet:
+    """Another variable; each costs two imports of torch."""
+    return pytest.param(*case, marks=pytest.mark.nightly(part="forks"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "seen", "found"),
     [
         ("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "dist.get_debug_level().name", "DETAIL"),
-        ("TORCHINDUCTOR_MAX_AUTOTUNE", "1", f"import_module({INDUCTOR!r}).max_autotune", "True"),
         ("OMP_NUM_THREADS", "1", "torch.get_num_threads()", "1"),
-        ("TORCH_LOGS", "+dynamo", "logging.getLogger('torch._dynamo').level", "10"),
+        nightly("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "dist.get_debug_level().name", "DETAIL"),
+        nightly("TORCHINDUCTOR_MAX_AUTOTUNE", "1", f"{INDUCTOR}.max_autotune", "True"),
+        nightly("TORCH_LOGS", "+dynamo", "logging.getLogger('torch._dynamo').level", "10"),
     ],
 )
 def test_t19_what_a_script_sets_before_its_import_of_torch_counts(

@@ -18,6 +18,7 @@ from elastic_etcd.protocol.activity import DUMP_STACKS
 from tests.unit.prefork import BothWays, Outcome, python
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly(part="forks")  # each such case costs two imports of torch
 
 # Everything about a process that a script can see, but for numbers of its own.
 FACTS = '''\
@@ -158,9 +159,9 @@ def test_modules_and_packages(ways: BothWays, name: str) -> None:
     [
         {},
         {"OMP_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "2,1"},
         {"OPENBLAS_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"},
+        pytest.param({"OMP_NUM_THREADS": "2,1"}, marks=NIGHTLY),
+        pytest.param({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"}, marks=NIGHTLY),
     ],
     ids=lambda more: ",".join(more) or "none",
 )

@@ -11,9 +11,7 @@ PACKAGE = Path(elastic_etcd.__file__).parent
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "pb")
 TREES = {file: ast.parse(file.read_text()) for file in FILES}
 # Files of one name, and why; every other name has one meaning.
-SAME_FILE = {
-    "store.py": "the agent's process that serves torch's TCPStore, and `ee.store`, a client of it",
-}
+SAME_FILE: dict[str, str] = {}
 LONGEST = 5  # functions and constructors that are named
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -39,7 +39,7 @@ from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
 from elastic_etcd.train.run import is_communication_failure
-from elastic_etcd.train.state import elastic_state as state
+from elastic_etcd.train.state.snapshots import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
 Heard = TypeVar("Heard", Elastic, Parked, Finished, Disconnected)
@@ -129,8 +129,8 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent_channel, "_channel", None)
     gc.collect()
-    monkeypatch.setattr(state, "_kept", set())
-    monkeypatch.setattr(state, "_closed", [])
+    monkeypatch.setattr(Snapshots, "_kept", set())
+    monkeypatch.setattr(Snapshots, "_closed", [])
     yield agent
     if agent_channel._channel:
         agent_channel._channel._socket.close()

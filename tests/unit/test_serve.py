@@ -317,7 +317,7 @@ async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: 
 
     await write(etcd, running(Keys(f"{prefix}/j"), 1))
     async with Mistaken(etcd.config) as client, Jobs(client, prefix, 60) as jobs:
-        async with jobs.looking("j"):
+        async with jobs.viewed("j"):
             await asyncio.wait({jobs.keeper}, timeout=DEADLINE)
             assert jobs.keeper.done()
         with pytest.raises(KeyError, match="a mistake"):
@@ -335,6 +335,7 @@ def test_a_chart_has_a_bound() -> None:
     assert points[-1][0] > 99_000 * 1000
 
 
+@pytest.mark.nightly(part="chromium")
 async def test_in_a_browser(etcd: EtcdServer, prefix: str, tmp_path: Path) -> None:
     keys, other = Keys(f"{prefix}/j"), Keys(f"{prefix}/over")
     await write(etcd, running(keys, 64, ATTACK))

@@ -136,6 +136,7 @@ def served() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.nightly(part="chromium")
 def test_in_a_browser(tmp_path: Path) -> None:
     with ExitStack() as scope:
         try:

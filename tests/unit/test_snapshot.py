@@ -17,22 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.state.digest import CHUNK, digest_of
+from elastic_etcd.train.state.body import CHUNK, Staging, TensorSlice, digest_of, write_body
 from elastic_etcd.train.state.encoding import decode, dumps, encode
-from elastic_etcd.train.state.snapshot import (
-    HEADER,
-    Draft,
-    Header,
-    MemfdPair,
-    Piece,
-    StateSnapshot,
-    Version,
-    pack,
-    pieces_of,
-    unpack,
-    write_body,
-)
-from elastic_etcd.train.state.staging import Staging
+from elastic_etcd.train.state.snapshot import Draft, Header, Version, pack, slices_of, unpack
+from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
+from elastic_etcd.train.state.snapshots import Snapshots
 from tests.support.forked import Child
 
 DTYPES = [
@@ -50,15 +39,15 @@ ODD = [
 ]
 
 
-def memory() -> MemfdPair:
-    return MemfdPair([os.memfd_create(f"test{number}") for number in (0, 1)])
+def memory() -> Snapshots:
+    return Snapshots([os.memfd_create(f"test{number}") for number in (0, 1)])
 
 
-def at_once(pieces: Iterator[Piece]) -> list[list[Piece]]:
+def at_once(pieces: Iterator[TensorSlice]) -> list[list[TensorSlice]]:
     return [list(pieces)]
 
 
-def put(memfds: MemfdPair, version: Version, tensors: list[torch.Tensor]) -> None:
+def put(memfds: Snapshots, version: Version, tensors: list[torch.Tensor]) -> None:
     parts = {"all": encode(list(range(len(tensors))), {})}
     memfds.write(Draft(version, parts, named(tensors), at_once))
 
@@ -93,8 +82,8 @@ def test_the_buffers_of_a_gpu_give_the_same_bytes_in_the_same_order(
     tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in lengths]
     objects, whole = pack({}, named(tensors))
     direct, staged = (torch.zeros(whole, dtype=torch.uint8) for _ in range(2))
-    digest = write_body(direct, [list(pieces_of(objects, tensors))])
-    again = write_body(staged, Staging("cpu", size).through(pieces_of(objects, tensors)))
+    digest = write_body(direct, [list(slices_of(objects, tensors))])
+    again = write_body(staged, Staging("cpu", size).through(slices_of(objects, tensors)))
     assert again == digest
     assert torch.equal(direct, staged)
 
@@ -102,7 +91,7 @@ def test_the_buffers_of_a_gpu_give_the_same_bytes_in_the_same_order(
 def test_what_a_gpu_is_still_reading_is_not_given_back() -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def temporaries() -> Iterator[Piece]:
+    def temporaries() -> Iterator[TensorSlice]:
         for start in range(0, 64 * 5, 64):
             piece = torch.ones(64, dtype=torch.uint8)
             made.append(weakref.ref(piece.untyped_storage()))
@@ -118,7 +107,7 @@ def test_what_a_gpu_is_still_reading_is_not_given_back() -> None:
 def test_the_memory_is_given_back_with_the_snapshot() -> None:
     memfds = memory()
     put(memfds, Version(0, 1, 1), [torch.ones(10)])
-    fds = [memfd.fd for memfd in memfds.memfds]
+    fds = [memfd.fd for memfd in memfds.own]
     del memfds
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -128,7 +117,7 @@ def test_the_memory_is_given_back_with_the_snapshot() -> None:
 def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
     staging = Staging("cuda", 256)
     tensors = [torch.ones(1000), torch.ones(3)]
-    batches = list(staging.through(pieces_of(b"x", tensors)))
+    batches = list(staging.through(slices_of(b"x", tensors)))
     pieces = {start: piece for batch in batches for start, piece in batch}
     assert pieces[0].data_ptr() == tensors[0].data_ptr()
     assert pieces[0].nbytes == 4 * 256  # a batch of them may be larger
@@ -202,9 +191,10 @@ def test_what_is_only_summed_has_the_digest_of_what_is_written(
     staged = Staging("cpu", 1 << bits).through
     draft = Draft(Version(0, 1, 1), {}, named(tensors), staged)
     body = torch.empty(draft.size, dtype=torch.uint8)
-    digest = write_body(body, staged(pieces_of(draft.objects, tensors)))
-    assert digest == digest_of(body) == draft.digest()
-    _, there = unpack(draft.objects, body)
+    header = draft.write(body)
+    assert header == draft.header()
+    assert header.digest == digest_of(body)
+    _, there = unpack(bytes(body[header.objects_at :][: header.objects].tolist()), body)
     for tensor, (found, _) in zip(tensors, there.values(), strict=True):
         assert torch.equal(found, tensor)
 
@@ -215,7 +205,7 @@ def test_a_commit_leaves_the_one_before_and_may_grow() -> None:
     for count in (1, 2, 3, 4):
         put(memfds, Version(0, count, 5), [torch.full((count * 100_000,), float(count))])
         assert memfds.version() == Version(0, count, 5)
-        versions = [s.header.version.counter for m in memfds.memfds if (s := m.snapshot())]
+        versions = [s.header.version.counter for m in memfds.own if (s := m.snapshot())]
         assert sorted(versions) == [count - 1, count][-len(versions) :]
         assert bool((got(memfds.newest_intact())[0] == count).all())
 
@@ -231,7 +221,7 @@ def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
 def test_the_memory_is_another_process_s_to_read() -> None:
     memfds = memory()
     put(memfds, Version(4, 2, 9), [torch.arange(100)])
-    again = MemfdPair([os.dup(memfd.fd) for memfd in memfds.memfds])
+    again = Snapshots([os.dup(memfd.fd) for memfd in memfds.own])
     assert again.version() == Version(4, 2, 9)
     assert torch.equal(got(again.newest_intact())[0], torch.arange(100))
     put(again, Version(4, 3, 9), [torch.arange(1_000_000)])  # the file has grown since
@@ -252,7 +242,7 @@ def test_a_damaged_snapshot_is_dropped_for_the_one_before() -> None:
 
 
 def test_a_forked_process_can_not_write() -> None:
-    memfd = memory().memfds[0]
+    memfd = memory().own[0]
     memfd.pid += 1
     with pytest.raises(UsageError, match="forked"):
         memfd.clear(10)
@@ -295,11 +285,11 @@ def test_any_table_of_tensors_is_read_or_malformed(table: Any, parts: Any) -> No
 
 def commit_until(fds: list[Any], count: int, last: int) -> None:
     """Commit `count` times, then once more, to be killed after `last` pieces of it."""
-    memfds = MemfdPair([fd.detach() for fd in fds])
+    memfds = Snapshots([fd.detach() for fd in fds])
     for n in range(1, count + 1):
         put(memfds, Version(0, n, 1), numbered(n))
 
-    def killed(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    def killed(pieces: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         yield from ([piece] for piece in islice(pieces, last))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -307,7 +297,7 @@ def commit_until(fds: list[Any], count: int, last: int) -> None:
 
 
 def commit_for_ever(fds: list[Any], said: Any) -> None:
-    memfds = MemfdPair([fd.detach() for fd in fds])
+    memfds = Snapshots([fd.detach() for fd in fds])
     for count in range(1, 1_000_000):
         put(memfds, Version(0, count, 1), numbered(count))
         said.send(count)
@@ -317,16 +307,16 @@ def numbered(count: int) -> list[torch.Tensor]:
     return [torch.full((n + 64 * count,), count) for n in (1_000_000, 1_000, 0, 70_001)]
 
 
-def passed_on(memfds: MemfdPair) -> list[Any]:
-    return [DupFd(memfd.fd) for memfd in memfds.memfds]
+def passed_on(memfds: Snapshots) -> list[Any]:
+    return [DupFd(memfd.fd) for memfd in memfds.own]
 
 
-def left_whole(memfds: MemfdPair) -> int:
+def left_whole(memfds: Snapshots) -> int:
     """Which commit the newest snapshot is, when its process is dead; all of it is that one's."""
-    left = MemfdPair([os.dup(memfd.fd) for memfd in memfds.memfds])
+    left = Snapshots([os.dup(memfd.fd) for memfd in memfds.own])
     newest = left.newest()
     assert newest is not None
-    assert all(one.is_intact() for memfd in left.memfds if (one := memfd.snapshot()))
+    assert all(one.is_intact() for memfd in left.own if (one := memfd.snapshot()))
     counter = newest.header.version.counter
     assert all(bool((tensor == counter).all()) for tensor in got(newest))
     return counter
@@ -334,7 +324,7 @@ def left_whole(memfds: MemfdPair) -> int:
 
 @pytest.mark.parametrize("last", range(6))
 @pytest.mark.parametrize("count", [1, 4])
-def test_killed_between_two_pieces_of_a_commit_it_leaves_the_one_before(
+def test_killed_between_two_slices_of_a_commit_it_leaves_the_one_before(
     count: int, last: int
 ) -> None:
     memfds = memory()

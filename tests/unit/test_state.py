@@ -26,7 +26,7 @@ from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World
-from elastic_etcd.train.state import elastic_state as state_module
+from elastic_etcd.train.state import snapshots
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot import Version
 from tests.support.channels import Job
@@ -143,7 +143,7 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     newcomer = torch.optim.Adam(model.parameters())
     state.optimizer = newcomer
     state.restore()
-    newest = state._open_memfds().newest_intact()
+    newest = state._snapshots.newest_intact()
     assert newest is not None
     trained(model, newcomer, 2)
     assert newest.is_intact()
@@ -241,7 +241,7 @@ def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
             state.other["a"] += 1
             for parameter in model.parameters():
                 parameter.data += 1
-            newest = state._open_memfds().newest()
+            newest = state._snapshots.newest()
             assert newest is not None
             assert newest.is_intact()
 
@@ -336,7 +336,7 @@ def with_frozen() -> tuple[ElasticState, nn.Parameter]:
 
 
 def kept_whole(state: ElasticState) -> bool:
-    newest = state._open_memfds().newest_intact()
+    newest = state._snapshots.newest_intact()
     assert newest is not None
     _, tensors = newest.load()
     saved = {name.removeprefix("model."): tensor for name, (tensor, _) in tensors.items()}
@@ -522,7 +522,7 @@ def test_every_nth_call_commits() -> None:
     for step in range(1, 10):
         state.step = step
         state.commit(every=4)
-        committed.append(state._open_memfds().version())
+        committed.append(state._snapshots.version())
     assert [v.counter if v else 0 for v in committed] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     state.restore()
     assert state.step == 8
@@ -545,7 +545,7 @@ def test_alone_in_the_world_sync_is_the_first_commit_and_then_a_restore() -> Non
 def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ElasticState(step=3)
     state.check()
-    assert state._open_memfds().version() is None
+    assert state._snapshots.version() is None
     monkeypatch.setattr(sync_point, "check", lambda: True)
     with pytest.raises(sync_point.WorldChanged):
         state.check()
@@ -631,7 +631,7 @@ def test_any_commit_of_this_job_is_newer_than_a_file(
     again.commit()
     again.load(tmp_path / "state")
     assert again.epoch == 3
-    version = again._open_memfds().version()
+    version = again._snapshots.version()
     assert version is not None
     assert version.age() == Version(1, 1, 0).age()
 
@@ -651,7 +651,7 @@ def test_a_damaged_file_changes_nothing(where: int, tmp_path: Path) -> None:
         with pytest.raises(MalformedState, match=str(path)):
             fresh.load(path)
         assert fresh.epoch == 0
-        assert fresh._open_memfds().newest() is None
+        assert fresh._snapshots.newest() is None
     with pytest.raises(FileNotFoundError):
         fresh.load(tmp_path / "none")
     path.write_bytes(whole)
@@ -860,7 +860,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setattr(elastic_etcd.train.agent_channel, "_channel", None)
-        monkeypatch.setattr(ElasticState, "_opened", 0)
+        monkeypatch.setattr(snapshots.Snapshots, "_opened", 0)
         yield job
         if channel := elastic_etcd.train.agent_channel._channel:
             channel._socket.close()
@@ -895,7 +895,7 @@ def test_t18_a_save_that_outlives_its_world_does_not_replace_a_newer_file(
     state.save(path, wait=False)
     assert begun.wait(30)
     monkeypatch.setattr(os, "fsync", real)
-    saving, state._saving = state._saving, None
+    saving, state._snapshots._saving = state._snapshots._saving, None
     assert saving is not None
     channel = elastic_etcd.train.agent_channel._channel
     assert channel is not None
@@ -917,7 +917,7 @@ import os, signal, sys, torch
 from elastic_etcd.train.state.elastic_state import ElasticState
 state = ElasticState(epoch=0, data=torch.zeros(1000))
 state.sync()
-print(state.epoch, int(state.data[0]), state._open_memfds().version().counter, flush=True)
+print(state.epoch, int(state.data[0]), state._snapshots.version().counter, flush=True)
 for _ in range(3):
     state.epoch += 1
     state.data += 1
@@ -977,9 +977,9 @@ def test_frozen_views_of_a_flat_buffer_are_committed() -> None:
 def test_of_many_values_that_differ_three_are_named(
     names: str, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ElasticState(step=0)._tell_of_differences([*names], 1, 0)
+    ElasticState(step=0)._report_differences([*names], 1, 0)
     assert f"rank 1 had committed another {named}, whose counts" in caplog.text
 
 
 def test_a_process_keeps_as_many_names_as_its_agent_allows() -> None:
-    assert state_module._MOST_KEPT == agent_end._NAMES
+    assert snapshots.MOST_NAMES == agent_end._NAMES

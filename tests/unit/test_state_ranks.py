@@ -85,7 +85,7 @@ def held(state: ElasticState) -> tuple[Any, ...]:
     model = getattr(state.model, "module", state.model)
     weights = [t.tolist() for t in model.state_dict().values()]
     moments = [t.tolist() for row in state.optimizer.state.values() for t in row.values()]
-    newest = state._open_memfds().newest_intact()
+    newest = state._snapshots.newest_intact()
     assert newest is not None
     return weights, moments, state.epoch, state.sampler.consumed, newest.header
 
@@ -131,9 +131,9 @@ def of_two_lineages(rank: int) -> Any:
     state = ElasticState(epoch=rank + 5)
     state.commit()
     state.sync()
-    again = state._open_memfds().version()
+    again = state._snapshots.version()
     state.sync()
-    assert state._open_memfds().version() == again
+    assert state._snapshots.version() == again
     return state.epoch, again
 
 
@@ -158,7 +158,7 @@ def after_others(rank: int) -> Any:
     state.commit()
     os.environ["ELASTIC_ETCD_GENERATION"] = "9"
     assert state.sync()
-    return state.epoch, state._open_memfds().version()
+    return state.epoch, state._snapshots.version()
 
 
 def test_the_later_generation_s_commit_is_the_newer(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def logs() -> Any:
 
 
 def held_by(state: ElasticState) -> Any:
-    newest = state._open_memfds().newest_intact()
+    newest = state._snapshots.newest_intact()
     assert newest is not None
     values = {name: t.tolist() for name, t in state.model.state_dict().items()}
     return newest.header, values, state.best
@@ -267,7 +267,7 @@ def while_rank_0_dies(rank: int, folder: Path) -> Any:
             state.sync()
     except RuntimeError:
         state._rewind()
-        return float(state.data.sum()), state._open_memfds().version()
+        return float(state.data.sum()), state._snapshots.version()
     return None
 
 
@@ -351,7 +351,7 @@ def dying(rank: int, folder: Path) -> Any:
             state.sync()
     except RuntimeError as error:
         broken = str(error)
-    version = state._open_memfds().version()
+    version = state._snapshots.version()
     assert version is not None
     assert version.counter == 0
     state._rewind()
@@ -360,7 +360,7 @@ def dying(rank: int, folder: Path) -> Any:
         state.count += 5
         state.commit()
         state.sync()
-    return state.count, state._open_memfds().version(), broken
+    return state.count, state._snapshots.version(), broken
 
 
 def test_a_sender_that_dies_leaves_all_others_with_what_they_had(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def from_a_faulty_peer(rank: int) -> Any:
     try:
         state.sync()
     except MalformedState as error:
-        return str(error), state._open_memfds().newest(), float(state.data.sum())
+        return str(error), state._snapshots.newest(), float(state.data.sum())
     return None
 
 
@@ -488,7 +488,7 @@ def from_a_file(rank: int, folder: Path) -> Any:
     if rank == 1:
         state.load(folder / "file")
     state.sync()
-    version = state._open_memfds().version()
+    version = state._snapshots.version()
     assert version is not None
     return state.epoch, version.age()
 

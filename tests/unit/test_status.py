@@ -136,7 +136,7 @@ def test_suspects_are_told_also_while_they_are_away(capsys: pytest.CaptureFixtur
     ledger = Ledger(5, 4, suspects=SUSPECTS)
     state = status.describe("j", view({KEYS.spec: RUNNING[KEYS.spec], KEYS.ledger: encode(ledger)}))
     assert [s["node"] for s in state["suspects"]] == ["noded", "nodee", "gone"]
-    status._show(state)
+    status._show_one(state)
     out = capsys.readouterr().out
     assert "gone is left out for 10 s of training, it went 2 times lately (--suspect-after)" in out
 
@@ -145,7 +145,7 @@ def test_a_job_that_asks_for_a_newer_format(capsys: pytest.CaptureFixture[str]) 
     spec = encode(Spec("r", Limits(1, 2), min_version=2))
     state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
     assert state["newer"] == 2
-    status._show(state)
+    status._show_one(state)
     assert "(format 2); this one knows format 1" in capsys.readouterr().out
 
 
@@ -165,7 +165,7 @@ def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    status._show(status.describe("j", view(RUNNING | {KEYS.outcome: encode(OUTCOME)})))
+    status._show_one(status.describe("j", view(RUNNING | {KEYS.outcome: encode(OUTCOME)})))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [
         "job j: failed, generation 4",
@@ -188,7 +188,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_many_nodes_may_train(
     limits: Limits, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status._show(status.describe("j", view({KEYS.spec: encode(Spec("r", limits))})))
+    status._show_one(status.describe("j", view({KEYS.spec: encode(Spec("r", limits))})))
     assert told in capsys.readouterr().out
 
 
@@ -205,7 +205,7 @@ def test_what_others_call_themselves_is_shown_as_it_is(
         KEYS.members + "\x1b[3J\udcff": "{}",
     }
     state = status.describe("j", view(RUNNING | named))
-    status._show(state)
+    status._show_one(state)
     out = capsys.readouterr().out
     assert {c for c in out if not c.isprintable()} == {"\n"}
     assert odd in out or "\\x" in out
@@ -229,7 +229,7 @@ def test_a_malformed_entry_is_said_to_be(entry: dict[str, object]) -> None:
     state = status.describe("j", view({KEYS.history(4): text}))
     assert state["history"][0]["ended"].startswith("unreadable: ")
     assert state["restarts"] == 0
-    status._show(state)
+    status._show_one(state)
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_who_ends_a_wait_is_told_what_stands(shell: Shell) -> None:
 
 def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNKILLABLE", "STOP_PATIENCE"):
-        monkeypatch.setattr(f"elastic_etcd.cli.control.{name}", 0.5)
+        monkeypatch.setattr(f"elastic_etcd.cli.write_requests.{name}", 0.5)
     code, told = shell("drain", "j", "a", "--wait", "--deadline", "0")
     assert (code, told) == (4, "error: after 1 s a is still there; what was asked for stands\n")
     assert shell.wanted == Wanted((Drain("a", 0.0),))

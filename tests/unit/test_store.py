@@ -167,11 +167,11 @@ async def test_the_end_of_the_child_is_told_with_its_last_words(
 
 
 async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Server) -> None:
-    server.store.warm()
+    server.store.serve(1, bind("127.0.0.1")[0])
     first = await server.pid()
     os.kill(first, signal.SIGKILL)
     assert "exit code -9" in await server.died()
-    server.store.warm()
+    server.store.serve(2, bind("127.0.0.1")[0])
     assert await server.pid() != first
     server.store.close()
     server.store.close()
@@ -183,7 +183,7 @@ async def test_it_is_started_though_the_fork_server_has_just_died(tmp_path: Path
     argv = (sys.executable, "-u", str(tmp_path / "train.py"))
     prefork = Prefork(argv, os.environ, (), 1, asyncio.create_task)
     prefork.start()
-    await prefork.warm()
+    await prefork.imported()
     assert prefork.pid
     kill_and_wait(prefork.pid, *[each.pid for each in prefork._waiting if each.pid])
     assert prefork.ready, "this loop has not turned since"

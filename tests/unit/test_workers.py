@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from elastic_etcd.agent import workers
+from elastic_etcd.agent import termination
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.system import exits, groups
@@ -295,7 +295,7 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(watched: Watched, f
     await watched.emptied()
     assert is_running(pid)
     watched.launch(["true"], generation=2)
-    (parked,) = watched.workers.groups or (0,)
+    (parked,) = watched.groups or (0,)
     os.kill(parked, signal.SIGKILL)
     await watched.emptied()
     assert not is_running(pid)
@@ -428,7 +428,7 @@ def stuck(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_what_is_there_long_after_sigkill_is_told_once(
     watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "STUCK", 0.05)
+    monkeypatch.setattr(termination, "STUCK", 0.05)
     watched.launch(["true"], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}; exit 1"])
     pid = int(await line(fifo))
     await watched.turns(lambda: stuck(caplog))
@@ -449,15 +449,15 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
     os.mkfifo(f"{fifo}.2")
     await line(fifo)
     pid = int(await line(Path(f"{fifo}.2")))
-    await watched.turns(lambda: watched.workers._until_stuck)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle)
     watched.workers.stop(STUCK + 1)
     watched.workers.stop(1000)
-    kill = watched.workers._until_kill
+    kill = watched.workers._termination._kill._handle
     assert kill is not None
     assert STUCK < kill.when() - asyncio.get_running_loop().time() <= STUCK + 1
     os.kill(pid, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._until_stuck is None)
-    assert watched.workers._until_kill is kill
+    await watched.turns(lambda: watched.workers._termination._stuck._handle is None)
+    assert watched.workers._termination._kill._handle is kill
     watched.workers.kill()
     await watched.emptied()
     assert stuck(caplog) == []
@@ -473,11 +473,12 @@ async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
     watched.workers.stop(1000)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert watched.workers._until_unkillable is None
+    unkillable = watched.workers._termination._unkillable
+    assert unkillable._handle is None
     watched.workers.kill()
-    await watched.turns(lambda: watched.workers._until_unkillable or watched.empties)
+    await watched.turns(lambda: unkillable._handle or watched.empties)
     await watched.emptied()
-    assert watched.workers._until_unkillable is None
+    assert unkillable._handle is None
     assert watched.unkillable == 0
 
 
@@ -495,6 +496,18 @@ async def test_r12_what_is_there_longer_than_the_kill_timeout_is_told(
         os.kill(pid, signal.SIGKILL)
         await watched.emptied()
         assert watched.unkillable == 1
+
+
+@pytest.mark.usefixtures("lingering")
+async def test_r12_a_daemon_that_is_there_longer_is_told_too(logs: Logs, fifo: Path) -> None:
+    async with Watched.open(logs, kill_timeout=0.1) as watched:
+        watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+        pid = int(await line(fifo))
+        watched.workers.kill()
+        await watched.turns(lambda: watched.unkillable)
+        assert not watched.empties, "I3: it is not gone"
+        os.killpg(pid, signal.SIGKILL)
+        await watched.emptied()
 
 
 DAEMONIZED = '["sleep", "1000"], start_new_session=True'
@@ -522,12 +535,12 @@ async def test_a_parked_worker_that_ends_after_its_generation_is_not_told_to_be_
     await watched.turns(lambda: watched.workers._parked)
     watched.workers.stop(1000)
     await watched.emptied()
-    (parked,) = watched.workers.groups
+    (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._until_stuck)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle)
     assert watched.guarded.groups == ()
     os.kill(child, signal.SIGKILL)
-    await watched.turns(lambda: watched.workers._until_stuck is None)
+    await watched.turns(lambda: watched.workers._termination._stuck._handle is None)
     await watched.emptied()
     assert watched.ends == []
     assert stuck(caplog) == []

@@ -76,7 +76,17 @@ class Watched:
             finally:
                 workers = watched.workers
                 workers.close()
-                await watched.turns(lambda: not (workers.groups or workers._groups))
+                await watched.turns(lambda: not (watched.groups or workers._termination._groups))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """{rank: pid} of the workers that run."""
+        return {worker.spec.rank: worker.pid for worker in self.workers._running.values()}
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The process groups of all workers that live, parked ones too."""
+        return (*self.workers._running, *self.workers._parked)
 
     @property
     def failures(self) -> list[Failure]:
@@ -102,7 +112,7 @@ class Watched:
     async def started(self) -> list[int]:
         """Wait until every worker has its process; their pids by rank."""
         await self.turns(lambda: not self.workers._starting)
-        return [pid for _, pid in sorted(self.workers.pids.items())]
+        return [pid for _, pid in sorted(self.pids.items())]
 
     async def turns(self, condition: Callable[[], object]) -> None:
         """Let the loop turn until it holds: of what goes into no inbox there is no news."""

@@ -20,7 +20,10 @@ from tests.support.processes import send
 from tests.support.savers import memory_dir
 from tests.support.venv import FRAMEWORKS, venv_or_skip
 
-pytestmark = pytest.mark.timeout(1800)  # the first time, pip has to download
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, pip has to download
+    pytest.mark.nightly(part="users"),
+]
 
 STEPS = 100
 PATIENCE = 600

@@ -1,8 +1,7 @@
 """Workers' output: to the console with a prefix, and to one file per generation, rank and stream.
 
 The agent reads the workers' pipes itself, so that a full disk or a terminal that nobody reads
-never reaches the training, and so that the last traceback is at hand when a worker fails. Files
-and folders are a thread's (offload.py), because a disk may stand still.
+never reaches the training, and so that the last traceback is at hand when a worker fails.
 """
 
 import asyncio
@@ -20,8 +19,7 @@ from string import Template
 from typing import Self
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
-from elastic_etcd.agent.output.console import Console, open_consoles
-from elastic_etcd.agent.output.writer import DiskFile, Writer
+from elastic_etcd.agent.output.writer import Output, OutputWriter, open_consoles
 from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "
@@ -36,17 +34,17 @@ log = logging.getLogger(__name__)
 
 
 class WorkerStream:
-    """One output pipe of one worker, read whenever there is something in it.
+    """An output pipe of a worker, read whenever there is something in it.
 
-    With `terminal` it is a terminal to the worker. What it writes is shown as it is then, also
-    what has no line end yet: a debugger's prompt.
+    With `terminal` it is a terminal to the worker. All is shown as it is then, also text without a
+    line end: a debugger's prompt.
     """
 
     def __init__(
         self,
         prefix: bytes,
-        console: Console | None,
-        file: DiskFile | None,
+        console: Output | None,
+        file: Output | None,
         *,
         terminal: bool = False,
     ) -> None:
@@ -67,8 +65,8 @@ class WorkerStream:
         """The last 64 KiB that were read."""
         return bytes(self._tail[-_TAIL:])
 
-    def move(self, prefix: bytes, file: DiskFile | None) -> None:
-        """What comes from here on is another generation's."""
+    def move(self, prefix: bytes, file: Output | None) -> None:
+        """Output that comes from here on is another generation's."""
         self.drain()
         if self._read < 0:
             return
@@ -105,7 +103,8 @@ class WorkerStream:
 
     def _readable(self) -> None:
         self._take_chunk()
-        full = next((to for to in (self._console, self._file) if to is not None and to.full), None)
+        outputs = [output for output in (self._console, self._file) if output is not None]
+        full = next((output.writer for output in outputs if output.writer.full), None)
         if self._read >= 0 and full is not None:
             asyncio.get_running_loop().remove_reader(self._read)
             full.when_room(self._resume)
@@ -169,7 +168,7 @@ class WorkerLog:
 
 
 class Logs:
-    """Where the output of an agent's workers goes, for its whole life.
+    """The destinations of the output of an agent's workers, for its whole life.
 
     `async with Logs.open(...) as logs`; leaving it writes out what waits, and gives up on what does
     not move for a second.
@@ -184,10 +183,9 @@ class Logs:
         self._config = config
         self._prefix = prefix
         self.directory = directory
-        # Of their own, so that the console tells it when the disk of the log files stands still.
-        self._disk, self._console_disk = Writer(), Writer()
-        self.stdout, self.stderr = open_consoles(self._console_disk)
-        self._told = self._has_evidence = False
+        self._disk = OutputWriter()
+        self.stdout, self.stderr = open_consoles()
+        self._warned = self._has_evidence = False
 
     @classmethod
     def open(
@@ -213,9 +211,9 @@ class Logs:
         if self.directory is not None and not (self._keeps_files or self._has_evidence):
             self._disk.put(partial(rmtree, self.directory, ignore_errors=True))
         await self._disk.close(patience=1)  # first: the console may have to tell of it
-        await self.stdout.close(timeout=1)
-        await self.stderr.close(timeout=1)
-        await self._console_disk.close(patience=1)
+        for console in (self.stdout, self.stderr):
+            console.close()
+            await console.writer.close(patience=1)
 
     @property
     def _keeps_files(self) -> bool:
@@ -249,11 +247,11 @@ class Logs:
     ) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to.
 
-        One that is `at_terminal` has the agent's stdin, and a terminal as stdout.
+        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout.
         """
         prefix = self._prefix_of(generation, rank, local_rank)
 
-        def stream(which: Streams, console: Console, *, terminal: bool = False) -> WorkerStream:
+        def stream(which: Streams, console: Output, *, terminal: bool = False) -> WorkerStream:
             file = self._file_of(which, generation, rank, local_rank)
             shown = console if self._destinations(which, local_rank)[0] else None
             return WorkerStream(prefix, shown, file, terminal=terminal)
@@ -273,13 +271,13 @@ class Logs:
 
     def _file_of(
         self, which: Streams, generation: int, rank: int, local_rank: int
-    ) -> DiskFile | None:
+    ) -> Output | None:
         folder = self._folder(generation, rank)
         if folder is None or not self._destinations(which, local_rank)[1]:
             return None
         path = folder / ("stdout.log" if which is Streams.OUT else "stderr.log")
         failed = partial(self._tell_file_error, path)
-        return DiskFile(self._disk, str(path), partial(self._open_file, path), failed)
+        return Output(self._disk, str(path), partial(self._open_file, path), failed)
 
     def _destinations(self, which: Streams, local_rank: int) -> tuple[bool, bool]:
         """Whether a stream goes to (the console, a file)."""
@@ -308,8 +306,8 @@ class Logs:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _tell_file_error(self, path: Path, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             cure = "make room there, or name another --log-dir at the next start"
             text = "can't write %s (%s): training goes on without log files; %s"
             log.warning(text, path, error.strerror, cure)
@@ -327,6 +325,18 @@ def _make_directory(log_dir: str | None, job: str) -> Path | None:
             f"can't write logs under {base}: {error.strerror}. "
             "Name a directory that can be written with --log-dir, or --log-dir /dev/null for none."
         ) from error
+
+
+class LogHandler(logging.Handler):
+    """Sends the agent's own log lines to its stderr, in order with the workers' lines there."""
+
+    def __init__(self, stderr: Output) -> None:
+        super().__init__()
+        self._stderr = stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record and its line end."""
+        self._stderr.say(self.format(record).encode(errors="replace") + b"\n")
 
 
 class LinePrefixer:

@@ -1,6 +1,7 @@
-"""The jobs under a prefix, as `elastic-etcd serve` shows them: a copy of etcd that follows it.
+"""The jobs under a prefix, as `serve` and `top` show them: a copy of etcd's keys that follows them.
 
-All that is kept has a bound: the keys of the copy, the jobs with a chart, a chart's points.
+All that is kept has a bound: the keys of the copy, the jobs with a chart, a chart's points. Nodes
+say how fast they are only while a job is viewed, which a Viewer tells them.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ import json
 import statistics
 import time
 from array import array
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
 
-from elastic_etcd.cli import status
-from elastic_etcd.cli.live.viewers import Looker, pace_as_json, paces
+from elastic_etcd.cli import query, status
 from elastic_etcd.cli.query import MOST_KEYS, by_job, is_known
-from elastic_etcd.core.schema import Keys
-from elastic_etcd.core.txn import Get, Snapshot
+from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
+from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, view_of
-from elastic_etcd.errors import EtcdError
+from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
+from elastic_etcd.etcd.retry import now
+from elastic_etcd.etcd.session import Session
+from elastic_etcd.times import LOOK_PERIOD, LOOK_TTL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from elastic_etcd.core.txn import KeyValue
+    from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
 MOST_CHARTS = 1000  # jobs that have one
@@ -37,7 +41,7 @@ _SAMPLE = 2.0  # seconds between two points, as long as there is room
 _ASK = 2.0  # seconds between two questions whether etcd is there
 _AGAIN = 30.0  # seconds until what etcd has refused is tried again
 _RECONCILE = 120.0  # there may be many keys
-_PATIENCE = 1.0  # with an etcd that is to be told that nobody looks any more
+_PATIENCE = 1.0  # with an etcd that is to know that nobody views a job any more
 
 
 class Series:
@@ -64,7 +68,7 @@ class Series:
                 del kept[::2]
 
     def points(self) -> list[tuple[int, int, float | None]]:
-        """Of each the milliseconds since 1970, the ranks, and steps/s."""
+        """The milliseconds since 1970, the ranks, and steps/s at each of them."""
         every = zip(self._times, self._sizes, self._rates, strict=True)
         return [
             (int(at * 1000), int(size), rate if rate >= 0 else None) for at, size, rate in every
@@ -72,43 +76,40 @@ class Series:
 
 
 class Known(Struct, frozen=True):
-    """What a job is, and of which keys: how many, the newest one's revision, and what was noted."""
+    """A job as it was described."""
 
-    mark: tuple[int, int, str]
+    mark: tuple[int, int, str]  # of its keys the number and the newest revision, and the note
     state: dict[str, Any]
     text: bytes  # the same as JSON
 
 
-class Looking:
-    """How many look at a job, and what tells its nodes so."""
+class Viewers:
+    """How many people view a job, and the task that tells its nodes so."""
 
     def __init__(self, task: asyncio.Task[Never]) -> None:
-        self.people = 0
+        self.count = 0
         self.task = task
 
 
 class Jobs:
     """`async with Jobs(client, prefix, timeout) as jobs`: as they are in etcd, while this is open.
 
-    only: the one job that is meant; "" all under the prefix.
-    `news` is set when something changes, and is another event from then on; `over` is set once
-    nobody is to be told any more. `keeper` ends with a fault of this program only. Raises EtcdError
-    where etcd does not serve the prefix at first.
+    `only` is the one job that is meant, "" all under the prefix. Raises EtcdError where etcd does
+    not serve the prefix at first.
     """
 
     def __init__(self, client: Client, prefix: str, timeout: float, only: str = "") -> None:
         self.prefix = prefix
         self._root = f"{prefix}/{only}/" if only else f"{prefix}/"
-        self.news, self.over = asyncio.Event(), asyncio.Event()
+        self.news = asyncio.Event()  # set by a change, which puts another one in its place
+        self.over = asyncio.Event()  # set once nobody is to hear of news any more
         self._client, self._timeout = client, timeout
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
         self._known: dict[str, Known] = {}
         self._series: dict[str, Series] = {}
-        self._looking: dict[str, Looking] = {}
-        self._notes: dict[str, str] = {}  # by job, why its nodes are not told that somebody looks
-        self._tellers: set[asyncio.Task[Never]] = set()
-        self._teller_failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
+        self._viewers: dict[str, Viewers] = {}
+        self._notes: dict[str, str] = {}  # by job, why its nodes do not hear of viewers
         self._charts: dict[str, bytes] = {}
         self._overview = b""
         self._answered = _timestamp()
@@ -118,6 +119,7 @@ class Jobs:
     async def __aenter__(self) -> Self:
         some = Get(self._root, prefix=True, limit=1)
         await self._client.range(some, timeout=self._timeout)
+        # It ends with a fault of this program only.
         self.keeper = asyncio.create_task(self._keep(), name="jobs")
         read = asyncio.create_task(self.news.wait())
         await asyncio.wait({self.keeper, read}, return_when=asyncio.FIRST_COMPLETED)
@@ -127,13 +129,11 @@ class Jobs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = {self.keeper, *self._tellers}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=_PATIENCE)
+        self.keeper.cancel()
+        await asyncio.wait({self.keeper}, timeout=_PATIENCE)
 
     def end(self) -> None:
-        """Nobody is to be told any more."""
+        """From here on nobody is to hear of news."""
         self.over.set()
         self._tell_news()
 
@@ -148,7 +148,7 @@ class Jobs:
     def in_short(self) -> list[dict[str, Any]]:
         """All jobs, each in short."""
         found = [known.state for known in map(self.known, self._jobs) if known]
-        return [_in_short(state) for state in found]
+        return [status.in_short(s) | {"steps_per_second": s["steps_per_second"]} for s in found]
 
     def known(self, job: str) -> Known | None:
         """A job; None if there is none of that name."""
@@ -187,9 +187,9 @@ class Jobs:
 
     async def _keep(self) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for work in (self._follow_etcd, self._ask, self._sample, self._heed_tellers):
-                    tasks.create_task(work(), name=work.__name__)
+            async with asyncio.TaskGroup() as self._tasks:
+                for work in (self._follow_etcd, self._ask, self._sample):
+                    self._tasks.create_task(work(), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -264,70 +264,124 @@ class Jobs:
     # --- telling the nodes ----------------------------------------------------------------
 
     @asynccontextmanager
-    async def looking(self, job: str) -> AsyncIterator[None]:
-        """While this is open the job's nodes know that somebody looks."""
-        if job not in self._looking:
-            task = asyncio.create_task(self._tell_nodes(job), name=f"look at {job}")
-            self._looking[job] = Looking(task)
-            self._tellers.add(task)
-            task.add_done_callback(self._teller_ended)
-        looking = self._looking[job]
-        looking.people += 1
+    async def viewed(self, job: str) -> AsyncIterator[None]:
+        """While this is open the job's nodes know that they are viewed."""
+        if job not in self._viewers:
+            task = self._tasks.create_task(self._tell_nodes(job), name=f"view {job}")
+            self._viewers[job] = Viewers(task)
+        viewers = self._viewers[job]
+        viewers.count += 1
         try:
             yield
         finally:
-            looking.people -= 1
-            if not looking.people:
-                del self._looking[job]
-                looking.task.cancel()
-
-    def _teller_ended(self, teller: asyncio.Task[Never]) -> None:
-        self._tellers.discard(teller)
-        error = None if teller.cancelled() else teller.exception()
-        if error and not self._teller_failed.done():
-            self._teller_failed.set_exception(error)
-
-    async def _heed_tellers(self) -> None:
-        """Raise what ends one of them: a fault of this program."""
-        await self._teller_failed
+            viewers.count -= 1
+            if not viewers.count:
+                del self._viewers[job]
+                viewers.task.cancel()
 
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
         while True:
-            looker = Looker(self._client, keys, self._timeout)
+            viewer = Viewer(self._client, keys, self._timeout)
             try:
-                while not looker.refused:
+                while not viewer.refused:
                     news = self.news
                     if (known := self.known(job)) and known.state["nodes"]:
-                        await looker.look(Snapshot(self._snapshot.revision, self._jobs[job]))
+                        await viewer.view(Snapshot(self._snapshot.revision, self._jobs[job]))
                     await news.wait()
-                self._notes[job] = looker.refused
+                self._notes[job] = viewer.refused
                 self._tell_news()
                 await asyncio.sleep(_AGAIN)
             finally:
                 self._notes.pop(job, None)
-                await looker.end()
+                await viewer.end()
+
+
+class Viewer:
+    """Tells a job's nodes that it is viewed, so that they say how fast they are.
+
+    It does so by a key under a lease of its own. `is_heard` is set once they know, and `refused`
+    says why etcd does not let it.
+    """
+
+    def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
+        self.is_heard = False
+        self.refused = ""
+        self._trouble = ""
+        self._client, self._keys, self._timeout = client, keys, timeout
+        self._session: Session | None = None
+        self._scope = AsyncExitStack()
+
+    async def view(self, seen: Snapshot) -> None:
+        """Say so, if no other viewer does."""
+        if self._keys.watched in seen.kvs:
+            self.is_heard, self.refused = True, ""
+            return
+        if self.refused:
+            return
+        try:
+            if self._session is None or self._session.lost.done():
+                session = Session(self._client, LOOK_TTL, timeout=self._timeout)
+                self._session = await self._scope.enter_async_context(session)
+            value = encode(Watched(LOOK_PERIOD, by=query.user()))
+            put = Put(self._keys.watched, value, self._session.lease)
+            await self._client.txn(Txn((), (put,)), self._timeout)
+            self.is_heard = True
+        except EtcdDenied as error:
+            self.refused = f"steps are not shown: {error}"
+        except EtcdError as error:
+            self._trouble = f"etcd: {error}"
+        else:
+            self._trouble = ""
+
+    @property
+    def note(self) -> str:
+        """A warning for people, about what they see."""
+        since = self._session.silent_since if self._session else None
+        if since is not None:
+            return f"no answer from etcd for {now() - since:.0f} s: this may be old"
+        return self.refused or self._trouble
+
+    async def end(self) -> None:
+        """The key goes with its lease."""
+        await self._scope.aclose()
+
+
+def pace_as_json(pace: Pace | None) -> dict[str, Any] | None:
+    """A node's word of its workers, in JSON."""
+    if pace is None:
+        return None
+    return {"step": pace.step, "per_second": pace.per_second, "doing": str(pace.doing)}
+
+
+def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
+    """The nodes' own words of how fast their workers are, in the world that trains."""
+    found = {}
+    for member in view.members:
+        kv = snapshot.kvs.get(keys.pace(member.lease))
+        try:
+            pace = decode(Pace, kv.value, lease=member.lease) if kv else None
+        except ValueError:
+            continue
+        if pace and pace.generation == view.trains:
+            found[member.node] = pace
+    return found
 
 
 def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
     """A job as `status --json` has it, and what `top` adds to that."""
     view = view_of(seen, keys, Everything())
     state = status.describe(job, view)
-    told = paces(seen, keys, view)
+    by_node = paces(seen, keys, view)
     for node in state["nodes"]:
-        pace = told.get(node["node"])
-        node["pace"] = pace_as_json(pace) if pace else None
-    rates = [pace.per_second for pace in told.values()]
+        node["pace"] = pace_as_json(by_node.get(node["node"]))
+    rates = [pace.per_second for pace in by_node.values()]
     return state | {
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,
         "summary": [*status.summary(state), *filter(None, [note])],
         "events": status.events(state),
     }
-
-
-def _in_short(state: dict[str, Any]) -> dict[str, Any]:
-    return status.in_short(state) | {"steps_per_second": state["steps_per_second"]}
 
 
 def _json(value: Any) -> bytes:

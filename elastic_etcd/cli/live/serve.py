@@ -6,15 +6,16 @@ import asyncio
 import json
 import signal
 import socket
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from elastic_etcd.cli import options, query
+from elastic_etcd.cli.values import listening
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import uvicorn
 
@@ -25,10 +26,10 @@ _LISTEN = "127.0.0.1:8484"
 _MOST_CONNECTIONS = 256
 _GRACE = 1  # seconds, for answers under way at the end
 _EPILOG = """\
-Nobody is asked who he is, and everything is only read: names and addresses of nodes, and the last
-tracebacks. So it listens on the loopback only, unless told otherwise; docs/operate.md has a reverse
-proxy. While a job's page is open its nodes say how fast they are, which takes the right to write
-JOB/watched.
+There is no authentication, and everything is only read: names and addresses of nodes, and the last
+tracebacks. So it listens on the loopback only, unless --listen names another address;
+docs/operate.md has a reverse proxy. While a job's page is open its nodes say how fast they are,
+which takes the right to write JOB/watched.
 
 examples:
   elastic-etcd serve --etcd etcd1:2379
@@ -50,12 +51,13 @@ def parser() -> options.Parser:
     """The command line of `elastic-etcd serve`."""
     text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
     every = "each job under --prefix, as without JOB"
-    made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every)
+    as_json = "say in one JSON object where it is shown"
+    made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every, as_json=as_json)
     made.set_defaults(check=query.not_both)
     made.add_argument(
         "--listen",
-        type=options.listening,
-        default=options.listening(_LISTEN),
+        type=listening,
+        default=listening(_LISTEN),
         metavar="[HOST:]PORT",
         help=f"where (default: {_LISTEN}; port 0: any that is free)",
     )
@@ -67,8 +69,6 @@ def parser() -> options.Parser:
         help="another name of this server in browsers' requests, as behind a reverse proxy; may be "
         "given again (those for its address, this machine's name and localhost are answered)",
     )
-    told = "say in one JSON object where it is shown"
-    made.add_argument("--json", action="store_true", help=told)
     return made
 
 
@@ -103,7 +103,9 @@ async def _serve(client: Client, args: Namespace) -> int:
 
 
 def _say(listener: socket.socket, args: Namespace) -> None:
-    url, shown = f"http://{_url(listener)}/", args.prefix
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    shown = args.prefix
     if args.job:
         url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
     line = json.dumps({"url": url, "shown": shown}) if args.json else f"{shown} is shown at {url}"
@@ -118,7 +120,8 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
         server.should_exit = True
         jobs.end()
 
-    server.capture_signals = _nothing  # type: ignore[method-assign]  # it would raise them again
+    # uvicorn's own would raise them again at its end.
+    server.capture_signals = nullcontext  # type: ignore[method-assign,assignment] # as said
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
@@ -132,11 +135,6 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
     return ended[0]
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -144,8 +142,3 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"--listen {host}:{port}: {reason}; port 0 is any that is free") from error
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import sys
-from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any, Literal
+import termios
+import tty
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_etcd.cli import control, query, status
-from elastic_etcd.cli.live import terminal
-from elastic_etcd.cli.live.jobs import Jobs
-from elastic_etcd.cli.live.viewers import Leases, Looker, pace_as_json, paces
+from elastic_etcd.cli import query, status, write_requests
+from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.times import LOOK_PERIOD
+from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from rich.console import RenderableType
 
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Keys
@@ -38,13 +44,17 @@ _MOST_ASKED = 64  # where it is printed once
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
 _QUIT, _QUITS = "q: quit", ("q", "Q", "\x03")
 _UP, _DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
+_PAUSE = 0.1  # seconds between two frames, at least
+_FRAME = 1.0  # seconds between two frames, where nothing happens
+_KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
+_ASKED = 8  # leases at a time
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
-Nodes say how fast they are as long as somebody looks, which takes the right to write JOB/watched;
-all else is only read. "lease" is how long a node's lease still is, of how long: it is renewed each
-third of that, and without that the node is lost at 0. Without a terminal, or with --once or --json,
-the job is printed once. With --all there is a line for each job, and q: quit.
+Nodes say how fast they are as long as somebody views the job, which takes the right to write
+JOB/watched; all else is only read. "lease" is how long a node's lease still is, of how long: it is
+renewed each third of that, and without that the node is lost at 0. Without a terminal, or with
+--once or --json, the job is printed once. With --all there is a line for each job, and q: quit.
 
 examples:
   elastic-etcd top resnet-7 --etcd etcd1:2379
@@ -56,10 +66,10 @@ examples:
 def parser() -> options.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
-    made = query.parser("top", text, _EPILOG, every="each job under --prefix, in a line")
+    every = "each job under --prefix, in a line"
+    as_json = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    made = query.parser("top", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument("--once", action="store_true", help="print it once")
-    told = "print one JSON object, that of status and paces and leases; with --all, one a line"
-    made.add_argument("--json", action="store_true", help=told)
     return made
 
 
@@ -80,21 +90,21 @@ async def _top(job: query.Job, args: Namespace) -> None:
     async with AsyncExitStack() as scope:
         changed = asyncio.Event()
         mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
-        looker = Looker(job.client, job.keys, job.timeout)
-        scope.push_async_callback(looker.end)
+        viewer = Viewer(job.client, job.keys, job.timeout)
+        scope.push_async_callback(viewer.end)
         leases = Leases(job.client, screen.lefts)
         if not once:
             await _follow_job(
-                screen, mirror, changed, looker, leases, control.Job(job.client, args)
+                screen, mirror, changed, viewer, leases, write_requests.SteeredJob(job.client, args)
             )
             return
-        await looker.look(seen)
+        await viewer.view(seen)
         await asyncio.sleep(
-            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if looker.told else 0
+            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if viewer.is_heard else 0
         )
         if snapshot := mirror.snapshot():
             screen.see(snapshot, job.keys)
-        screen.note = looker.note
+        screen.note = viewer.note
         with suppress(EtcdError):
             await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
         if args.json:
@@ -124,11 +134,11 @@ async def _follow_all(known: Jobs) -> None:
     async def press(key: str) -> bool:
         return key in _QUITS
 
-    async def look_again() -> None:
+    async def refresh() -> None:
         if known.keeper.done():
             known.keeper.result()
 
-    await terminal.show(asyncio.Event(), draw, press, look_again)
+    await _run_screen(asyncio.Event(), draw, press, refresh)
 
 
 def _of_all(known: Jobs, count: int, room: int) -> str:
@@ -142,19 +152,19 @@ async def _follow_job(
     screen: Screen,
     mirror: Mirror,
     changed: asyncio.Event,
-    looker: Looker,
+    viewer: Viewer,
     leases: Leases,
-    job: control.Job,
+    job: write_requests.SteeredJob,
 ) -> None:
     mirror.failed.add_done_callback(lambda _: changed.set())
 
-    async def look_again() -> None:
+    async def refresh() -> None:
         if mirror.failed.done():
             mirror.failed.result()
         if snapshot := mirror.snapshot():
-            await looker.look(snapshot)
+            await viewer.view(snapshot)
             screen.see(snapshot, job.keys)
-        screen.note = looker.note
+        screen.note = viewer.note
 
     async def press(key: str) -> bool:
         return await screen.press(key, job)
@@ -162,14 +172,14 @@ async def _follow_job(
     try:
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
-            await terminal.show(changed, screen.render, press, look_again)
+            await _run_screen(changed, screen.render, press, refresh)
             asking.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
 class Screen:
-    """What is shown, and which node is meant by the keys."""
+    """The screen of one job, and the node that keys are about."""
 
     def __init__(self, job: str, *, once: bool) -> None:
         self.note = ""
@@ -181,7 +191,7 @@ class Screen:
         self._paces: dict[str, Pace] = {}  # by node
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
-        self._said = ""
+        self._message = ""
 
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
         """Take note of the job's new state."""
@@ -192,15 +202,15 @@ class Screen:
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
-        """As status has them."""
+        """The nodes, as status has them."""
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
-    async def press(self, key: str, job: control.Job) -> bool:
+    async def press(self, key: str, job: write_requests.SteeredJob) -> bool:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
-            self._said = await _steered(job, command, asked) if key == "y" else "nothing is done"
+            self._message = await _steered(job, command, asked) if key == "y" else "nothing is done"
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
@@ -216,14 +226,14 @@ class Screen:
     def as_json(self) -> dict[str, Any]:
         """That of status, with what is known of each node's pace and lease."""
         nodes = [
-            node | {"pace": self._pace_of(node), "lease_left": self._left_of(node)}
+            node
+            | {
+                "pace": pace_as_json(self._paces.get(node["node"])),
+                "lease_left": self._left_of(node),
+            }
             for node in self.nodes
         ]
         return self._state | {"nodes": nodes, "note": self.note}
-
-    def _pace_of(self, node: dict[str, Any]) -> dict[str, Any] | None:
-        pace = self._paces.get(node["node"])
-        return pace_as_json(pace) if pace else None
 
     def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
         left = self.lefts.get(unhexed(node["lease"]))
@@ -232,7 +242,7 @@ class Screen:
         return {"seconds": left.seconds, "granted": left.granted}
 
     def render(self, height: int) -> Group:
-        """As many lines as there is room for: the head's, then the nodes', then the events'."""
+        """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
         head = [*status.summary(self._state), *filter(None, [self.note])]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
@@ -248,7 +258,7 @@ class Screen:
             return []
         if self._asks[0]:
             return [f"{' '.join(self._asks)}? y: yes, any other key: no"]
-        return [self._said, _KEYS] if self._said else [_KEYS]
+        return [self._message, _KEYS] if self._message else [_KEYS]
 
     def _table(self, rows: int) -> Table:
         table = Table(box=None, pad_edge=False, expand=False)
@@ -282,9 +292,111 @@ def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
 
 
-async def _steered(job: control.Job, command: str, node: str) -> str:
-    """What came of it, in a line."""
+async def _steered(job: write_requests.SteeredJob, command: str, node: str) -> str:
+    """Drain or undrain a node; gives the outcome in a line."""
     try:
-        return str((await control.ask(job, command, node))["told"])
+        return str((await write_requests.ask(job, command, node))["told"])
     except ElasticEtcdError as error:
         return f"error: {error}"
+
+
+class Leases:
+    """Asks etcd how long leases still are, and puts it into `lefts`."""
+
+    def __init__(self, client: Client, lefts: dict[int, TimeToLive]) -> None:
+        self._client, self._lefts = client, lefts
+
+    async def follow(self, visible: Callable[[], Sequence[int]]) -> Never:
+        """Ask of those that are visible, some at a time, in turn."""
+        at = 0
+        while True:
+            leases = visible()
+            at = at + _ASKED if at + _ASKED < len(leases) else 0
+            for gone in self._lefts.keys() - set(leases):
+                del self._lefts[gone]
+            try:
+                await self.ask(leases[at : at + _ASKED])
+            except EtcdError:
+                self._lefts.clear()
+            await asyncio.sleep(LOOK_ASK)
+
+    async def ask(self, leases: Sequence[int]) -> None:
+        """Raises EtcdError."""
+        found = await asyncio.gather(*(self._client.left_of(lease, LOOK_ASK) for lease in leases))
+        self._lefts |= zip(leases, found, strict=True)
+
+
+# --- the terminal -------------------------------------------------------------------------
+
+
+async def _run_screen(
+    changed: asyncio.Event,
+    draw: Callable[[int], RenderableType],
+    press: Callable[[str], Awaitable[bool]],
+    refresh: Callable[[], Awaitable[None]],
+) -> None:
+    """Draw a screen again and again when something has `changed`, until `press` ends it."""
+    console = Console(highlight=False)
+    pressed: asyncio.Queue[str] = asyncio.Queue()
+    with (
+        _keys_of(pressed, changed),
+        _signals(pressed, changed),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            await refresh()
+            live.update(draw(console.height), refresh=True)
+            await asyncio.sleep(_PAUSE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FRAME):
+                    await changed.wait()
+            changed.clear()
+            while not pressed.empty():
+                key = pressed.get_nowait()
+                if key in signal.Signals.__members__:
+                    raise SystemExit(128 + signal.Signals[key])
+                if await press(key):
+                    return
+
+
+@contextmanager
+def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
+    """Put each key that is pressed into the queue, as the terminal sends it."""
+    loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def read() -> None:
+        text = b""
+        with suppress(OSError):  # the terminal has gone
+            text = os.read(terminal, 1024)
+        for key in _KEY.findall(text.decode(errors="replace")) or ["q"]:
+            pressed.put_nowait(key)
+        changed.set()
+
+    tty.setcbreak(terminal)
+    loop.add_reader(terminal, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _signals(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
+    """Quit on a signal that ends this, so that the terminal is as it was; it can't be stopped."""
+    loop, ends = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: signal.Signals) -> None:
+        pressed.put_nowait(number.name)
+        changed.set()
+
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    for number in ends:
+        loop.add_signal_handler(number, end, number)
+    try:
+        yield
+    finally:
+        for number in ends:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTSTP, before)

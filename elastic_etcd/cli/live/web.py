@@ -101,21 +101,19 @@ class _Guard:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
-        host = _name_in(headers.get("host", ""))
+        host = _host_of(headers.get("host", "").lower())
         if host not in self._hosts and host != scope["server"][0].lower():
-            told = "This is not the host that is asked for; see elastic-etcd serve --allow-host.\n"
-            return PlainTextResponse(told, 421)
+            text = "This is not the host that is asked for; see elastic-etcd serve --allow-host.\n"
+            return PlainTextResponse(text, 421)
         site = headers.get("sec-fetch-site", "none")
         if scope["path"].startswith("/api/") and site not in ("none", "same-origin"):
             return PlainTextResponse("not for other sites\n", 403)
         return None
 
 
-def _name_in(host: str) -> str:
-    """What is before the port in a Host header, without the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+def _host_of(header: str) -> str:
+    """The name in a Host header: without the port, or the brackets of an IPv6 address."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
 class _Pages:
@@ -154,8 +152,8 @@ class _Pages:
 
     def _stream(self, request: Request, job: str) -> Response:
         if self._streams >= MOST_STREAMS:
-            told = f"{MOST_STREAMS} pages are open: no more are followed\n"
-            return PlainTextResponse(told, 503, {"Retry-After": "10"})
+            text = f"{MOST_STREAMS} pages are open: no more are followed\n"
+            return PlainTextResponse(text, 503, {"Retry-After": "10"})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return _Stream(self._counted(job), media_type="text/event-stream")
@@ -163,19 +161,19 @@ class _Pages:
     async def _counted(self, job: str) -> AsyncGenerator[bytes]:
         self._streams += 1
         try:
-            async with self._jobs.looking(job) if job else nullcontext():
+            async with self._jobs.viewed(job) if job else nullcontext():
                 async for message in self._messages(job):
                     yield message
         finally:
             self._streams -= 1
 
     async def _messages(self, job: str) -> AsyncGenerator[bytes]:
-        """What has changed since the last one, as server-sent events."""
-        told: dict[str, bytes] = {}
+        """Give the changes since the last message, as server-sent events."""
+        sent: dict[str, bytes] = {}
         while not self._jobs.over.is_set():
             news, now = self._jobs.news, self._now(job)
-            changed = [_event(name, now[name]) for name in now if told.get(name) != now[name]]
-            told = now
+            changed = [_event(name, now[name]) for name in now if sent.get(name) != now[name]]
+            sent = now
             if changed:
                 yield b"".join(changed)
             pause = max(1.0, sum(map(len, changed)) / _PER_MESSAGE) * _SOONEST
@@ -193,7 +191,7 @@ class _Pages:
 
 
 class _Stream(StreamingResponse):
-    """One that ends as soon as its client is gone, or takes nothing any more."""
+    """An answer that ends as soon as its client is gone, or takes nothing any more."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope

@@ -1,8 +1,9 @@
 """`ee.latest_checkpoint`: the newest checkpoint among the nodes, on every node.
 
-The first worker of each node says in the generation's store what its node has; that of group rank 0
-makes a plan of it, which all follow: who lacks the newest copies it from a node that has it, over a
-connection of their own. Only when all have it, whole, is it the one; else all go on to the next.
+The first worker of each node offers its node's checkpoints in the generation's store. That of group
+rank 0 makes a plan of the offers, which all follow: a node that lacks the newest copies it from one
+that has it, over a connection of their own. It counts when all have it, whole; else all go on to
+the next.
 """
 
 import hmac
@@ -34,8 +35,8 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
     File,
     Manifest,
     Number,
+    check_free,
     check_intact,
-    check_room,
     found_in,
     give_name,
     keep_only,
@@ -47,7 +48,7 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
 from elastic_etcd.train.state.free_memory import shown
 
 PATIENCE = 300.0  # seconds for the other nodes' workers to get here, and for each copy of theirs
-_TELL = 10.0  # seconds of waiting or copying, after each of which that is told
+_TELL = 10.0  # seconds of waiting or copying between two lines in the log
 _STILL = 10.0  # seconds in which not one byte comes
 _TRIED = 8  # checkpoints, the newest ones
 _CALLERS = 16  # at a time
@@ -59,7 +60,7 @@ _calls: dict[str, int] = defaultdict(int)  # by generation
 
 
 class Offer(Struct, frozen=True):
-    """What a node has, and where it can be got."""
+    """The checkpoints of a node, and the address that serves them."""
 
     addr: Annotated[str, Meta(max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
@@ -85,14 +86,18 @@ class Plan(Struct, frozen=True):
 def latest_checkpoint(disk: str | os.PathLike[str] | None = None) -> Path | None:
     """The folder of the newest checkpoint of `ee.memory_checkpoint`; None if there is none.
 
-    To be called on every rank, before training, in the same order: it waits for all nodes. The
-    newest is the one with the most steps, in the memory of any node or in `disk`. It is on every
-    node when this returns; all files are as they were written. One that is damaged, or lost on its
-    way with who had it, gives way to the next newest. What is in the folder is for reading.
+        folder = ee.latest_checkpoint(disk="checkpoints")
+        if folder:
+            state = torch.load(folder / "state.pt")
 
-    Raises UsageError when another node's workers don't call it, and when the memory is too small;
-    MalformedState when no checkpoint is whole, because beginning anew would lose the training.
-    Without our launcher it is the newest in `disk`.
+    Call it on every rank, before training, in the same order: it waits for all nodes. The newest
+    has the most steps, in the memory of any node or in `disk`, a directory. It is on every node
+    when this returns; all files are as they were written. A checkpoint that is damaged, or lost on
+    its way with its last node, gives way to the next newest. The folder is for reading only.
+
+    Raises UsageError when another node's workers don't call it within 300 s, and when the memory is
+    too small; MalformedState when no checkpoint is whole, because beginning anew would lose the
+    training. Without our launcher it is the newest in `disk`. See docs/memory.md.
     """
     memory = memory_of(os.environ)
     root = None if disk is None else Path(disk).absolute()
@@ -149,7 +154,7 @@ class Node:
         _calls[generation] += 1
 
     def path_from_first(self) -> Path | None:
-        """What the first worker of this node tells."""
+        """The path that the first worker of this node has found."""
         what = "the first worker of this node"
         path = self._wait(f"path/{self._rank}", what, 2 * PATIENCE).decode(errors="surrogateescape")
         return Path(path) if path else None
@@ -159,7 +164,7 @@ class Node:
         self._store.set(f"path/{self._rank}", os.fsencode(path or ""))
 
     def agree(self) -> Path | None:
-        """Take part for this node; gives the path here of what all have."""
+        """Take part for this node; gives the path here of the checkpoint that all have."""
         for unfinished in self._memory.glob(".*"):  # nobody writes here before this has returned
             rmtree(unfinished, ignore_errors=True)
         if self._disk and self._rank == 0:
@@ -174,7 +179,7 @@ class Node:
             return self._follow(plan, held)
 
     def _own_address(self) -> str:
-        """Where the others reach this node: as the store is reached, and on the way to it."""
+        """The address by which others reach this node: the store's, or that on the way to it."""
         if self._rank == 0:
             return self._endpoint[0]
         family, kind, *_, where = socket.getaddrinfo(*self._endpoint, type=socket.SOCK_DGRAM)[0]
@@ -185,7 +190,7 @@ class Node:
     def _make_plan(self) -> Plan:
         offers = {}
         for rank in range(self._nodes):
-            offers[rank] = _offer_in(self._wait(f"offer/{rank}", f"group rank {rank}"))
+            offers[rank] = read_offer(self._wait(f"offer/{rank}", f"group rank {rank}"))
         holders: dict[Checkpoint, list[int]] = defaultdict(list)
         for rank, offer in offers.items():
             for step, generation in offer.held:
@@ -203,7 +208,13 @@ class Node:
             if self._all_have_it(number, checkpoint, path):
                 assert path is not None
                 keep_only(self._memory, checkpoint)
-                self._tell(checkpoint, candidate, time.monotonic() - began)
+                if self._rank == 0:
+                    log.warning(
+                        "training goes on from step %d, of generation %d: %d of %d nodes had that "
+                        "(%.1f s)",
+                        *(checkpoint.step, checkpoint.generation),
+                        *(len(candidate.nodes), self._nodes, time.monotonic() - began),
+                    )
                 return path
         if plan.candidates:
             raise _none_whole({Checkpoint(c.step, c.generation): c for c in plan.candidates})
@@ -240,14 +251,6 @@ class Node:
         what = f"all nodes to have {checkpoint.name}"
         return self._wait(f"verdict/{number}", what) == b"had"
 
-    def _tell(self, checkpoint: Checkpoint, candidate: Candidate, seconds: float) -> None:
-        if self._rank:
-            return
-        log.warning(
-            "training goes on from step %d, of generation %d: %d of %d nodes had that (%.1f s)",
-            *(checkpoint.step, checkpoint.generation, len(candidate.nodes), self._nodes, seconds),
-        )
-
     def _wait(self, key: str, what: str, patience: float = PATIENCE) -> bytes:
         """The value of a key, once it is there. Raises UsageError when that takes too long."""
         deadline = time.monotonic() + patience
@@ -262,7 +265,8 @@ class Node:
         )
 
 
-def _offer_in(data: bytes) -> Offer:
+def read_offer(data: bytes) -> Offer:
+    """An offer that somebody else may have written. Raises MalformedState."""
     try:
         return json.decode(data, type=Offer)
     except (MsgspecError, RecursionError) as error:
@@ -270,14 +274,14 @@ def _offer_in(data: bytes) -> Offer:
 
 
 class Sender:
-    """Serves what a node has to those who know the nonce of its offer; a context."""
+    """Serves a node's checkpoints to those who know the nonce of its offer; a context."""
 
     def __init__(self, address: str, held: Mapping[Checkpoint, Path]) -> None:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((address, 0), family=family)
         self._nonce = secrets.token_bytes(16)
         self._held = held
-        self._room = threading.BoundedSemaphore(_CALLERS)
+        self._slots = threading.BoundedSemaphore(_CALLERS)
         self._thread = threading.Thread(target=self._serve, name="elastic_etcd checkpoints")
         port = self._socket.getsockname()[1]
         names = [(checkpoint.step, checkpoint.generation) for checkpoint in held]
@@ -296,11 +300,11 @@ class Sender:
         with suppress(OSError):  # it is shut down
             while True:
                 caller, _ = self._socket.accept()
-                self._room.acquire()
+                self._slots.acquire()
                 threading.Thread(target=self._answer, args=(caller,)).start()
 
     def _answer(self, caller: socket.socket) -> None:
-        with caller, suppress(OSError, MalformedState):  # who asked sees the end of it
+        with caller, suppress(OSError, MalformedState):  # the caller sees the end of it
             try:
                 caller.settimeout(_STILL)
                 nonce, step, generation = _HELLO.unpack(_read(caller, _HELLO.size))
@@ -308,7 +312,7 @@ class Sender:
                 if hmac.compare_digest(nonce, self._nonce) and path:
                     _send(caller, path, Checkpoint(step, generation))
             finally:
-                self._room.release()
+                self._slots.release()
 
 
 def _send(caller: socket.socket, path: Path, checkpoint: Checkpoint) -> None:
@@ -337,8 +341,8 @@ def _some(sock: socket.socket, most: int) -> bytes:
 def pull(offer: Offer, checkpoint: Checkpoint, memory: Path) -> Path:
     """Copy a checkpoint from the node that offers it, into memory; gives its path.
 
-    What is there already stays until the new one is whole. Raises OSError, MalformedState for what
-    is not what was offered, and UsageError when there is no room.
+    Older ones stay until the new one is whole. Raises OSError, MalformedState for another one than
+    was offered, and UsageError without enough free memory.
     """
     folder = memory / ".copied"
     rmtree(folder, ignore_errors=True)
@@ -350,7 +354,7 @@ def pull(offer: Offer, checkpoint: Checkpoint, memory: Path) -> Path:
         if length > LONGEST_MANIFEST:
             raise MalformedState(f"a manifest of {shown(length)}")
         manifest = read_manifest(_read(sock, length), checkpoint)
-        check_room(memory, manifest.size, f"{checkpoint.name}, from {offer.addr},")
+        check_free(memory, manifest.size, f"{checkpoint.name}, from {offer.addr},")
         folder.mkdir()
         try:
             _receive(sock, manifest, folder)
@@ -371,7 +375,7 @@ def _receive(sock: socket.socket, manifest: Manifest, folder: Path) -> None:
 
 
 def _receive_file(sock: socket.socket, file: File, folder: Path) -> Iterator[int]:
-    """Write one file; gives the sizes of its pieces as they come."""
+    """Write one file; gives the sizes of its chunks as they come."""
     path = folder / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     crc, left = 0, file.size

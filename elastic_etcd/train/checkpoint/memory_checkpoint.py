@@ -1,8 +1,9 @@
 """`ee.memory_checkpoint`: checkpoints in any format, as folders in memory that outlives the worker.
 
 A checkpoint is written into a folder whose name begins with a dot. Its manifest is written last,
-and then it gets its name at once: what has a name is complete. The agent made the directory, and
-removes it at its end. What is in it is the node's own; memory_sync.py brings nodes together.
+and then it gets its name at once: a checkpoint with a name is complete. The agent made the
+directory, and removes it at its end. The directory is the node's own; latest_checkpoint.py brings
+nodes together.
 """
 
 import os
@@ -42,7 +43,7 @@ class File(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """What a checkpoint is made of."""
+    """The files that a checkpoint is made of."""
 
     step: Number
     generation: Number
@@ -56,7 +57,7 @@ class Manifest(Struct, frozen=True):
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """Which one: the newest has the most steps, and among those of as many the latest world's."""
+    """A checkpoint's identity: the newest has the most steps, then the latest generation."""
 
     step: int
     generation: int
@@ -68,7 +69,7 @@ class Checkpoint:
 
     @classmethod
     def named(cls, name: str) -> Self | None:
-        """The one whose folder is called so; None if it is none's."""
+        """The checkpoint whose folder is called so; None for another name."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
@@ -87,18 +88,20 @@ def memory_checkpoint(
             if folder and os.environ["LOCAL_RANK"] == "0":
                 torch.save(state, folder / "state.pt")
 
-    One is due when `step` is a multiple of `every`, but not the step that training began with or
-    that was written last: where gradients are accumulated a callback comes several times after the
-    same step. What the first worker of a node (local rank 0) has written into its folder, in any
-    format, is a checkpoint of that node when the block ends; what other workers write into theirs
-    is dropped, and so is everything when the block raises. One that is written on one node only
-    goes with that node. The node keeps the newest, and the one before it until the next is begun,
-    so that it takes twice its size. When `step` is a multiple of `disk_every`, rank 0 copies its
-    checkpoint to a folder in `disk`, too, where nothing is ever removed. `ee.latest_checkpoint`
-    finds the newest after a restart.
+    step: of the optimizer, counted from 0. A checkpoint is due when it is a multiple of `every`,
+    but not for the step that training began with or that was written last: with gradients that are
+    accumulated a callback comes several times after the same step. When `step` is a multiple of
+    `disk_every`, rank 0 copies its checkpoint to a folder in `disk`, too, and removes none there.
 
-    Without our launcher there is no such memory, and only what goes to `disk` is due. Raises
-    UsageError where there is neither, and with the figures when the memory is too small.
+    The files that the first worker of a node (local rank 0) has written into its folder, in any
+    format, are a checkpoint of that node when the block ends; those of other workers are dropped,
+    and so is everything when the block raises. A checkpoint that is written on one node only goes
+    with that node. The node keeps the newest, and the one before it until the next is begun, so
+    that it takes twice its size. `ee.latest_checkpoint` finds the newest after a restart.
+
+    Without our launcher there is no such memory, and a checkpoint is due for `disk` only. Raises
+    UsageError if there is neither, and with the figures, in bytes, when the memory is too small.
+    See docs/memory.md.
     """
     target = _target(step, every, disk, disk_every)
     if target is None:
@@ -106,7 +109,7 @@ def memory_checkpoint(
         return
     target.begin()
     try:
-        with _telling_shortage(target.folder):
+        with _shortage_explained(target.folder):
             yield target.folder
             target.finish()
         remember(target.folder.parent, step)
@@ -121,20 +124,25 @@ def remember(root: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a rank writes: into `folder`, which is dropped unless it gets its name in a `root`."""
+    """The place that a rank writes to: `folder`, which is dropped unless it gets a name."""
 
     checkpoint: Checkpoint
     folder: Path
-    memory: Path | None = None  # a root
-    disk: Path | None = None  # another
+    memory: Path | None = None  # the directory in which it gets its name
+    disk: Path | None = None  # the one in which it does, or a copy
 
     def begin(self) -> None:
-        """Make the folder, and first room for it. Raises UsageError and OSError."""
+        """Make the folder, once there is memory for it. Raises UsageError and OSError."""
         if self.disk:
             self.disk.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)  # of a worker that was killed
         if self.memory:
-            _make_room(self.memory)
+            found = found_in(self.memory)
+            newest = next(iter(found), None)
+            keep_only(self.memory, newest)
+            if newest:
+                size = _size_of(newest, found[newest])
+                check_free(self.memory, size, "the next checkpoint")
         self.folder.mkdir()
 
     def finish(self) -> None:
@@ -148,7 +156,7 @@ class _Target:
                 copy_to_disk(path, self.disk / path.name)
             older = [*found_in(self.memory).items()][1:]  # which go before the next is begun
             needed = manifest.size - sum(_size_of(*each) for each in older)
-            check_room(self.memory, needed, "the next checkpoint")
+            check_free(self.memory, needed, "the next checkpoint")
         elif self.disk:
             _flush_all(self.folder)
             give_name(self.folder, manifest, self.disk)
@@ -218,7 +226,7 @@ def found_in(root: Path) -> dict[Checkpoint, Path]:
 
 
 def describe(folder: Path, checkpoint: Checkpoint) -> Manifest:
-    """The manifest of what lies in the folder; reads all of it."""
+    """The manifest of the folder's files; reads all of them."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [
         File(str(path.relative_to(folder)), path.stat().st_size, crc_of(path)) for path in paths
@@ -267,7 +275,7 @@ def check_intact(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def crc_of(path: Path) -> int:
-    """Of a whole file."""
+    """The CRC-32 of a whole file."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -294,7 +302,7 @@ def _aside(name: str) -> str:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what a killed worker has left on a disk; nobody may be writing there."""
+    """Remove a killed worker's remains on a disk; nobody may be writing there."""
     for path in root.glob(".step-*-*.*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -311,15 +319,7 @@ def keep_only(root: Path, keep: Checkpoint | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-# --- room ---------------------------------------------------------------------------------
-
-
-def _make_room(memory: Path) -> None:
-    """Keep the newest only, and see that another one fits beside it. Raises UsageError."""
-    found = found_in(memory)
-    keep_only(memory, next(iter(found), None))
-    for checkpoint, path in [*found.items()][:1]:
-        check_room(memory, _size_of(checkpoint, path), "the next checkpoint")
+# --- free memory --------------------------------------------------------------------------
 
 
 def _size_of(checkpoint: Checkpoint, path: Path) -> int:
@@ -327,8 +327,8 @@ def _size_of(checkpoint: Checkpoint, path: Path) -> int:
 
 
 @contextmanager
-def _telling_shortage(folder: Path) -> Iterator[None]:
-    """Say so where what was raised comes of a memory that is full; torch's writer does not."""
+def _shortage_explained(folder: Path) -> Iterator[None]:
+    """Raise UsageError for an error that comes of a full memory; torch's writer hides that."""
     try:
         yield
     except UsageError:
@@ -342,13 +342,13 @@ def _telling_shortage(folder: Path) -> Iterator[None]:
 
 
 def free_in(root: Path) -> Free:
-    """What can be written there: of the file system, and of what memory is free."""
+    """The bytes that can be written there: of the file system, and of the free memory."""
     disk = os.statvfs(root)
     whole = shown(disk.f_blocks * disk.f_frsize)
     return min(Free(disk.f_bavail * disk.f_frsize, whole), free_memory(), key=lambda f: f.size)
 
 
-def check_room(root: Path, size: int, what: str) -> None:
+def check_free(root: Path, size: int, what: str) -> None:
     """Raise UsageError, with the figures, when `what`, of so many bytes, does not fit there."""
     free = free_in(root)
     if free.size < size:

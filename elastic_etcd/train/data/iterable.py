@@ -1,8 +1,8 @@
 """ElasticIterable: samples that are streamed from files, each once in an epoch over all worlds.
 
-Positions of an epoch, and who reads which, are in pieces. The batches of a loader carry with them
-how far their worker had come, so that what is prefetched does not count. docs/stream.md says what
-is guaranteed.
+stream_layout.py has the positions of an epoch, and who reads which. Each batch of a loader carries
+the position that its worker had reached, so that prefetched ones do not count. docs/stream.md says
+what is guaranteed.
 """
 
 import random
@@ -21,7 +21,13 @@ from torch.utils.data._utils import worker as torch_worker
 from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.permutation import Shuffle, order_of
 from elastic_etcd.train.data.shards import TAILS, Tail
-from elastic_etcd.train.data.stream_layout import MOST_FILES, Layout, Piece, Ranges, from_position
+from elastic_etcd.train.data.stream_layout import (
+    MOST_FILES,
+    FileRange,
+    Layout,
+    Ranges,
+    from_position,
+)
 
 _AHEAD = 8  # batches that ranks have ready between two questions whether all have more
 
@@ -29,20 +35,27 @@ _Mark = tuple[int, int]  # a worker, and the position after the last sample that
 
 
 class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read by mypy
-    """This rank's samples of a list of shards; record() counts what has been trained on.
+    """This rank's samples of a list of shards; record() counts those that were trained on.
 
-    shards: what `open` takes: paths, URLs, numbers; the same list on all ranks. open: called with
-    one of them and a number, it gives the samples from that one on, always in the same order; one
-    that can't seek reads and drops those before. lengths: how many samples each shard has; with it
-    shards are split, and all ranks get equally many samples. shuffle: the shards' order, by seed
-    and epoch. buffer: samples of a shard that are shuffled with each other; 0: none are.
+        data = ee.ElasticIterable(paths, lambda path, start: islice(read(path), start, None))
+        state = ee.ElasticState(model=model, data=data)
+        for batch in state.steps(data.loader(batch_size=32, num_workers=4), commit_every=10):
 
-    tail: with lengths, what becomes of the samples that the world does not divide, as for
+    shards: paths, URLs, numbers, as `open` takes them; the same list on all ranks.
+    open: a function of a shard and a number that gives the samples from that one on, always in the
+    same order; if it can't seek it reads and drops those before.
+    lengths: how many samples each shard has; with it shards are split, and all ranks get equally
+    many samples.
+    shuffle: the shards' order, by seed and epoch. buffer: samples of a shard that are shuffled with
+    each other; 0: none are.
+    tail: with lengths, the fate of the samples that the world does not divide, as for
     ElasticSampler. Without, "drop" ends the epoch on all ranks when the first one has no more;
-    with "uneven" each reads all that it has. rank, world_size: as for ElasticSampler.
+    with "uneven" each reads all that it has.
+    rank, world_size: as for ElasticSampler.
 
     All ranks make it with the same arguments but rank, and batches of the same size by the same
-    number of workers. `loader` makes the loader. The state is a few integers for each worker.
+    number of workers. The state is a few integers for each worker. Raises ValueError for an
+    argument out of its bounds. docs/stream.md says what is guaranteed.
     """
 
     def __init__(
@@ -72,7 +85,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._open, self._seed, self._epoch = open, seed, 0
         self._follows = rank is None
         self._warned = False
-        self.current: object = None  # what loader() has begun with last
+        self.current: object = None  # the token of the loader that has begun last
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
         self.rank, self.world_size = world
         self._begin_epoch(0)
@@ -85,15 +98,15 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def loader(
         self, batch_size: int | None = 1, *, kind: Any = DataLoader, **arguments: Any
     ) -> Any:
-        """A loader whose batches can be recorded; it takes what a DataLoader takes.
+        """A loader whose batches can be recorded; it takes a DataLoader's arguments.
 
-        kind: DataLoader, or what is made like one, as torchdata's StatefulDataLoader. Raises
+        kind: DataLoader, or a class that is made like it, as torchdata's StatefulDataLoader. Raises
         ValueError for persistent workers, who would read the first epoch again and again.
         """
         return StreamLoader(self, batch_size, kind, arguments)
 
     def __iter__(self) -> Iterator[Any]:
-        """What this rank has yet to read, without marks: for a look. Train with loader()."""
+        """The samples that this rank has yet to read, without marks. Train with loader()."""
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         own = self._split_own(workers)[number]
@@ -105,8 +118,8 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             self.settle()
             if self._ended and self._delivered and not self._warned:
                 self._warned = True
-                said = f"{len(self._delivered)} batches of an epoch were not recorded"
-                text = f"ElasticIterable: {said}: call record() after each step"
+                missed = f"{len(self._delivered)} batches of an epoch were not recorded"
+                text = f"ElasticIterable: {missed}: call record() after each step"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             self._begin_epoch(epoch)
 
@@ -129,7 +142,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def take(self) -> None:
         """A loop of state.steps goes on to the batch that was given last: it is in hand now.
 
-        The one before is trained on.
+        The batch before counts as trained on.
         """
         self.settle()
         self._in_hand = self._warned = True
@@ -145,7 +158,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         return self.tail != "uneven" or self.world_size == 1
 
     def agree(self) -> None:
-        """Tell all ranks what each of them has yet to read; ElasticState.commit() calls it.
+        """Tell all ranks the samples that each has yet to read; ElasticState.commit() calls it.
 
         Collective, where there is a process group. Raises RuntimeError, on all ranks alike, if they
         are in different epochs.
@@ -228,41 +241,42 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         return [sum(map(len, ranges)) for ranges in self._split_own(max(workers, 1))]
 
     def ranges_of(self, worker: int) -> Ranges:
-        """What this worker has to read."""
+        """The positions that this worker has to read."""
         return self._by_worker[worker]
 
     def read(self, ranges: Ranges) -> Iterator[tuple[int, Any]]:
         """The samples at these positions, each with the position after it."""
-        for piece in self._layout.pieces(ranges):
-            yield from _with_positions(piece, self._read_piece(piece))
+        for part in self._layout.file_ranges(ranges):
+            yield from _with_positions(part, self._read_file(part))
 
-    def _read_piece(self, piece: Piece) -> Iterator[Any]:
-        shard, count = self.shards[piece.file], piece.stop - piece.start
-        length = None if self.lengths is None else self.lengths[piece.file]
-        source = self._read_shuffled if self.buffer else self._read_in_order
+    def _read_file(self, part: FileRange) -> Iterator[Any]:
+        shard, count = self.shards[part.file], part.stop - part.start
+        length = None if self.lengths is None else self.lengths[part.file]
+        samples = self._read_shuffled(part, length) if self.buffer else self._read_in_order(part)
         read = 0
-        for sample in islice(_alone(source(piece, length)), count):
+        for sample in islice(_as_without_workers(samples), count):
             read += 1
             yield sample
         if length is not None and read < count:
-            short = f"shard {shard!r} ended after {piece.start + read} samples"
+            short = f"shard {shard!r} ended after {part.start + read} samples"
             raise ValueError(f"{short}, but its length was given as {length}")
 
-    def _read_in_order(self, piece: Piece, _length: int | None) -> Iterator[Any]:
-        yield from self._open(self.shards[piece.file], piece.start)
+    def _read_in_order(self, part: FileRange) -> Iterator[Any]:
+        """A generator, so that the file is opened where no worker can be seen."""
+        yield from self._open(self.shards[part.file], part.start)
 
-    def _read_shuffled(self, piece: Piece, length: int | None) -> Iterator[Any]:
-        """Blocks of the shard, each shuffled by its place, from the piece's start on."""
-        first = piece.start - piece.start % self.buffer
-        samples = iter(self._open(self.shards[piece.file], first))
-        while first < piece.stop:
+    def _read_shuffled(self, part: FileRange, length: int | None) -> Iterator[Any]:
+        """Blocks of the file, each shuffled by its place, from the part's start on."""
+        first = part.start - part.start % self.buffer
+        samples = iter(self._open(self.shards[part.file], first))
+        while first < part.stop:
             size = self.buffer if length is None else min(self.buffer, length - first)
             block = list(islice(samples, size))
             if not block:
                 return
-            key = f"{self._seed} {self._epoch} {piece.file} {first}"
+            key = f"{self._seed} {self._epoch} {part.file} {first}"
             random.Random(key).shuffle(block)  # noqa: S311 - no secret
-            yield from block[max(piece.start - first, 0) :]
+            yield from block[max(part.start - first, 0) :]
             first += self.buffer
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -292,7 +306,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         return self._layout.split(tuple(own), workers, "uneven")[0]
 
     def _settled(self) -> Ranges:
-        """What remains of the epoch, for all ranks. Raises RuntimeError if that is not known."""
+        """The remaining positions, of all ranks. Raises RuntimeError if they are not known."""
         self.settle()
         if not self._agreed and self.world_size == 1:
             self.agree()
@@ -306,12 +320,12 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             self._begin_shard(self._settled(), *world)
 
     def _gather_own(self, own: Ranges) -> list[range]:
-        """What all ranks have yet to read."""
-        told = gather([self._epoch, len(own)])
-        epochs = [epoch for epoch, _ in told]
+        """The positions that all ranks have yet to read."""
+        rows = gather([self._epoch, len(own)])
+        epochs = [epoch for epoch, _ in rows]
         if len(set(epochs)) > 1:
             raise RuntimeError(f"ranks are in different epochs: {epochs}; call set_epoch on all")
-        most = max(count for _, count in told)
+        most = max(count for _, count in rows)
         padded = [*own, *[range(0)] * (most - len(own))]
         rows = gather([bound for part in padded for bound in (part.start, part.stop)])
         pairs = (zip(row[::2], row[1::2], strict=True) for row in rows)
@@ -335,10 +349,11 @@ class StreamLoader:
     ) -> None:
         if arguments.get("persistent_workers"):
             raise ValueError("persistent workers would read the first epoch again: leave them out")
-        whole = convert if batch_size is None else default_collate
-        collate = _Collate(arguments.pop("collate_fn", None) or whole, alone=batch_size is None)
+        batched = batch_size is not None
+        collate = arguments.pop("collate_fn", None) or (default_collate if batched else convert)
+        marking = _Collate(collate, batched=batched)
         self.data = data
-        self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=collate, **arguments)
+        self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=marking, **arguments)
 
     def __len__(self) -> int:
         sizes = self.data.sizes(self.loader.num_workers)
@@ -354,6 +369,7 @@ class StreamLoader:
         return self._deliver(begun, iter(self.loader))
 
     def _deliver(self, begun: object, batches: Iterator[Any]) -> Iterator[Any]:
+        """A generator: the data has begun anew before its first batch is asked for."""
         for mark, batch in self._together(batches):
             if self.data.current is not begun:
                 raise RuntimeError("this iterator is void: the data has begun anew since")
@@ -365,8 +381,8 @@ class StreamLoader:
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """As many on each rank as on the one that has the fewest, where lengths don't see to it."""
         data = self.data
-        alone = rank_and_size(launched=False)[1] == 1 or data.world_size == 1
-        if alone or data.lengths is not None or data.tail != "drop":
+        single = rank_and_size(launched=False)[1] == 1 or data.world_size == 1
+        if single or data.lengths is not None or data.tail != "drop":
             yield from batches
             return
         ready = _AHEAD
@@ -389,13 +405,13 @@ class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read 
 class _Collate:
     """The user's collate_fn, beside which the mark of the batch goes."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, alone: bool) -> None:
-        self._collate, self._alone = collate, alone
+    def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        self._collate, self._batched = collate, batched
 
     def __call__(self, samples: Any) -> tuple[_Mark, Any]:
-        marked = [samples] if self._alone else samples
+        marked = samples if self._batched else [samples]
         plain = [sample for _, sample in marked]
-        batch = self._collate(plain[0] if self._alone else plain)
+        batch = self._collate(plain if self._batched else plain[0])
         return (_worker(), marked[-1][0]), batch
 
 
@@ -404,11 +420,11 @@ def _worker() -> int:
     return worker.id if worker else 0
 
 
-def _alone(samples: Iterator[Any]) -> Iterator[Any]:
+def _as_without_workers(samples: Iterator[Any]) -> Iterator[Any]:
     """The samples, made as if there were no workers.
 
-    webdataset and datasets split what they read among the workers that they see: here that would
-    be a worker's part, once more.
+    webdataset and datasets split their samples among the workers that they see: here that would
+    split a worker's part once more.
     """
     more = True
     while more:
@@ -421,17 +437,17 @@ def _alone(samples: Iterator[Any]) -> Iterator[Any]:
         yield from batch
 
 
-def _with_positions(piece: Piece, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-    """Each sample with the position after it; after the last one, that is the piece's end."""
+def _with_positions(part: FileRange, samples: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    """Each sample with the position after it; after the last one, that is the part's end."""
     held: list[Any] = []
-    position = piece.position
+    position = part.position
     for sample in samples:
         if held:
             position += 1
             yield position, held.pop()
         held.append(sample)
     if held:
-        yield piece.position + piece.stop - piece.start, held.pop()
+        yield part.position + part.stop - part.start, held.pop()
 
 
 def _check_shards(shards: Sequence[Any], lengths: Sequence[int] | None) -> None:

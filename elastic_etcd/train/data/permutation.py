@@ -119,7 +119,7 @@ class Keyed:
 
 def _hash_below(values: torch.Tensor, key: tuple[int, int, int], below: int) -> torch.Tensor:
     """Hash of each value to 0...below-1; int64 products wrap, which is the point of them."""
-    factor, term, factor2 = (_signed(word) for word in key)
+    factor, term, factor2 = (word - (1 << 64) if word >> 63 else word for word in key)  # signed
     h = values * factor
     h += term
     h ^= h >> 32
@@ -135,10 +135,6 @@ def _add_modulo(values: torch.Tensor, terms: torch.Tensor, modulus: int) -> None
     values += terms
     values -= modulus
     values += (values >> 63) & modulus  # back where it went below zero
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
 
 
 def _splitmix64(state: int) -> Iterator[int]:

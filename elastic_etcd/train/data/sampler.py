@@ -1,7 +1,7 @@
 """A sampler whose epoch goes on after any change of world: each index once, state of O(1).
 
-An epoch is one order of all indices. What has been trained on is recorded; what remains of the
-order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
+An epoch is one order of all indices. Samples that were trained on are recorded; the remaining part
+of the order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
 """
 
 import warnings
@@ -31,19 +31,24 @@ from elastic_etcd.train.data.shards import (
 
 
 class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read by mypy
-    """Yields this rank's indices, for a DataLoader; state.steps counts what has been trained on.
+    """Yields this rank's indices, for a DataLoader; state.steps counts the samples trained on.
 
-    dataset: what is sampled, or its length.
+        sampler = ee.ElasticSampler(dataset, seed=7)
+        state = ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+
+    dataset: the data set, or its length.
     shuffle: "exact" (or True) is the order of torch's DistributedSampler for the same seed and
     epoch, 4 bytes per index; "stream" is a keyed permutation without memory; False is the data
     set's order. A function is called with epoch and seed, and gives the epoch's indices, the same
     on all ranks; they may be more or fewer than the data set has, and repeat (weighted sampling).
-    tail: what becomes of the indices that don't fill a turn of all ranks: "drop", "pad"
-    (repetitions from the order's start) or "uneven".
+    tail: the fate of the indices that don't fill a turn of all ranks: "drop", "pad" (repetitions
+    from the order's start) or "uneven".
     rank, world_size: None: those of torch.distributed, else RANK and WORLD_SIZE, else (0, 1).
 
     All ranks make it with the same arguments but rank. The state is {"epoch", "seed", "consumed",
-    ...}: global, equal on all ranks that stand at the same step, of constant size.
+    ...}: global, equal on all ranks that stand at the same step, of constant size. Raises
+    ValueError for an argument out of its bounds. docs/sampler.md says what is guaranteed.
     """
 
     def __init__(
@@ -104,7 +109,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def __iter__(self) -> Iterator[int]:
         """Go on after what is recorded. A second iterator makes the first one void."""
         self._follow()
-        if self._is_used_up():
+        ended = self._cursor is not None and self._cursor.ended  # what is out may not be recorded
+        if ended and not (self._end_epoch() if self._looping is None else self._looping):
             used_up = f"epoch {self._epoch} has been used up"
             raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
@@ -112,8 +118,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch; nothing changes if it is the current one, which may be half used.
 
-        Where shuffle is a function, all ranks call it, and it raises ValueError on all of them if
-        their orders differ. It costs one all_gather of one number.
+        With a function as shuffle all ranks call this, and it raises ValueError on all of them if
+        their orders differ. That costs one all_gather of one number.
         """
         self._asked_epoch = epoch
         if epoch != self._epoch:
@@ -145,9 +151,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def take(self, count: int) -> None:
         """A loop of state.steps goes on to its next batch, of so many samples.
 
-        It has trained on what it had before. The batch is in hand from now on. It counts as trained
-        on with the next one, or with whatever asks where the sampler stands: a commit, a change of
-        world, another epoch. Raises RuntimeError for a batch from before the sampler began anew.
+        The batch before counts as trained on. This one is in hand from now on; it counts with the
+        next one, or when something asks where the sampler stands: a commit, a change of world,
+        another epoch. Raises RuntimeError for a batch from before the sampler began anew.
         """
         self.settle()
         if count > self._handed() - self._progress.count:
@@ -296,8 +302,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._void_cursor()
         self.rank, self.world_size, self._sizes = rank, world_size, sizes
         self._shards = Shards(self.length, remaining, slots, rank, self.tail)
-        told = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
-        self._progress = Progress(self._shards, self._progress.step if step is None else step, told)
+        known = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
+        before = self._progress.step if step is None else step
+        self._progress = Progress(self._shards, before, known)
 
     def _follow(self) -> None:
         """Shard for the world that torch.distributed has made since, unless one was given here."""
@@ -305,7 +312,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             self._shard(self._remaining(), *world, None)
 
     def _blocks(self) -> Iterator[Iterator[int]]:
-        """What is not recorded yet; it counts as begun when the first index is taken."""
+        """The indices that are not recorded yet; a new iterator begins with its first index."""
         self.settle()
         self._void_cursor()
         self._cursor = Cursor(self._shards, self._order_of_epoch(), self._progress.count)
@@ -324,7 +331,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         return order_of(self.shuffle, self.length, seed, epoch)
 
     def _measure(self) -> None:
-        """Ask for the order that a function gives to this epoch: it says how long the epoch is."""
+        """Ask a function for this epoch's order, which says how long the epoch is."""
         if callable(self.shuffle):
             order = cast("Listed", self._order_of_epoch())
             self.length, self._digest = len(order), order.digest()
@@ -336,8 +343,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         digests = [digest for (digest,) in gather([self._digest])]
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
-            said = f"shuffle({self._epoch}, {self._seed}) gives ranks {others} another order"
-            raise ValueError(f"{said} than rank 0: it may depend on nothing but epoch and seed")
+            text = f"shuffle({self._epoch}, {self._seed}) gives ranks {others} another order"
+            raise ValueError(f"{text} than rank 0: it may depend on nothing but epoch and seed")
 
     def _shuffle_name(self) -> str | bool:
         return "given" if callable(self.shuffle) else self.shuffle
@@ -369,12 +376,6 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             "step": self._progress.step,
         }
 
-    def _is_used_up(self) -> bool:
-        """Whether nothing comes of the epoch any more; what is handed out may be yet to come."""
-        if self._cursor is None or not self._cursor.ended:
-            return False
-        return not self._end_epoch() if self._looping is None else not self._looping
-
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""
         if self._cursor is None or not self._cursor.ended:
@@ -388,12 +389,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if missed and not self._warned:
             self._warned = True
             cure = "loop over state.steps(loader), or call sampler.record(batch) after each step"
-            said = f"ElasticSampler: {missed}: {cure}, or they are used again after a change"
-            warnings.warn(said, RuntimeWarning, stacklevel=4)
+            text = f"ElasticSampler: {missed}: {cure}, or they are used again after a change"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def samples_in(batch: object) -> int:
-    """How many samples it has. Raises TypeError where that can't be told from it."""
+    """How many samples it has. Raises TypeError for a batch that does not say so."""
     if isinstance(batch, (int, Integral)):
         return int(batch)
     if isinstance(batch, torch.Tensor) and batch.dim():
@@ -420,7 +421,7 @@ class Indices(chain[int]):
         return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after what is handed out: the loader knows what of it was delivered."""
+        """The state after all that is handed out: the loader knows how much was delivered."""
         return self.sampler.handed_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,12 +18,16 @@ _NAME = "random_states"
 def seed_all(state: ElasticState, seed: int = 0) -> None:
     """Seed random, numpy and torch, CPU and GPUs, now and at each change of world.
 
-    The seeds follow from `seed`, the generation and the rank alone, so that no rank draws what
-    another draws, nor what it drew in an earlier world; DataLoader's workers have theirs from
+        state = ee.ElasticState(model=model, sampler=sampler)
+        ee.seed_all(state, seed=7)
+
+    The seeds follow from `seed`, the generation and the rank alone, so that a rank draws neither
+    another rank's numbers nor its own of an earlier world; DataLoader's workers have theirs from
     torch. From then on `state.random_states` is a value of the state: restore() in the same world
     also takes this rank's random states back to those of the commit.
 
-    Call it once on all ranks, before ee.run or the first sync(). Another call seeds anew.
+    Call it once on all ranks, before ee.run or the first sync(). Another call seeds anew. It raises
+    nothing. "Random numbers" in docs/state.md has the details.
     """
     states = _RandomStates(seed)
     state._values[_NAME] = states  # noqa: SLF001 - ours
@@ -31,7 +35,7 @@ def seed_all(state: ElasticState, seed: int = 0) -> None:
 
 
 class _RandomStates:
-    """Of the state only the seed is in a snapshot, which is the same on all ranks."""
+    """A value whose snapshot has only the seed, which is the same on all ranks."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -71,7 +75,7 @@ def _seed(*numbers: int) -> None:
 
 
 def _now() -> list[Callable[[], None]]:
-    """What takes the random states back to those of now."""
+    """Functions that take the random states back to those of now."""
     own, of_torch = random.getstate(), torch.get_rng_state()
     back: list[Callable[[], Any]] = [
         lambda: random.setstate(own),

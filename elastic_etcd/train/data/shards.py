@@ -82,11 +82,11 @@ class Shards:
         return not in_tail or rest >= len(set(self.slots))  # all are among the first slots
 
     def unsettled(self, count: int, step: int) -> str:
-        """Why it can't be told what all ranks have used when this one has used `count`, or "".
+        """Why nobody knows the use of all ranks when this one has used `count`, or "".
 
-        step: turns in a step, 0 if not known. It matters where this rank is at its end and has no
-        part in an uneven tail: the others use theirs in this step if its last batch is short, else
-        in one more.
+        step: turns in a step, 0 if not known. It matters at this rank's end if it has no part in
+        an uneven tail: the others use theirs in this step if its last batch is short, else in one
+        more.
         """
         if count % len(self.own_slots) and count != self.size:
             parts = f"{count % len(self.own_slots)} of {len(self.own_slots)} parts"
@@ -96,7 +96,7 @@ class Shards:
         return ""
 
     def remaining_after_own(self, count: int, step: int) -> tuple[range, ...]:
-        """What remains when this rank has used `count` and everybody is at the same step.
+        """The positions that remain when this rank has used `count` and all are at the same step.
 
         Raises RuntimeError where that is unsettled.
         """
@@ -108,7 +108,7 @@ class Shards:
         return slice_ranges(self.remaining, turns * len(self.slots), self.total)
 
     def remaining_after(self, counts: Sequence[int]) -> tuple[range, ...]:
-        """What remains when rank r has used the first counts[r] positions of its shard."""
+        """The positions that remain when rank r has used the first counts[r] of its shard."""
         turns = self._turns_used(counts)
         most = max(turns) * len(self.slots)
         behind: list[range] = []
@@ -120,7 +120,7 @@ class Shards:
         return merge_ranges(behind) + slice_ranges(self.remaining, most, self.total)
 
     def _positions_at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The positions at these offsets in what remains and the pad after it; reuses `offsets`."""
+        """The positions at these offsets in the remaining ones and the pad; reuses `offsets`."""
         first = self.remaining[0].start if self.remaining else 0
         if self.remaining == (range(first, self.length),):
             return offsets.add_(first)
@@ -184,14 +184,13 @@ class Cursor:
 class Progress:
     """How many positions of its shard this rank has trained on: `count`.
 
-    step: turns that a step of all ranks takes, 0 if not known; it is `told`, or else follows what
-    is recorded.
+    step: turns that a step of all ranks takes, 0 if not known; `known`, or else by the records.
     """
 
-    def __init__(self, shards: Shards, step: int, told: int = 0) -> None:
+    def __init__(self, shards: Shards, step: int, known: int = 0) -> None:
         self.count = 0
-        self.step = told or step
-        self._told = told
+        self.step = known or step
+        self._known = known
         self._shards = shards
         self._agreed: tuple[int, Sequence[int]] | None = None  # own count, everybody's
         self._committed: tuple[int, int] | None = None  # handed out, recorded
@@ -204,20 +203,20 @@ class Progress:
             raise ValueError(f"recorded {count} samples, but {open_} handed out ones are open")
         self.count += count
         turns = count // len(self._shards.own_slots)
-        if turns and self.count < self._shards.size and not self._told:  # a last batch may be short
+        if turns and self.count < self._shards.size and not self._known:  # a last one may be short
             self.step = turns
 
     def agree(self, counts: Sequence[int]) -> None:
         """Everybody's count, in rank order, as they are now."""
         self._agreed = self.count, counts
-        self.step = self._told  # no rank's batches speak for the others'
+        self.step = self._known  # no rank's batches speak for the others'
 
     def finish(self) -> None:
         """All ranks are at their end, or will be before anybody asks."""
         self._finished = True
 
     def remaining(self) -> tuple[range, ...]:
-        """What remains of the epoch. Raises RuntimeError in the middle of a step."""
+        """The positions that remain of the epoch. Raises RuntimeError in the middle of a step."""
         if self._finished:
             return ()
         if self._agreed is None:
@@ -262,15 +261,15 @@ def slice_ranges(
     ranges: Sequence[range], start: int, stop: int, step: int = 1
 ) -> tuple[range, ...]:
     """Slice [start:stop:step] of the concatenation of `ranges`; no argument may be negative."""
-    pieces = []
+    found = []
     offset = 0
     for part in ranges:
         first = max(start - offset, (start - offset) % step)
-        piece = part[first : max(stop - offset, 0) : step]
-        if piece:
-            pieces.append(piece)
+        cut = part[first : max(stop - offset, 0) : step]
+        if cut:
+            found.append(cut)
         offset += len(part)
-    return tuple(pieces)
+    return tuple(found)
 
 
 def merge_ranges(ranges: Sequence[range]) -> tuple[range, ...]:
@@ -289,7 +288,7 @@ def merge_ranges(ranges: Sequence[range]) -> tuple[range, ...]:
 def pack_ranges(remaining: Sequence[range], length: int) -> tuple[int, list[list[int]]]:
     """How many positions are consumed, and [start, stop, step] of those that were passed over.
 
-    What remains is normally all from one position on, and nothing was passed over.
+    Normally all from one position on remain, and nothing was passed over.
     """
     whole = bool(remaining) and remaining[-1] == range(remaining[-1].start, length)
     skipped = remaining[:-1] if whole else remaining

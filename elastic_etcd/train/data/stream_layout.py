@@ -1,8 +1,8 @@
-"""Which rank and worker reads which piece of which of a stream's files.
+"""Which rank and worker reads which samples of which of a stream's files.
 
-The files of an epoch lie one after the other in its order, and so their samples have positions. One
-whose length nobody knows takes more positions than any file has samples. What remains of an epoch
-is a short tuple of ranges of positions. Without I/O and randomness.
+The files of an epoch lie one after the other in its order, and so their samples have positions. A
+file of unknown length takes more positions than any file has samples. The samples that remain of an
+epoch are a short tuple of ranges of positions. Without I/O and randomness.
 """
 
 from bisect import bisect_right
@@ -20,10 +20,10 @@ Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Samples start...stop-1 of a file; the first is at this position of the epoch."""
+class FileRange:
+    """Samples start...stop-1 of a file."""
 
-    position: int
+    position: int  # of the first one, in the epoch
     file: int
     start: int
     stop: int
@@ -31,10 +31,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of an epoch, as numbers, in their order; lengths are by file, None if unknown."""
+    """The files of an epoch and the positions of their samples."""
 
-    order: Sequence[int]
-    lengths: Sequence[int] | None
+    order: Sequence[int]  # the files, as numbers
+    lengths: Sequence[int] | None  # by file; None: unknown
 
     @cached_property
     def starts(self) -> list[int]:
@@ -48,7 +48,7 @@ class Layout:
         """Positions from here on are repetitions from the beginning."""
         return self.starts[-1]
 
-    def pieces(self, ranges: Sequence[range]) -> Iterator[Piece]:
+    def file_ranges(self, ranges: Sequence[range]) -> Iterator[FileRange]:
         """These positions, file by file."""
         for part in ranges:
             position = part.start
@@ -57,17 +57,18 @@ class Layout:
                 place = bisect_right(self.starts, inside) - 1
                 size = min(part.stop - position, self.starts[place + 1] - inside)
                 start = inside - self.starts[place]
-                yield Piece(position, self.order[place], start, start + size)
+                yield FileRange(position, self.order[place], start, start + size)
                 position += size
 
     def split(self, ranges: Ranges, parts: int, tail: Tail) -> tuple[list[Ranges], Ranges]:
-        """So many parts of these ranges, and what `tail` gives to nobody.
+        """So many parts of these ranges, and the positions that `tail` gives to nobody.
 
-        Where lengths are known the parts are of one size, but for the tail: see ElasticSampler.
-        Else each has as many pieces as any other, or one less.
+        Known lengths make parts of one size, but for the tail: see ElasticSampler. Else each has
+        ranges of as many files as any other, or one less.
         """
         if self.lengths is None:
-            units = [range(p.position, p.position + p.stop - p.start) for p in self.pieces(ranges)]
+            found = self.file_ranges(ranges)
+            units = [range(f.position, f.position + f.stop - f.start) for f in found]
             bounds = _bounds(len(units), parts)
             return [merge_ranges(units[start:stop]) for start, stop in pairwise(bounds)], ()
         total = sum(map(len, ranges))
@@ -86,12 +87,12 @@ class Layout:
 
 
 def from_position(ranges: Ranges, position: int) -> Ranges:
-    """What of these ranges, which are in ascending order, lies at the position or after it."""
+    """The part of these ranges, which ascend, that lies at the position or after it."""
     rest = (range(max(part.start, position), part.stop) for part in ranges)
     return tuple(part for part in rest if part)
 
 
 def _bounds(count: int, parts: int) -> list[int]:
-    """Where each of so many parts begins, larger ones first, and the end."""
+    """The beginnings of so many parts, larger ones first, and the end."""
     size, rest = divmod(count, parts)
     return [part * size + min(part, rest) for part in range(parts + 1)]

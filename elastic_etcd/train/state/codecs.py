@@ -1,4 +1,4 @@
-"""How values are saved and loaded: a codec stands for one type, and makes plain values of its own.
+"""How values are saved and loaded: a codec stands for a type, and makes plain values of its own.
 
 encoding.py makes JSON of plain values and keeps their tensors apart.
 """
@@ -17,8 +17,8 @@ from elastic_etcd.train.state.encoding import decode, encode
 class Codec(Protocol):
     """Makes plain values and tensors of a value of one type, and puts them back.
 
-    `save(value)` returns what `encode` takes; its tensors are read before commit()
-    returns, so they may be the live ones. `load(value, saved)` returns what the attribute is from
+    `save(value)` returns a value that `encode` takes; its tensors are read before commit()
+    returns, so they may be the live ones. `load(value, saved)` returns the attribute's value from
     then on, which may be `value`, changed. The tensors in `saved` are the codec's to keep, unless
     it has `borrows = True`: then they are the snapshot itself, to be copied and never changed.
     """
@@ -30,7 +30,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What is saved by its state_dict: schedulers, samplers, GradScaler, many others."""
+    """A value that is saved by its state_dict: a scheduler, a sampler, many others."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -78,8 +78,8 @@ class _Module:
 class _Optimizer(_StateDict):
     """Loads into the optimizer's own tensors where they fit, which saves making new ones.
 
-    load_state_dict casts what belongs to a parameter to its type: float32 moments of a bfloat16
-    parameter would lose half of their bits each time. What was cast is put back.
+    load_state_dict casts a parameter's state to the parameter's type: float32 moments of a bfloat16
+    parameter would lose half of their bits each time. The tensors that were cast are put back.
     """
 
     borrows = True
@@ -96,7 +96,7 @@ class _Optimizer(_StateDict):
 
 
 class _Scaler(_StateDict):
-    """Also forgets what it knows of a step that was not finished, which no state_dict has."""
+    """Also forgets a step that was not finished, which no state_dict has."""
 
     def load(self, value: Any, saved: Any) -> Any:
         super().load(value, saved)
@@ -217,7 +217,7 @@ def load_values(
 
 
 def buffer_names(values: dict[str, Any]) -> set[str]:
-    """What the tensors of modules' buffers are called in a snapshot."""
+    """The names of modules' buffers in a snapshot."""
     return {
         f"{name}.{buffer}"
         for name, value in values.items()
@@ -226,28 +226,19 @@ def buffer_names(values: dict[str, Any]) -> set[str]:
     }
 
 
-class _Clones(Mapping[str, torch.Tensor]):
-    """A snapshot's tensors, each copied when it is asked for, to a GPU if it was on one."""
+class _Clones(dict[str, torch.Tensor]):
+    """A snapshot's tensors, each copied when it is first asked for, to a GPU if it was on one."""
 
     def __init__(self, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
-        self._tensors = tensors
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        super().__init__({name: tensor for name, (tensor, _) in tensors.items()})
+        self._borrowed = {name: cuda for name, (_, cuda) in tensors.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._made:
-            tensor, cuda = self._tensors[name]
-            made = tensor.cuda() if cuda and torch.cuda.is_available() else tensor.clone()
-            self._made[name] = made
-        return self._made[name]
+        tensor = super().__getitem__(name)
+        if name in self._borrowed:
+            cuda = self._borrowed.pop(name) and torch.cuda.is_available()
+            tensor = self[name] = tensor.cuda() if cuda else tensor.clone()
+        return tensor
 
 
 def _unwrapped(module: Any) -> Any:
@@ -262,7 +253,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _copied_names(module: torch.nn.Module) -> Iterator[str]:
-    """What in its state dict load_state_dict copies from and keeps nothing of.
+    """The names in its state dict whose tensors load_state_dict copies and does not keep.
 
     Only torch's own loading is known to do so, of parameters and buffers, where no hook sees them.
     """

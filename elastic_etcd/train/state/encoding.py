@@ -1,6 +1,6 @@
 """Plain values as JSON, and back. Tensors are kept apart, by name.
 
-What JSON has no word for is an object with a key that begins with "$"; docs/state.md has the table.
+A value that JSON has no word for is an object with a "$" key; docs/state.md has the table.
 Reading never imports, calls or evaluates anything, unless the user has opted in to pickle.
 """
 
@@ -40,7 +40,7 @@ def encode(
     name: str = "value",
     allow_pickle: bool = False,
 ) -> Any:
-    """Make of `value` what `dumps` takes, and put its tensors into `tensors`, detached.
+    """Make a tree for `dumps` of `value`, and put its tensors into `tensors`, detached.
 
     `value` is None, a bool, int, float, str, bytes, torch.dtype or torch.device; a number or an
     array of numbers of numpy's; a dense tensor; or a list, tuple, torch.Size, dict, OrderedDict,
@@ -53,7 +53,7 @@ def encode(
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor], *, allow_pickle: bool = False) -> Any:
-    """Read what `encode` made, with `tensors` in the places of its tensors.
+    """The value of a tree that `encode` made, with `tensors` in the places of its tensors.
 
     Raises MalformedState for anything that `encode` does not make.
     """
@@ -73,7 +73,7 @@ def dumps(tree: Any) -> bytes:
 def loads(data: bytes) -> Any:
     """Read JSON. Raises MalformedState."""
     try:
-        return json.loads(data.decode("ascii"), parse_constant=_refuse_constant)
+        return json.loads(data.decode("ascii"), parse_constant=_refuse_not_a_number)
     except (ValueError, RecursionError) as error:
         raise MalformedState(f"not JSON: {error}") from error
 
@@ -98,8 +98,8 @@ class _Encoder:
             return {_SEQUENCES[kind]: self._write_items(value, path)}
         if kind in _MAPPINGS:
             return self._write_mapping(value, kind, path)
-        if kind in _SETS:
-            return {_SETS[kind]: self._write_members(value, path)}
+        if kind in _SETS:  # in an order that is the same in every process
+            return {_SETS[kind]: sorted((self._write_key(m, path) for m in value), key=dumps)}
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._name_tensor(value, path)}
         return self._write_scalar(value, kind, path)
@@ -107,13 +107,8 @@ class _Encoder:
     def _write_items(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         return [self.write(item, (*path, index)) for index, item in enumerate(value)]
 
-    def _write_members(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
-        """In an order that is the same in every process."""
-        members = [self._write_key(member, path) for member in value]
-        return sorted(members, key=dumps)
-
     def _write_mapping(self, value: Any, kind: type, path: tuple[Any, ...]) -> Any:
-        if kind is dict and all(map(_is_plain_key, value)):
+        if kind is dict and all(type(k) is str and k[:1] != "$" and _is_text(k) for k in value):
             return {key: self.write(item, (*path, key)) for key, item in value.items()}
         pairs = [
             [self._write_key(key, path), self.write(item, (*path, key))]
@@ -181,7 +176,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """Reads trees; what is wrong with one may raise anything of _MALFORMED."""
+    """Reads trees; a malformed one may raise anything of _MALFORMED."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> None:
         self.tensors = tensors
@@ -249,7 +244,11 @@ class _Decoder:
             case "$dtype":
                 return DTYPES[content]
             case "$device":
-                return _device(content)
+                if (
+                    content == "cuda" and torch.cuda.is_available()
+                ):  # this process's, as for tensors
+                    return torch.device("cuda", torch.cuda.current_device())
+                return torch.device(content)
             case "$pickle":
                 return self._read_pickle(content)
             case _:
@@ -271,16 +270,13 @@ class _Decoder:
 
     def _read_array(self, dtype: str, shape: list[int], name: str) -> Any:
         words, kind = self._find_tensor(name), _numpy_dtype(dtype)
-        size = prod(_check_length(length) for length in shape) * kind.itemsize
+        for length in shape:
+            if type(length) is not int or length < 0:
+                raise MalformedState(f"{length!r} is no length")
+        size = prod(shape) * kind.itemsize
         if words.dtype != torch.uint8 or words.shape != (size,):
             raise MalformedState(f"{name!r} is no array of {shape}")
         return words.cpu().numpy().view(kind).reshape(shape).copy()  # the tensor may be borrowed
-
-
-def _check_length(length: Any) -> int:
-    if type(length) is not int or length < 0:
-        raise MalformedState(f"{length!r} is no length")
-    return length
 
 
 def _numpy() -> Any:
@@ -296,13 +292,6 @@ def _numpy_dtype(name: str) -> Any:
     if not _NUMPY.fullmatch(name) or (dtype := _numpy().dtype(name)).str != name:
         raise MalformedState(f"{name!r} is no number of numpy's")
     return dtype
-
-
-def _device(name: str) -> torch.device:
-    """A GPU is this process's, as for tensors."""
-    if name == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(name)
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str:
@@ -322,10 +311,6 @@ def _is_key(key: Any) -> bool:
     return all(type(part) in _KEYS for part in (key if type(key) is tuple else (key,)))
 
 
-def _is_plain_key(key: Any) -> bool:
-    return type(key) is str and key[:1] != "$" and _is_text(key)
-
-
 def _is_text(text: str) -> bool:
     """Whether JSON has it: two halves of a pair would come back as one character."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
@@ -339,7 +324,7 @@ def _from_base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_not_a_number(name: str) -> None:
     raise ValueError(f"{name} is none of its numbers")
 
 

@@ -24,16 +24,14 @@ import torch
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.state.encoding import DTYPES
 from elastic_etcd.train.state.snapshot import (
-    HEADER,
     Header,
-    MemfdPair,
     Row,
-    StateSnapshot,
     Version,
     aligned,
     ranges_of,
     read_objects,
 )
+from elastic_etcd.train.state.snapshot_memfds import HEADER, Memfd, StateSnapshot
 
 FORMAT = "1"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
@@ -93,7 +91,7 @@ def save(
 
 
 def flush(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
+    """Have the bytes of a file, or the names in a folder, on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -102,18 +100,18 @@ def flush(path: Path) -> None:
 
 
 def begin_save(
-    path: Path, snapshot: StateSnapshot, allowed: Callable[[], None], *, keep: int
+    path: Path, header: Header, body: torch.Tensor, allowed: Callable[[], None], *, keep: int
 ) -> Saving:
     """Begin to write a copy of the snapshot, in a thread; its error is logged, too.
 
     The end of the process waits for it.
     """
-    memory = mmap.mmap(-1, snapshot.header.size)
-    torch.frombuffer(memory, dtype=torch.uint8).copy_(snapshot.body)
+    memory = mmap.mmap(-1, header.size)
+    torch.frombuffer(memory, dtype=torch.uint8).copy_(body)
 
     def write() -> None:
         try:
-            save(path, snapshot.header, memoryview(memory), allowed, keep=keep)
+            save(path, header, memoryview(memory), allowed, keep=keep)
         except BaseException as error:
             log.error("%s was not saved: %s", path, error)  # noqa: TRY400 - the caller has it
             raise
@@ -124,22 +122,22 @@ def begin_save(
     return future
 
 
-def load(path: Path, memfds: MemfdPair) -> StateSnapshot:
-    """Read a file that `save` wrote into the older memfd, as a commit that is older than any here.
+def load(path: Path, clear_older: Callable[[int], Memfd]) -> StateSnapshot:
+    """Read a file that `save` wrote, as a commit that is older than any here.
 
-    Raises OSError, and MalformedState for a file that `save` did not write to its end.
+    `clear_older` gives the memory file for a body of so many bytes. Raises OSError, and
+    MalformedState for a file that `save` did not write to its end.
     """
     with path.open("rb") as file:
         try:
             header, objects = _read_header(file)
         except MalformedState as error:
             raise MalformedState(f"{path} is no saved state, or not all of it: {error}") from error
-        memfd = memfds.older()
-        memfds.clear_older(header.size)
+        memfd = clear_older(header.size)
         body = memoryview(memfd.memory)[HEADER : HEADER + header.size]
         rows, _ = read_objects(objects)
         for _, end in ranges_of(rows):
-            body[end : aligned(end)] = bytes(aligned(end) - end)  # of what was there before
+            body[end : aligned(end)] = bytes(aligned(end) - end)  # an older body's are there
         for _, start, end in _in_order(rows):
             file.readinto(body[start:end])
         start = header.objects_at
@@ -152,7 +150,7 @@ def load(path: Path, memfds: MemfdPair) -> StateSnapshot:
 
 
 def version_of(path: Path) -> Version | None:
-    """Which commit a file is; None where there is no file that `save` wrote."""
+    """The commit that a file is of; None where there is no file that `save` wrote."""
     with contextlib.suppress(OSError, MalformedState), path.open("rb") as file:
         return _read_header(file)[0].version
     return None
@@ -195,9 +193,9 @@ def _header_of(header: Header, objects: bytes) -> bytes:
 
 
 def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
-    """What was saved, and its objects; the file stands at the first tensor then.
+    """The header of a file, and its objects; the file stands at the first tensor then.
 
-    What is read is made anew from the metadata, and has to be the same. Raises MalformedState.
+    The bytes are made anew from the metadata, and have to be the same. Raises MalformedState.
     """
     length = int.from_bytes(file.read(8), "little")
     text = file.read(length) if length <= _LONGEST_HEADER else b""
@@ -224,11 +222,11 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 def _in_order(rows: list[Row]) -> Iterator[tuple[Row, int, int]]:
     """Each row with its place in the body, in the order of the file: each begins at a multiple."""
     found = [(row, start, end) for row, (start, end) in zip(rows, ranges_of(rows), strict=True)]
-    return iter(sorted(found, key=lambda each: -_unit(each[0])))
+    return iter(sorted(found, key=lambda each: -_bytes_of_a_number(each[0])))
 
 
-def _unit(row: Row) -> int:
-    """The bytes of one number in the file."""
+def _bytes_of_a_number(row: Row) -> int:
+    """As the file has it; see _in_file."""
     if row.dtype in _TYPES or row.dtype in _PARTS:
         size = int(DTYPES[row.dtype].itemsize)
         return size // 2 if row.dtype in _PARTS else size
@@ -236,7 +234,7 @@ def _unit(row: Row) -> int:
 
 
 def _in_file(row: Row) -> tuple[str, list[int]]:
-    """Type and shape there; of what safetensors has no type for, bytes."""
+    """Type and shape in the file; a type that safetensors lacks is there as bytes."""
     if row.dtype in _PARTS:
         return _PARTS[row.dtype], [*row.shape, 2]
     if row.dtype in _TYPES:
@@ -245,6 +243,7 @@ def _in_file(row: Row) -> tuple[str, list[int]]:
 
 
 def _keep_older(path: Path, lineage: int, keep: int) -> None:
+    """Number the older files, or put a file of another lineage aside."""
     found = version_of(path)
     if found is not None and found.lineage != lineage:
         aside = path.with_name(f"{path.name}.{found.lineage:x}")

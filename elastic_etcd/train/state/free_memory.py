@@ -1,7 +1,7 @@
 """How much memory is free: of the machine, and within the limit of each cgroup around it.
 
-It errs on the side of more: what can't be read is no limit, and what the kernel can take back or
-swap out is free.
+It errs on the side of more: a file that can't be read is no limit, and memory that the kernel can
+take back or swap out is free.
 """
 
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ _FILES = (  # the limit and what is used, in version 2 and in version 1
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-# The same of what is swapped out; in version 1 of that and the memory together.
+# The same of swap; in version 1 of swap and the memory together.
 _SWAP = ("memory.swap.max", "memory.swap.current")
 _BOTH = ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 class Free(NamedTuple):
-    """So many bytes, and of what."""
+    """An amount of free memory."""
 
-    size: int
-    of: str
+    size: int  # bytes
+    of: str  # the memory, for a person
 
 
 UNKNOWN = Free(1 << 62, "a memory whose size is not known")
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Free:
-    """What can be had without being killed for it."""
+    """The memory that can be had without being killed for it."""
     memory = _meminfo(proc)
     swap = memory.get("SwapFree", 0)
     found = list(_within_limits(proc, cgroups, swap))
@@ -58,7 +58,7 @@ def check_memory(size: int, lacking: int) -> None:
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """What of the machine's memory is what, in bytes; nothing where it does not say so."""
+    """The lines of /proc/meminfo, in bytes; none where there is no such file."""
     with suppress(OSError, ValueError):
         lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
         return {name.rstrip(":"): int(number) * 1024 for name, number, *_ in lines}
@@ -66,7 +66,7 @@ def _meminfo(proc: Path) -> dict[str, int]:
 
 
 def _within_limits(proc: Path, cgroups: Path, swap: int) -> Iterator[Free]:
-    """Of each cgroup that this process is in, and of those around it, as far as they are seen.
+    """The free memory of each cgroup around this process, as far as they are seen.
 
     `swap` bytes of the machine's could be had, but for the cgroup's own limit.
     """
@@ -103,7 +103,7 @@ def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _reclaimable(folder: Path, prefix: str) -> int:
-    """Bytes of files that are cached only, and of the kernel's own caches."""
+    """Bytes that the kernel can take back: files that are cached only, and its own caches."""
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(stat.get(f"{prefix}{kind}", 0)) for kind in _RECLAIMABLE)
 

@@ -1,9 +1,9 @@
 """The loop over a loader's batches, for `state.steps`: counts, commits, checks.
 
-A loader may have read many batches ahead of the one that is trained on, and what it makes of
-a batch tells nobody how many samples went into it. So its batch sampler is asked instead: each
-batch that comes out of the loader is the next one that the batch sampler gave, and a note says
-which sampler gave how many positions for it.
+A loader may have read many batches ahead of the one that is trained on, and its batches don't say
+how many samples went into them. So its batch sampler is asked instead: each batch that comes out of
+the loader is the next one that the batch sampler gave, and a note says which sampler gave how many
+positions for it.
 """
 
 from collections import deque
@@ -23,10 +23,8 @@ _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in 
 _Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
 
 
-class State(Protocol):
-    """What a loop asks of its state; ElasticState is one."""
-
-    _loop: object
+class Committing(Protocol):
+    """A state, as a loop needs it; ElasticState is one."""
 
     def commit(self, every: int = 1) -> None:
         """Take a snapshot, at each so many calls."""
@@ -35,16 +33,38 @@ class State(Protocol):
         """Stop here if all ranks are to stop."""
 
 
-class Steps:
-    """One epoch's batches, or what remains of it; ElasticState.steps makes it.
+class Loops:
+    """The loops over the batches of a state, which owns this: only the latest may commit."""
 
-    `len()` is how many batches remain; it stays what it was at the loop's beginning while the loop
-    runs, so that a bar of progress has its total. It can be looped over again, for the next epoch.
+    def __init__(self) -> None:
+        self._latest: object = None
+
+    def begin(self) -> object:
+        """A loop that commits or checks begins; the value stands for it."""
+        self._latest = object()
+        return self._latest
+
+    def raise_if_another(self, loop: object) -> None:
+        """Raise UsageError if another loop has begun since."""
+        if loop is not self._latest:
+            raise UsageError(
+                "two loops of state.steps run at the same time: which of their batches are trained "
+                "on when one of them commits can't be told. Give all of them check=False, and call "
+                "state.commit(every=n) and state.check() at the end of the loop's body"
+            )
+
+
+class Steps:
+    """The batches of an epoch, or the rest of it; ElasticState.steps makes it.
+
+    `len()` is how many batches remain. While a loop runs it stays as it was at the beginning, so
+    that a bar of progress has its total. It can be looped over again, for the next epoch.
     """
 
     def __init__(
         self,
-        state: State,
+        state: Committing,
+        loops: Loops,
         loader: Iterable[Any],
         samplers: Sequence[ElasticSampler | ElasticIterable],
         commit_every: int | None,
@@ -59,12 +79,22 @@ class Steps:
             raise UsageError(f"steps(accumulate={accumulate}): at least 1")
         if not samplers:
             raise UsageError(f"the state has no ElasticSampler: give it one, {_BY_HAND}")
-        self._state, self._loader = state, loader
+        self._state, self._loops, self._loader = state, loops, loader
         self._samplers = [s for s in samplers if isinstance(s, ElasticSampler)]
         self._commit_every, self._accumulate, self._check = commit_every, accumulate, check
         self._batches: Batches | StreamLoader
-        self._batches = loader if isinstance(loader, StreamLoader) else _batches_of(loader)
-        self._own = [s for s in _feeding(self._batches) if _is_known(s, samplers)]
+        self._own: list[ElasticSampler | ElasticIterable]  # that give the loader its samples
+        if isinstance(loader, StreamLoader):
+            self._batches, self._own = loader, [loader.data]
+        else:
+            self._batches = _batches_of(loader)
+            self._own = [*samplers_in(self._batches)]
+        for sampler in self._own:
+            if not any(sampler is known for known in samplers):
+                raise UsageError(
+                    f"the loader's {type(sampler).__name__} is not the state's: give the state "
+                    "this one, as ElasticState(sampler=...), or the loader the state's"
+                )
         self._total: int | None = None
         self._ends_step = False
 
@@ -81,10 +111,13 @@ class Steps:
 
     def __iter__(self) -> Iterator[Any]:
         """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
-        loop = self._state._loop = object() if self._check else self._state._loop  # noqa: SLF001
+        loop = self._loops.begin() if self._check else None
         if isinstance(self._batches, StreamLoader):
-            self._batches.data.settle()  # what is in hand of the loop before is none of this one
-        self._total = _length_of(self._batches)
+            self._batches.data.settle()  # the batch in hand of the loop before is none of this one
+        try:
+            self._total = len(self._batches)
+        except TypeError:  # a batch sampler without a length
+            self._total = None
         if self._total is None and self._accumulate > 1:
             raise UsageError(
                 f"accumulate={self._accumulate} over a loader without a length: nobody knows which "
@@ -139,23 +172,17 @@ class Steps:
         """The loop is done with the batch in hand. `ends`: a step that all ranks take."""
         for sampler in self._own:
             sampler.settle()
-        if not (self._check and ends):
-            return
-        if self._state._loop is not loop:  # noqa: SLF001 - ours
-            raise UsageError(
-                "two loops of state.steps run at the same time: which of their batches are trained "
-                "on when one of them commits can't be told. Give all of them check=False, and call "
-                "state.commit(every=n) and state.check() at the end of the loop's body"
-            )
-        if self._commit_every is not None:
-            self._state.commit(every=self._commit_every)
-        self._state.check()
+        if self._check and ends:
+            self._loops.raise_if_another(loop)
+            if self._commit_every is not None:
+                self._state.commit(every=self._commit_every)
+            self._state.check()
 
 
 class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
-    """Stands in a loader for its batch sampler, or sampler, and notes what each batch is made of.
+    """Stands in a loader for its batch sampler, or sampler, and notes the samples of each batch.
 
-    One loop at a time: the latest iteration's notes are there.
+    It has the notes of the latest iteration: there is a loop at a time.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -168,7 +195,7 @@ class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
         self._samplers, self._notes = samplers, deque()
 
     def next_note(self) -> _Note | None:
-        """What the next batch that comes out of the loader is made of."""
+        """The samples of the next batch that comes out of the loader."""
         return self._notes.popleft() if self._notes else None
 
     def __len__(self) -> int:
@@ -189,7 +216,7 @@ class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
 
 
 class _Noted(Iterator[Any]):
-    """One iteration over a batch sampler."""
+    """An iteration over a batch sampler."""
 
     def __init__(
         self, batches: Iterator[Any], samplers: Sequence[ElasticSampler], notes: deque[_Note]
@@ -223,9 +250,12 @@ class _StatefulNoted(_Noted):
 def steps_per_epoch(loader: Iterable[Any], *, accumulate: int = 1) -> int:
     """How many steps of the optimizer a whole epoch has in this world, for a scheduler.
 
-    loader: as for ElasticState.steps; accumulate: batches in a step. It stays the same in the
-    course of the epoch, and in other worlds where the global batch does. Raises UsageError for a
-    loader without an ElasticSampler.
+        steps = ee.steps_per_epoch(loader)
+        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=epochs * steps)
+
+    loader: as for ElasticState.steps; accumulate: batches in a step. The number stays the same in
+    the course of the epoch, and in other worlds if the global batch does. Raises UsageError for a
+    loader without an ElasticSampler. "The loop" in docs/state.md has more.
     """
     batches = _batches_of(loader)
     samplers = samplers_in(batches)
@@ -246,12 +276,8 @@ def samplers_in(batches: Any) -> list[ElasticSampler]:
     return [sampler for value in inner for sampler in samplers_in(value)]
 
 
-def _feeding(batches: Batches | StreamLoader) -> Sequence[ElasticSampler | ElasticIterable]:
-    return [batches.data] if isinstance(batches, StreamLoader) else samplers_in(batches)
-
-
 def _batches_of(loader: Any) -> Batches:
-    """The one of this loader, which gets it if it has none. Raises UsageError."""
+    """The Batches of this loader, which gets them if it has none. Raises UsageError."""
     inner = _loader_in(loader)
     name = "sampler" if inner.batch_sampler is None else "batch_sampler"
     batches = vars(inner)[name]
@@ -292,18 +318,6 @@ def _loader_in(loader: Any) -> Any:
     return loader
 
 
-def _is_known(
-    sampler: ElasticSampler | ElasticIterable,
-    samplers: Sequence[ElasticSampler | ElasticIterable],
-) -> bool:
-    if any(sampler is known for known in samplers):
-        return True
-    raise UsageError(
-        f"the loader's {type(sampler).__name__} is not the state's: give the state this one, as "
-        "ElasticState(sampler=...), or the loader the state's"
-    )
-
-
 def _why_not(size: int, handed: int, *, began: bool) -> str:
     """Why a batch of so many indices can't be counted, when samplers handed out so many."""
     if began and not handed:
@@ -321,10 +335,3 @@ def _why_not(size: int, handed: int, *, began: bool) -> str:
 
 def _named(loader: object) -> str:
     return f"{type(loader).__module__}.{type(loader).__qualname__}"
-
-
-def _length_of(batches: Batches | StreamLoader) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:  # a batch sampler without a length
-        return None

@@ -1,60 +1,50 @@
 """All ranks agree on the newest snapshot, and those who lack it get it from those who hold it.
 
 They do so by collectives and point-to-point transfers of the default process group, gloo or NCCL.
-What travels is the snapshot's bytes, and none go to a rank that has them. Of ranks whose newest
-snapshots are one version, but not the same bytes, the lowest one's counts.
+The snapshot's bytes travel, and none go to a rank that has them. If the newest snapshots of ranks
+are one version, but not the same bytes, the lowest rank's counts.
 """
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
-from elastic_etcd.train.state.digest import sum_of
-from elastic_etcd.train.state.snapshot import Header, Memfd, MemfdPair, StateSnapshot, Version
+from elastic_etcd.train.state.body import sum_of
+from elastic_etcd.train.state.snapshot import Header, Version
+from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
+from elastic_etcd.train.state.snapshots import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
-BLOCK = 64 << 10  # bytes; what of two snapshots is compared
-_HEADER = 128  # bytes; a packed header and room
+BLOCK = 64 << 10  # bytes; two snapshots are compared by so many
+_HEADER = 128  # bytes; a packed header is shorter
 _NO_VERSION = Version(-1, -1, -1)
 
 
-class Offer(NamedTuple):
-    """What a rank brings to a sync: its newest snapshot, and which file it has loaded, if any.
-
-    node: whose ranks share snapshots; -1: none.
-    """
-
-    newest: Header | None
-    loaded: Version | None
-    node: int = -1
-
-
-def gather_offers(mine: Offer) -> list[Offer]:
+def gather_inventories(mine: Inventory) -> list[Inventory]:
     """Each rank's, in rank order. Collective."""
     _, size = rank_and_size(launched=False)
     if size == 1:
         return [mine]
-    return [_read_offer(numbers) for numbers in gather(_numbers_of(mine))]
+    return [_read_inventory(numbers) for numbers in gather(_numbers_of(mine))]
 
 
-def _numbers_of(offer: Offer) -> list[int]:
-    newest = offer.newest or Header(_NO_VERSION, 0, 0, bytes(16))
+def _numbers_of(inventory: Inventory) -> list[int]:
+    newest = inventory.newest or Header(_NO_VERSION, 0, 0, bytes(16))
     halves = struct.unpack("<qq", newest.digest)
-    loaded = astuple(offer.loaded or _NO_VERSION)
-    numbers = newest.objects, newest.size, *halves, *loaded, offer.node
+    loaded = astuple(inventory.loaded or _NO_VERSION)
+    numbers = newest.objects, newest.size, *halves, *loaded, inventory.node
     return [*astuple(newest.version), *numbers]
 
 
-def _read_offer(numbers: Sequence[int]) -> Offer:
+def _read_inventory(numbers: Sequence[int]) -> Inventory:
     version, loaded = Version(*numbers[:3]), Version(*numbers[7:10])
     header = Header(version, numbers[3], numbers[4], struct.pack("<qq", *numbers[5:7]))
-    return Offer(
+    return Inventory(
         None if version == _NO_VERSION else header,
         None if loaded == _NO_VERSION else loaded,
         numbers[10],
@@ -62,9 +52,9 @@ def _read_offer(numbers: Sequence[int]) -> Offer:
 
 
 def even_out(
-    memfds: MemfdPair, holders: Sequence[int], headers: Sequence[Header | None]
+    snapshots: Snapshots, holders: Sequence[int], headers: Sequence[Header | None]
 ) -> list[str]:
-    """Give those of `holders` whose bytes are others than the lowest one's those. Collective.
+    """Give the lowest one's bytes to those of `holders` that have others. Collective.
 
     Only blocks that differ travel. It returns the names of the values that differed on this rank.
     A transfer that breaks off leaves all as it was. Raises MalformedState.
@@ -74,7 +64,7 @@ def even_out(
     if all(headers[rank] == wanted for rank in holders):
         return []
     rank, _ = rank_and_size(launched=False)
-    mine = memfds.newest() if rank in holders else None
+    mine = snapshots.newest() if rank in holders else None
     differs = mine is not None and mine.header != wanted
     sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
     if mine is not None and not differs:
@@ -88,26 +78,28 @@ def even_out(
             lacking[-1] = 1
     dirty = _any_rank(lacking).nonzero().flatten().tolist()
     source = mine.body if mine is not None and not differs else None
-    target = _copy_of(memfds, mine, wanted.size) if mine is not None and differs else None
+    copy, target = None, None
+    if mine is not None and differs:
+        copy = snapshots.clear_older(wanted.size)
+        target = copy.body(wanted.size)
+        both = min(wanted.size, mine.header.size)
+        target[:both].copy_(mine.body[:both])
     for first in range(0, len(dirty), BUCKET // BLOCK or 1):
         _pass_on(
             dirty[first : first + (BUCKET // BLOCK or 1)], wanted.size, holders[0], source, target
         )
-    return _adopt(memfds, mine, wanted, holders[0]) if mine is not None and differs else []
+    if mine is None or copy is None:
+        return []
+    snapshot = _set_received(copy, wanted, holders[0])
+    names = differences(mine, snapshot)
+    snapshots.prefer(snapshot)
+    return names
 
 
 def block_sums(body: torch.Tensor) -> torch.Tensor:
     """The sum of each block, as the digest has it of a chunk."""
     sums = b"".join(map(sum_of, body.view(torch.int64).split(BLOCK // 8)))
     return torch.frombuffer(bytearray(sums), dtype=torch.int64)
-
-
-def _copy_of(memfds: MemfdPair, mine: StateSnapshot, size: int) -> torch.Tensor:
-    """The older memory file's body, with what the newest snapshot has."""
-    target = memfds.clear_older(size)
-    both = min(size, mine.header.size)
-    target[:both].copy_(mine.body[:both])
-    return target
 
 
 def _pass_on(
@@ -128,14 +120,6 @@ def _pass_on(
         parts = arrived.split([end - start for start, end in ranges])
         for (start, end), part in zip(ranges, parts, strict=True):
             target[start:end] = part
-
-
-def _adopt(memfds: MemfdPair, mine: StateSnapshot, wanted: Header, sender: int) -> list[str]:
-    """Let the older memory file be the newest; the names of what is another there."""
-    snapshot = _arrived(memfds.older(), wanted, sender)
-    names = differences(mine, snapshot)
-    memfds.prefer(snapshot)
-    return names
 
 
 def differences(one: StateSnapshot, other: StateSnapshot) -> list[str]:
@@ -169,14 +153,14 @@ def _any_rank(flags: torch.Tensor) -> torch.Tensor:
 
 
 def compare_counts(counted: tuple[Version, int] | None) -> None:
-    """Compare what the ranks' samplers had counted at the same commit. Collective.
+    """Compare the counts of the ranks' samplers at the same commit. Collective.
 
-    counted: this rank's latest commit and a digest of it; None if it does not know. Raises
-    UsageError, on all ranks alike, where two differ: samples would be lost or used twice.
+    counted: this rank's latest commit and a digest of its counts; None if it does not know. Raises
+    UsageError, on all ranks alike, if two differ: samples would be lost or used twice.
     """
     if rank_and_size(launched=False)[1] == 1:
         return
-    version, digest = counted or (Version(-1, -1, -1), -1)
+    version, digest = counted or (_NO_VERSION, -1)
     seen: dict[Version, tuple[int, int]] = {}
     for rank, row in enumerate(gather([*astuple(version), digest])):
         first, known = seen.setdefault(Version(*row[:3]), (rank, row[3]))
@@ -186,26 +170,26 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
             raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
 
 
-def spread(memfds: MemfdPair, holders: Sequence[int], nodes: Sequence[int]) -> StateSnapshot:
-    """Copy the newest snapshot of the ranks in `holders` to all others. Collective.
+def spread(snapshots: Snapshots, holders: Sequence[int], nodes: Sequence[int]) -> StateSnapshot:
+    """Copy the newest snapshot of the ranks in `holders` to all others; it is returned. Collective.
 
-    nodes: each rank's, where it shares snapshots, else -1. One rank of a node gets it from another
-    node, and the others take it from that one's memory. It returns the snapshot. A transfer that
-    breaks off leaves the receiver's older one as it was. Raises MalformedState for one that does
-    not arrive as it was sent.
+    nodes: each rank's, if it shares snapshots, else -1. The first rank of a node gets it from
+    another node, and the others take it from that one's memory. A transfer that breaks off leaves
+    the receiver's older one as it was. Raises MalformedState for one that does not arrive as it was
+    sent.
     """
     rank, size = rank_and_size(launched=False)
-    newest = memfds.newest() if rank in holders else None
+    newest = snapshots.newest() if rank in holders else None
     having = [*holders, *first_of_nodes(holders, nodes)]
-    newest = _transfer(memfds, newest, transfers(holders, having))
+    newest = _transfer(snapshots, newest, transfers(holders, having))
     if len(having) < size:
-        offers = gather_offers(Offer(newest.header if newest else None, None))
-        if newest is None and (wanted := offers[holders[0]].newest):
-            newest = memfds.take(wanted)
+        inventories = gather_inventories(snapshots.inventory(trusted=True))
+        if newest is None and (wanted := inventories[holders[0]].newest):
+            newest = snapshots.take(wanted)
         found = gather([newest is not None])
         having = [other for other, (has,) in enumerate(found) if has]
-        newest = _transfer(memfds, newest, transfers(having, range(size)))
-    memfds.begin_anew()
+        newest = _transfer(snapshots, newest, transfers(having, range(size)))
+    snapshots.begin_anew()
     assert newest is not None
     return newest
 
@@ -222,9 +206,9 @@ def first_of_nodes(holders: Sequence[int], nodes: Sequence[int]) -> list[int]:
 
 
 def transfers(holders: Sequence[int], ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Who sends to whom of `ranks`, in an order in which all holders send at the same time.
+    """Senders and receivers of `ranks`, in an order in which all holders send at the same time.
 
-    Who has received sends on: with h holders all have it after log2(ranks / h) in sequence.
+    A receiver sends on: with h holders all have it after log2(ranks / h) in sequence.
     """
     having = list(holders)
     lacking = [rank for rank in ranks if rank not in having]
@@ -236,13 +220,17 @@ def transfers(holders: Sequence[int], ranks: Iterable[int]) -> Iterator[tuple[in
 
 
 def _transfer(
-    memfds: MemfdPair, newest: StateSnapshot | None, pairs: Iterable[tuple[int, int]]
+    snapshots: Snapshots, newest: StateSnapshot | None, pairs: Iterable[tuple[int, int]]
 ) -> StateSnapshot | None:
-    """What this rank has after its part of these."""
+    """The snapshot of this rank after its part of these."""
     rank, _ = rank_and_size(launched=False)
     for sender, receiver in pairs:
         if rank == receiver:
-            newest = _receive_snapshot(memfds, sender)
+            header = _receive_header(sender)
+            with snapshots.receiving(header.size) as memfd:
+                for bucket in memfd.body(header.size).split(BUCKET):
+                    _receive_bucket(bucket, sender)
+                newest = _set_received(memfd, header, sender)
         elif rank == sender:
             assert newest is not None
             _send_snapshot(newest, receiver)
@@ -257,16 +245,8 @@ def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
         dist.send(bucket.to(device), receiver)
 
 
-def _receive_snapshot(memfds: MemfdPair, sender: int) -> StateSnapshot:
-    header = _receive_header(sender)
-    with memfds.receiving(header.size) as memfd:
-        for bucket in memfd.body(header.size).split(BUCKET):
-            _receive_bucket(bucket, sender)
-        return _arrived(memfd, header, sender)
-
-
-def _arrived(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:
-    """What was written to the memory file. Raises MalformedState if it is not what was sent."""
+def _set_received(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:
+    """The snapshot in the memory file. Raises MalformedState if it is not as it was sent."""
     snapshot = memfd.set(header)
     if not snapshot.is_intact():
         memfd.clear()

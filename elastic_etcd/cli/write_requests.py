@@ -1,13 +1,13 @@
-"""What people want of a job, told through etcd: nodes drained, other numbers of nodes, its end.
+"""People's requests to a job: to drain a node, to change the number of nodes, to end it.
 
-Each changes the one key that says it, as long as nobody else has changed it since it was read. It
-takes the right to read the job and to write that key; what follows is in core/requests.py.
+All of them are in one key. A request is written if nobody else has changed that key since it was
+read; this takes the right to read the job and to write that key. The rules that heed it are in
+core/requests.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import getpass
 import os
 import random
 from argparse import Namespace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options, query
+from elastic_etcd.cli import options, query, values
 from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
@@ -49,8 +49,8 @@ _NAMED = 8  # nodes, in a line
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
 
-class Job(query.Job):
-    """A job that is steered."""
+class SteeredJob(query.Job):
+    """A job to which requests are written."""
 
     async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
         """Write what `change` makes of a view; gives that view, and whether there was a change.
@@ -113,17 +113,17 @@ class Job(query.Job):
 # --- drain and undrain --------------------------------------------------------------------
 
 
-async def drain(job: Job, args: Namespace) -> dict[str, Any]:
+async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd drain` asks for; gives the object that `--json` prints."""
     node = node_of(args)
-    asked = Drain(node, args.deadline, by=user(), at=_timestamp())
+    asked = Drain(node, args.deadline, by=query.user(), at=_timestamp())
 
     def change(view: View) -> Wanted:
         job.run_of(view)
         there = [m for m in view.members if m.node == node]
         if args.self and not there:
-            told = f"this machine's node, {node}, is not in job {job.name}"
-            raise ElasticEtcdError(f"{told}{_meant(view, node)}")
+            missing = f"this machine's node, {node}, is not in job {job.name}"
+            raise ElasticEtcdError(f"{missing}{_meant(view, node)}")
         limits = job.limits_of(view)
         for member in (m for m in there if m.leaving and args.deadline is not None):
             stands = requests.leave_deadline(view, member, limits)
@@ -141,28 +141,28 @@ async def drain(job: Job, args: Namespace) -> dict[str, Any]:
     limits = job.limits_of(view)
     leases = {m.lease for m in view.members if m.node == node}
     seconds = limits.leave_deadline if args.deadline is None else args.deadline
+
+    def gone(view: View) -> bool:
+        return leases.isdisjoint(m.lease for m in view.members)
+
     if args.wait:
         late = seconds + UNKILLABLE + STOP_PATIENCE
-        await job.wait(f"{node} is still there", lambda v: _gone(v, leases), late)
-    told = "has left" if args.wait or not leases else f"is to leave within {seconds:g} s"
+        await job.wait(f"{node} is still there", gone, late)
+    state = "has left" if args.wait or not leases else f"is to leave within {seconds:g} s"
     if not changed:
-        told += "; it was drained before"
+        state += "; it was drained before"
     return {
         "node": node,
         "changed": changed,
         "deadline": seconds,
         "left": args.wait or not leases,
-        "told": f"node {node} of job {job.name} {told}",
+        "told": f"node {node} of job {job.name} {state}",
         "note": _too_few(view, node, limits),
     }
 
 
-def _gone(view: View, leases: set[int]) -> bool:
-    return leases.isdisjoint(m.lease for m in view.members)
-
-
 def _too_few(view: View, node: str, limits: Limits) -> str:
-    """What follows for the others, where they are too few."""
+    """A warning for people, where too few other nodes are left."""
     left = [m for m in _staying(view) if m.node != node]
     if not left:
         return "no other node is there: the job ends as stopped"
@@ -185,7 +185,7 @@ def _meant(view: View, node: str) -> str:
 
 
 def _with(view: View, drains: list[Drain]) -> Wanted:
-    """What is wanted with these, instead of others of the same node or member."""
+    """The requests with these drains, instead of others of the same node or member."""
     there = _pruned(view)
     same = {(d.node, d.lease) for d in drains}
     kept = [d for d in there.drains if (d.node, d.lease) not in same]
@@ -195,7 +195,7 @@ def _with(view: View, drains: list[Drain]) -> Wanted:
 
 
 def _pruned(view: View) -> Wanted:
-    """What is wanted, without what means nothing any more."""
+    """The requests that still mean anything."""
     there = view.wanted or Wanted()
     members = {hexed(m.lease) for m in view.members}
     drains = tuple(d for d in there.drains if not d.lease or d.lease in members)
@@ -205,7 +205,7 @@ def _pruned(view: View) -> Wanted:
     return Wanted(drains, halt, scale)
 
 
-async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
+async def undrain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd undrain` asks for; gives the object that `--json` prints."""
 
     def change(view: View) -> Wanted:
@@ -220,17 +220,17 @@ async def undrain(job: Job, args: Namespace) -> dict[str, Any]:
         return replace(there, drains=tuple(d for d in there.drains if d.node != args.node))
 
     await job.change(change)
-    told = f"node {args.node} of job {job.name} may come back"
-    return {"node": args.node, "changed": True, "told": told}
+    text = f"node {args.node} of job {job.name} may come back"
+    return {"node": args.node, "changed": True, "told": text}
 
 
 # --- scale and stop -----------------------------------------------------------------------
 
 
-async def scale(job: Job, args: Namespace) -> dict[str, Any]:
+async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
-    asked = options.in_multiples(args.nnodes, args.nodes_multiple_of)
-    by, at = user(), _timestamp()
+    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
+    by, at = query.user(), _timestamp()
 
     def change(view: View) -> Wanted:
         spec = job.run_of(view)
@@ -239,8 +239,8 @@ async def scale(job: Job, args: Namespace) -> dict[str, Any]:
             meets = "its agent meets no others (--nnodes 1)"
             raise ElasticEtcdError(f"job {job.name} can't be scaled: {meets}")
         if asked.max_nodes > (most := own.pages * MOST_SCALED):
-            told = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
-            raise ElasticEtcdError(f"job {job.name} was begun with {told}")
+            begun = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
+            raise ElasticEtcdError(f"job {job.name} was begun with {begun}")
         if requests.scaled(view, spec.run, own).nnodes == asked.nnodes:
             return view.wanted or Wanted()
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
@@ -270,9 +270,9 @@ def _fits(view: View, asked: Limits) -> bool:
     return trains and now is not None and asked.largest(now.nodes) == now.nodes
 
 
-async def stop(job: Job, args: Namespace) -> dict[str, Any]:
+async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd stop` asks for; gives the object that `--json` prints."""
-    by, at = user(), _timestamp()
+    by, at = query.user(), _timestamp()
 
     def change(view: View) -> Wanted:
         run = job.run_of(view).run
@@ -287,10 +287,10 @@ async def stop(job: Job, args: Namespace) -> dict[str, Any]:
         late = spec.limits.patience + max(leaving, default=0.0)
         ended = await job.wait("it goes on", lambda v: _is_over(v, spec.run), late)
         state = ended.outcome.state if ended.outcome else "stopped"
-    told = f"is over: {state}" if state else "is to stop"
+    text = f"job {job.name} is over: {state}" if state else f"job {job.name} is to stop"
     if not changed:
-        told += "; it was to stop before"
-    return {"changed": changed, "state": state or None, "told": f"job {job.name} {told}"}
+        text += "; it was to stop before"
+    return {"changed": changed, "state": state or None, "told": text}
 
 
 def _is_over(view: View, run: str) -> bool:
@@ -304,20 +304,11 @@ def node_of(args: Namespace) -> str:
     return given or options.this_node(os.environ)
 
 
-def user() -> str:
-    """Who asks, and where."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # no such user in this container
-        name = str(os.getuid())
-    return f"{name}@{os.uname().nodename}"
-
-
 def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-async def ask(job: Job, command: str, node: str) -> dict[str, Any]:
+async def ask(job: SteeredJob, command: str, node: str) -> dict[str, Any]:
     """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
     args = Namespace(node=node, deadline=None, wait=False)
     args.self = False

@@ -1,4 +1,4 @@
-"""Disks that stand still, for the thread that writes: a job that nobody ends stands in for them."""
+"""Outputs that stand still. A job that nobody ends stands in for a disk that does."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.output.writer import FULL, LOST, DiskFile, Writer
+from elastic_etcd.agent.output.writer import FULL, LOST, STILL, Output, OutputWriter
 from elastic_etcd.system.threads import in_thread
 
 DEADLINE = 30.0
@@ -18,14 +18,14 @@ LINE = b"x" * 1023 + b"\n"
 
 
 @pytest.fixture
-async def writer() -> AsyncIterator[Writer]:
-    writer = Writer()
+async def writer() -> AsyncIterator[OutputWriter]:
+    writer = OutputWriter()
     yield writer
     await writer.close(DEADLINE)
 
 
 @contextmanager
-def standing_still(writer: Writer) -> Iterator[None]:
+def standing_still(writer: OutputWriter) -> Iterator[None]:
     released = threading.Event()
     writer.put(lambda: released.wait(DEADLINE))
     try:
@@ -34,15 +34,15 @@ def standing_still(writer: Writer) -> Iterator[None]:
         released.set()
 
 
-def file_at(path: Path, writer: Writer) -> DiskFile:
+def file_at(path: Path, writer: OutputWriter) -> Output:
     def failed(error: OSError) -> None:
         raise AssertionError(error)
 
-    return DiskFile(writer, path.name, lambda: os.open(path, os.O_WRONLY | os.O_CREAT), failed)
+    return Output(writer, path.name, lambda: os.open(path, os.O_WRONLY | os.O_CREAT), failed)
 
 
 async def test_r1_each_byte_is_written_or_counted(
-    writer: Writer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    writer: OutputWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "out"
     file = file_at(path, writer)
@@ -50,7 +50,7 @@ async def test_r1_each_byte_is_written_or_counted(
         for _ in range(2 * LOST // len(LINE)):
             file.write(LINE)
         file.write(b"no line end")
-        file.keep(b"an agent's line\n")
+        file.say(b"an agent's line\n")
     assert await writer.written(DEADLINE)
     file.write(b"later\n")
     file.close()
@@ -66,22 +66,26 @@ async def test_r1_each_byte_is_written_or_counted(
     assert caplog.text.count("stands still") == 1
 
 
-async def test_r1_nobody_waits_for_a_disk_that_stands_still(writer: Writer, tmp_path: Path) -> None:
+async def test_r1_nobody_waits_for_a_disk_that_stands_still(
+    writer: OutputWriter, tmp_path: Path
+) -> None:
     file = file_at(tmp_path / "out", writer)
     resumed = asyncio.Event()
     with standing_still(writer):
         file.write(b"x" * FULL)
-        at_first = file.full
-        file.when_room(resumed.set)
+        at_first = file.writer.full
+        file.writer.when_room(resumed.set)
         async with asyncio.timeout(DEADLINE):
             await resumed.wait()
-        assert (at_first, file.full) == (True, False), "whoever can waits while it may be slow only"
+        assert (at_first, file.writer.full) == (True, False), (
+            "whoever can waits while it may be slow only"
+        )
         assert not await writer.written(patience=0.01)
     assert await writer.written(DEADLINE)
 
 
 async def test_who_waits_for_room_goes_on_when_there_is_some(
-    writer: Writer, tmp_path: Path
+    writer: OutputWriter, tmp_path: Path
 ) -> None:
     path = tmp_path / "out"
     file = file_at(path, writer)
@@ -89,10 +93,40 @@ async def test_who_waits_for_room_goes_on_when_there_is_some(
         for _ in range(8):
             file.write(b"x" * LOST)
             resumed = asyncio.Event()
-            file.when_room(resumed.set)
+            file.writer.when_room(resumed.set)
             await resumed.wait()
             assert await writer.written(DEADLINE)
     assert path.stat().st_size == 8 * LOST, "a disk that is only slow costs nothing"
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["", "whose O_NONBLOCK somebody has set"])
+async def test_a_pipe_that_nobody_reads_is_waited_for(
+    blocking: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to the same bound, from where on bytes are dropped and counted."""
+    r, w = os.pipe()
+    os.set_blocking(w, blocking)
+    writer = OutputWriter(patient=True)
+    pipe = Output(writer, "stdout", lambda: w)
+    resumed = asyncio.Event()
+    for _ in range(2 * LOST // len(LINE)):
+        pipe.write(LINE)
+    pipe.say(b"an agent's line\n")
+    pipe.writer.when_room(resumed.set)
+    assert not await writer.written(patience=2 * STILL)
+    assert pipe.writer.full, "however long that takes"
+    with os.fdopen(r, "rb") as file:
+        reading = asyncio.get_running_loop().run_in_executor(None, file.read)
+        async with asyncio.timeout(DEADLINE):
+            await resumed.wait()
+        pipe.close()
+        await writer.close(DEADLINE)
+        text = await reading
+    (dropped,) = map(int, re.findall(rb"\.\.\. (\d+) bytes dropped: nobody read it\n", text))
+    assert text.count(LINE) * len(LINE) + dropped == 2 * LOST
+    assert text.count(b"an agent's line\n") == 1
+    assert f"{dropped} bytes of the workers' output dropped, which stdout misses" in caplog.text
+    assert caplog.text.count("nobody reads stdout") == 1
 
 
 async def test_what_takes_too_long_in_a_thread_is_left_to_itself() -> None:

@@ -1,4 +1,4 @@
-"""What the end of a line proves, and what it does not, between one agent and others at its ends."""
+"""What the end of a link proves, and what it does not, between one agent and others at its ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.inbox import Tasks
-from elastic_etcd.agent.peer_links import HELLO_FORM, Lines
+from elastic_etcd.agent.peer_links import HELLO_FORM, PeerLinks
 from elastic_etcd.core.schema import Contact, Ledger, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.times import PROOF
@@ -48,7 +48,7 @@ class Peer:
         return Contact(HOME, self._port, NONCE)
 
     async def call(self, contact: Contact, lease: int) -> None:
-        """Have a line there, in the name of a member."""
+        """Have a link there, in the name of a member."""
         reader, writer = await asyncio.open_connection(contact.addr, contact.port)
         self._open.append(writer)
         writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
@@ -97,10 +97,10 @@ def view(coordinator: int, *others: Member, ranks: tuple[int, ...] = (OWN, OTHER
 
 
 class Stage:
-    """An agent's lines, as the member OWN, and the peers that a test makes."""
+    """The links of an agent, as the member OWN, and the peers that a test makes."""
 
-    def __init__(self, lines: Lines, own: Contact, etcd: Etcd) -> None:
-        self.lines, self.own, self.etcd = lines, own, etcd
+    def __init__(self, links: PeerLinks, own: Contact, etcd: Etcd) -> None:
+        self.links, self.own, self.etcd = links, own, etcd
         self.peers: list[Peer] = []
 
     def peer(self, answer: bytes = HERE) -> Peer:
@@ -110,17 +110,17 @@ class Stage:
 
 @asynccontextmanager
 async def agent() -> AsyncIterator[Stage]:
-    """Lines of the member OWN, where they can be called, and what they revoke."""
+    """Links of the member OWN, where they can be called, and what they revoke."""
     etcd = Etcd()
     async with asyncio.timeout(30), Tasks() as tasks:
-        lines = Lines(tasks, etcd.revoke)
-        own = await lines.open(HOME)
+        links = PeerLinks(tasks, etcd.revoke)
+        own = await links.open(HOME)
         assert own
-        stage = Stage(lines, own, etcd)
+        stage = Stage(links, own, etcd)
         try:
             yield stage
         finally:
-            lines.close()
+            links.close()
             for peer in stage.peers:
                 peer.die()
             await asyncio.sleep(0.05)  # for the loop to close what was closed
@@ -133,10 +133,10 @@ async def nothing_follows(etcd: Etcd) -> None:
     assert not etcd.revoked
 
 
-async def test_a_line_that_ends_of_an_agent_that_is_gone() -> None:
+async def test_a_link_that_ends_of_an_agent_that_is_gone() -> None:
     async with agent() as stage:
         peer = stage.peer()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()  # it is called back, as the check later
         peer.die()
@@ -148,7 +148,7 @@ async def test_another_program_has_its_port() -> None:
     async with agent() as stage:
         peer, stranger = stage.peer(), stage.peer(b"HTTP/1.1 400")
         contact = await peer.listen()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
         peer.stop_listening()
@@ -160,10 +160,10 @@ async def test_another_program_has_its_port() -> None:
 
 
 @pytest.mark.parametrize("text", [GOODBYE, b"anything else"])
-async def test_a_line_that_something_was_said_on(text: bytes) -> None:
+async def test_a_link_that_something_was_said_on(text: bytes) -> None:
     async with agent() as stage:
         peer = stage.peer()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
         peer.say(text)
@@ -174,7 +174,7 @@ async def test_a_line_that_something_was_said_on(text: bytes) -> None:
 async def test_an_agent_that_answers() -> None:
     async with agent() as stage:
         peer = stage.peer()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
         peer.heard.clear()
@@ -189,7 +189,7 @@ async def test_an_agent_that_a_firewall_hides() -> None:
         peer = stage.peer()
         contact = await peer.listen()
         peer.stop_listening()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
         await peer.call(stage.own, OTHER)
         peer.die()
         await nothing_follows(stage.etcd)
@@ -199,7 +199,7 @@ async def test_an_agent_that_takes_a_call_and_says_nothing() -> None:
     async with agent() as stage:
         peer = stage.peer()
         contact = await peer.listen()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
         peer._answer = b""
@@ -212,10 +212,10 @@ async def test_an_agent_that_may_not_write_revokes_nothing() -> None:
     async with agent() as stage:
         peer = stage.peer()
         seen = view(OWN, Member(OTHER, "n", 1, contact=await peer.listen()))
-        stage.lines.follow(seen, OWN)
+        stage.links.follow(seen, OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
-        stage.lines.follow(replace(seen, newer=2), OWN)
+        stage.links.follow(replace(seen, newer=2), OWN)
         peer.die()
         await nothing_follows(stage.etcd)
 
@@ -223,7 +223,7 @@ async def test_an_agent_that_may_not_write_revokes_nothing() -> None:
 async def test_a_member_that_nobody_knows() -> None:
     async with agent() as stage:
         peer = stage.peer()
-        stage.lines.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
         await peer.call(stage.own, THIRD)
         peer.die()
         await nothing_follows(stage.etcd)
@@ -234,7 +234,7 @@ async def test_who_does_not_coordinate_revokes_no_caller() -> None:
         peer, coordinator = stage.peer(), stage.peer()
         known = Member(OTHER, "n", 1, contact=await peer.listen())
         leader = Member(THIRD, "c", 1, contact=await coordinator.listen())
-        stage.lines.follow(view(THIRD, known, leader), OWN)
+        stage.links.follow(view(THIRD, known, leader), OWN)
         await peer.call(stage.own, OTHER)
         peer.die()
         await nothing_follows(stage.etcd)
@@ -249,7 +249,7 @@ async def test_the_coordinator_is_gone(ranks: tuple[int, ...], revokes: bool) ->
     async with agent() as stage:
         coordinator = stage.peer()
         leader = Member(OTHER, "c", 1, contact=await coordinator.listen())
-        stage.lines.follow(view(OTHER, leader, ranks=ranks), OWN)
+        stage.links.follow(view(OTHER, leader, ranks=ranks), OWN)
         await coordinator.heard.wait()
         assert coordinator.hellos == [HELLO_FORM.pack(bytes.fromhex(NONCE), OWN)]
         coordinator.die()
@@ -264,7 +264,7 @@ async def test_a_coordinator_that_says_goodbye_is_not_called_again() -> None:
     async with agent() as stage:
         coordinator = stage.peer()
         leader = Member(OTHER, "c", 1, contact=await coordinator.listen())
-        stage.lines.follow(view(OTHER, leader), OWN)
+        stage.links.follow(view(OTHER, leader), OWN)
         await coordinator.heard.wait()
         coordinator.say(GOODBYE)
         coordinator.hang_up()
@@ -272,11 +272,11 @@ async def test_a_coordinator_that_says_goodbye_is_not_called_again() -> None:
         assert len(coordinator.hellos) == 1
 
 
-async def test_a_line_that_breaks_again_and_again_is_left_for_a_while() -> None:
+async def test_a_link_that_breaks_again_and_again_is_left_for_a_while() -> None:
     async with agent() as stage:
         coordinator = stage.peer()
         leader = Member(OTHER, "c", 1, contact=await coordinator.listen())
-        stage.lines.follow(view(OTHER, leader), OWN)
+        stage.links.follow(view(OTHER, leader), OWN)
         for _ in range(2):
             await coordinator.heard.wait()
             coordinator.heard.clear()
@@ -291,9 +291,9 @@ async def test_another_coordinator_is_called_in_its_place() -> None:
         first, second = stage.peer(), stage.peer()
         one = Member(OTHER, "c", 1, contact=await first.listen())
         two = Member(THIRD, "d", 1, contact=await second.listen())
-        stage.lines.follow(view(OTHER, one, two), OWN)
+        stage.links.follow(view(OTHER, one, two), OWN)
         await first.heard.wait()
-        stage.lines.follow(view(THIRD, one, two), OWN)
+        stage.links.follow(view(THIRD, one, two), OWN)
         await second.heard.wait()
         first.die()
         await nothing_follows(stage.etcd)
@@ -301,7 +301,7 @@ async def test_another_coordinator_is_called_in_its_place() -> None:
 
 async def test_who_knows_an_old_nonce_is_not_heard() -> None:
     async with agent() as stage:
-        later = await stage.lines.open(HOME)
+        later = await stage.links.open(HOME)
         assert later
         assert later.nonce != stage.own.nonce
         reader, writer = await asyncio.open_connection(later.addr, later.port)
@@ -312,9 +312,9 @@ async def test_who_knows_an_old_nonce_is_not_heard() -> None:
 
 
 @pytest.mark.parametrize("address", ["192.0.2.77", "no-such-name.invalid"])
-async def test_a_node_that_can_not_listen_at_its_address_has_no_lines(address: str) -> None:
+async def test_a_node_that_can_not_listen_at_its_address_has_no_links(address: str) -> None:
     """Behind NAT, say; all interfaces instead would be more than it was told."""
     async with Tasks() as tasks:
-        lines = Lines(tasks, Etcd().revoke)
-        assert await lines.open(address) is None
-        lines.close()
+        links = PeerLinks(tasks, Etcd().revoke)
+        assert await links.open(address) is None
+        links.close()

@@ -1,0 +1,225 @@
+"""How a generation ends on this node, and whether anything of it is left.
+
+I3 rests on WorkersGone, which comes from here only: when no worker runs, nothing of any worker's
+process group is there, and what left its group is found and ended. A worker that waits at the
+barrier without a process group of torch's (it is parked) counts as gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import ParamSpec
+
+from elastic_etcd.agent.guardian import Guardian
+from elastic_etcd.agent.inbox import Inbox, Tasks, Unkillable
+from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.worker import Worker
+from elastic_etcd.core.lifecycle import WorkersGone
+from elastic_etcd.protocol.messages import Change, Interrupt
+from elastic_etcd.system.groups import ProcessGroups
+from elastic_etcd.system.leftovers import Leftovers, Mark
+from elastic_etcd.times import STUCK
+
+_LATE = 10.0  # seconds until the log names those that do not stop; then twice as many, and so on
+_LOOK_AGAIN = 1.0
+
+Given = ParamSpec("Given")
+
+log = logging.getLogger(__name__)
+
+
+class Termination:
+    """Stops the workers of one generation after the other, and puts WorkersGone once for each.
+
+    `running` and `parked` are theirs by pid, kept by whoever starts them: a worker that has ended
+    is in neither and is `bury`ed, after any other change `settle_soon` is called. The guardian is
+    told of every process group.
+    """
+
+    def __init__(
+        self,
+        kill_timeout: float,
+        inbox: Inbox,
+        tasks: Tasks,
+        guardian: Guardian,
+        mark: Mark,
+        running: Mapping[int, Worker],
+        parked: Mapping[int, Worker],
+    ) -> None:
+        self.stopping = False
+        self.patient = False  # they stop when their step is over
+        self.gone = True  # nothing of the generation runs, though some of it may be parked
+        self._kill_timeout = kill_timeout
+        self._inbox = inbox
+        self._tasks = tasks
+        self._guardian = guardian
+        self._leftovers = Leftovers(mark)
+        self._running = running
+        self._parked = parked
+        self._dead: dict[int, Worker] = {}  # something of their groups may still run
+        self._groups = ProcessGroups(self._groups_emptied)
+        self._pending = 0  # starts, and failures whose cause is being read
+        self._swept = False  # of what has left the groups, when all else is gone
+        self._generation = 0
+        self._kill, self._late = Timer(), Timer()
+        self._stuck, self._unkillable = Timer(), Timer()
+
+    def begin(self, generation: int) -> None:
+        """Workers of `generation` are about to run."""
+        assert self.gone, "I3: older workers are alive"
+        self._generation = generation
+        self.gone = self.stopping = self.patient = self._swept = False
+
+    def wait_for(
+        self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
+    ) -> None:
+        """Begin `work`. Before it is done the generation is not gone."""
+
+        async def wait() -> None:
+            await work(*args, **kwargs)
+            self._pending -= 1
+            self._settle()
+
+        self._pending += 1
+        self._tasks.create(wait())
+
+    def bury(self, worker: Worker) -> None:
+        """A worker has ended; what is left of its process group is killed."""
+        self._dead[worker.pid] = worker
+        self._groups.add(worker.pid)
+        self.guard()
+
+    def guard(self) -> None:
+        """Tell the guardian which process groups there are."""
+        self._guardian.guard(groups=tuple(self._running), parked=tuple(self._parked))
+
+    def settle_soon(self) -> None:
+        """See in the loop's next turn whether all is gone."""
+        asyncio.get_running_loop().call_soon(self._settle)
+
+    # --- stopping -------------------------------------------------------------------------
+
+    def stop(
+        self, grace: float | None, notice: Change | Interrupt | None, park: float | None
+    ) -> None:
+        """As Workers.stop."""
+        if self.gone:  # WorkersGone is in the inbox
+            return
+        again = self.stopping and not self.patient
+        self.stopping, self.patient = True, grace is None
+        for worker in self._running.values():
+            parks = notice is not None and worker.tell(notice)
+            if not (parks or again) and grace is not None:
+                worker.terminate()
+            seconds = park if parks and park is not None else grace
+            if seconds is not None:
+                worker.give(seconds)
+        self.settle_soon()
+        if notice:
+            self._late.start(_LATE, self._tell_late, notice, _LATE)
+        if grace is not None:
+            self._kill_late(asyncio.get_running_loop().time())
+
+    def kill(self) -> None:
+        """SIGKILL the process group of every worker that still runs now."""
+        for timer in (self._kill, self._late, self._stuck, self._unkillable):
+            timer.cancel()
+        self.stopping = True
+        for worker in self._running.values():
+            worker.kill()
+        self.settle_soon()
+
+    def _kill_late(self, now: float) -> None:
+        """SIGKILL to those that have used up their grace, and wait for the next one's end."""
+        self._kill.cancel()
+        waiting = [worker for worker in self._running.values() if not worker.killed]
+        late = [worker for worker in waiting if worker.end <= now]
+        for worker in late:
+            if worker.channel and not worker.finished:
+                rank = worker.spec.rank
+                log.warning("rank %d: not stopped within %g s: SIGKILL", rank, worker.grace)
+            worker.kill()
+        if late == waiting:
+            if late:
+                self.kill()
+            return
+        end = min(worker.end for worker in waiting if worker not in late)
+        loop = asyncio.get_running_loop()
+        self._kill.start(end - loop.time(), self._kill_late, end)
+        self.settle_soon()
+
+    def _tell_late(self, notice: Change | Interrupt, seconds: float) -> None:
+        """Name those that have not stopped; and again, if it takes longer still."""
+        reason, finished = notice.reason, self._ranks(finished=True)
+        if late := self._ranks(finished=False):
+            what = "no state.check()" if isinstance(notice, Change) else "not out of its step"
+            why = "they are waited for" if self.patient else "they will be killed"
+            log.warning("%s: rank %s: %s for %g s; %s", reason, late, what, seconds, why)
+        if finished:
+            log.info("%s: rank %s: still at work after its training", reason, finished)
+        if late or finished:
+            self._late.start(2 * seconds, self._tell_late, notice, 2 * seconds)
+
+    def _ranks(self, *, finished: bool) -> str:
+        """The ranks that run and were to park, or those that have `finished` and can't."""
+        found = [
+            worker.spec.rank
+            for worker in self._running.values()
+            if worker.finished == finished and (finished or worker.channel)
+        ]
+        return ", ".join(map(str, sorted(found)))
+
+    # --- is anything left? ----------------------------------------------------------------
+
+    def _groups_emptied(self, groups: Collection[int]) -> None:
+        for group in groups:
+            self._dead.pop(group).output.close()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Put WorkersGone when nothing of the generation is left."""
+        if not (self._running or self._groups or self._pending):
+            self._kill.cancel()
+            self._late.cancel()
+            held = self._parked and not self.stopping  # the generation may go on without them
+            if not (held or self.gone):
+                self._sweep_or_say_gone()
+        self._expect_an_end()
+
+    def _sweep_or_say_gone(self) -> None:
+        if not (self._parked or self._swept):  # what a parked one has started lives on with it
+            self._swept = True
+            self.wait_for(self._leftovers.end, self._generation)
+            return
+        self.gone = True
+        self.guard()
+        self._inbox.put(WorkersGone(self._generation))
+
+    def _expect_an_end(self) -> None:
+        """Tell what SIGKILL has not ended; give a generation up that has to end and does not."""
+        killed = self._killed()
+        if self._groups or killed:
+            self._stuck.start_once(STUCK, self._tell_stuck)
+        else:
+            self._stuck.cancel()
+        left = self._running or self._groups or (self._swept and not self.gone)
+        if self.stopping and left and len(killed) == len(self._running):
+            self._unkillable.start_once(self._kill_timeout, self._look_again)
+        else:
+            self._unkillable.cancel()
+
+    def _killed(self) -> list[Worker]:
+        """Those that are still there."""
+        return [worker for worker in self._running.values() if worker.killed]
+
+    def _look_again(self) -> None:
+        """An agent that stood still meanwhile has to see first what has ended."""
+        self._unkillable.start(_LOOK_AGAIN, self._inbox.put, Unkillable())
+
+    def _tell_stuck(self) -> None:
+        ranks = [worker.spec.rank for worker in (*self._killed(), *self._dead.values())]
+        log.warning(
+            "generation %d: processes of rank %s are still there %d s after SIGKILL, stuck in the "
+            "kernel (a hung device or network file system?); this node waits for them",
+            self._generation, ", ".join(map(str, ranks)), STUCK,
+        )  # fmt: skip
