@@ -53,7 +53,7 @@ class Parked(_Message, frozen=True):
     error: str  # that made it wait, if nobody had asked it to
 
 
-class Finished(_Message, frozen=True):
+class TrainingDone(_Message, frozen=True, tag="finished"):
     """The worker has left its worlds, and does not read any more: SIGTERM reaches it from now on.
 
     It may have much to do still: an export, an upload, the last evaluation.
@@ -109,7 +109,7 @@ FromWorker: TypeAlias = (
     Hello
     | Elastic
     | Parked
-    | Finished
+    | TrainingDone
     | Keep
     | Drop
     | Recall

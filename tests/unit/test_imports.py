@@ -93,7 +93,6 @@ CHILDREN = {
 SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
-    "Finished": "the worker's message, and the event that all of them have finished",
     "Lease": "the id in a key, and what etcd has granted with it",
     "Over": "the end of the job as the agent's action, and as its last message",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",

@@ -27,11 +27,11 @@ from elastic_etcd.protocol.messages import (
     Change,
     Disconnected,
     Elastic,
-    Finished,
     FromAgent,
     FromWorker,
     Interrupt,
     Parked,
+    TrainingDone,
 )
 from elastic_etcd.protocol.messages import World as Onward
 from elastic_etcd.train import agent_channel, process_group, sync_point
@@ -42,7 +42,7 @@ from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.state.snapshots import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
-Heard = TypeVar("Heard", Elastic, Parked, Finished, Disconnected)
+Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
 
 RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
@@ -548,7 +548,7 @@ async def test_the_user_s_own_errors(agent: Agent, error: BaseException) -> None
         assert await worker == (KeyboardInterrupt, "")
     assert not dist.is_initialized()
     await agent.hears(Elastic)
-    await agent.hears(Finished)
+    await agent.hears(TrainingDone)
     assert agent.heard.empty()
 
 
