@@ -259,7 +259,7 @@ class Ended(_Message, frozen=True):
     """The world that was formed last ends: stop the workers, and want the next one."""
 
 
-class Over(_Message, frozen=True):
+class JobOver(_Message, frozen=True, tag="over"):
     """The job is over for this node, with this exit code; the agent has ended."""
 
     exit_code: Number
@@ -267,7 +267,7 @@ class Over(_Message, frozen=True):
 
 
 FromTorchrun: TypeAlias = Wanted | Done
-ToTorchrun: TypeAlias = Formed | Ended | Over
+ToTorchrun: TypeAlias = Formed | Ended | JobOver
 
 
 def encode(message: Struct) -> bytes:

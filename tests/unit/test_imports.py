@@ -94,7 +94,6 @@ SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
     "Lease": "the id in a key, and what etcd has granted with it",
-    "Over": "the end of the job as the agent's action, and as its last message",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
     "World": "one generation, as the agent tells it and as its worker knows it",

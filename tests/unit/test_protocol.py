@@ -29,10 +29,10 @@ from elastic_etcd.protocol.messages import (
     Hello,
     Imported,
     Interrupt,
+    JobOver,
     Keep,
     Kept,
     Leaving,
-    Over,
     Parked,
     Reader,
     Recall,
@@ -92,7 +92,7 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (to_torchrun, Formed(7, 0, 2, "h", 1),
      {"type": "formed", "generation": 7, "group_rank": 0, "nodes": 2, "addr": "h", "port": 1}),
     (to_torchrun, Ended(), {"type": "ended"}),
-    (to_torchrun, Over(5, "why"), {"type": "over", "exit_code": 5, "error": "why"}),
+    (to_torchrun, JobOver(5, "why"), {"type": "over", "exit_code": 5, "error": "why"}),
 ]  # fmt: skip
 
 
