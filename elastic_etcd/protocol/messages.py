@@ -179,7 +179,7 @@ class Interrupt(_Message, frozen=True):
     reason: str
 
 
-class World(_Message, frozen=True):
+class NextWorld(_Message, frozen=True, tag="world"):
     """Go on in this generation."""
 
     generation: Number
@@ -194,7 +194,7 @@ class Bye(_Message, frozen=True):
 
 
 Answer: TypeAlias = Kept | Recalled | Current | Leaving
-FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | World | Bye
+FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | NextWorld | Bye
 
 
 class Gone(Struct, frozen=True):

@@ -96,7 +96,6 @@ SAME_CLASS = {
     "Lease": "the id in a key, and what etcd has granted with it",
     "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
-    "World": "one generation, as the agent tells it and as its worker knows it",
 }
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
