@@ -230,7 +230,7 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
     for value in ("x" * LONGEST, os.fsdecode(b"\xff")):
         with pytest.raises(ValueError, match=r"65536 are allowed|surrogates not allowed"):
             encode(NextWorld(8, "", {"NAME": value}))
-    with pytest.raises(ValueError, match=r"World takes \d+ bytes, 65536 are allowed"):
+    with pytest.raises(ValueError, match=r"NextWorld takes \d+ bytes, 65536 are allowed"):
         encode(NextWorld(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(NextWorld(8, "", {"NAME": ""})))
     assert len(encode(NextWorld(8, "", {"NAME": "x" * longest}))) == LONGEST

@@ -30,10 +30,10 @@ from elastic_etcd.protocol.messages import (
     FromAgent,
     FromWorker,
     Interrupt,
+    NextWorld,
     Parked,
     TrainingDone,
 )
-from elastic_etcd.protocol.messages import World as Onward
 from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
@@ -117,7 +117,7 @@ class Agent:
     def goes_on(self, generation: int, reason: str = "a test") -> None:
         self.trains.clear()
         env = {"ELASTIC_ETCD_GENERATION": str(generation)}
-        self.says(Onward(generation, reason, env))
+        self.says(NextWorld(generation, reason, env))
 
 
 @pytest.fixture
