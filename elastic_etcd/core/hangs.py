@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.schema import Doing, Hang, Participant, RankStep, Steps
+from elastic_etcd.core.schema import Doing, Hang, NodeSteps, Participant, RankStep
 from elastic_etcd.core.view import View
 from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
@@ -102,7 +102,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
 
 
 def _located(
-    world: Sequence[Participant], answers: Iterable[Steps], done: Container[int]
+    world: Sequence[Participant], answers: Iterable[NodeSteps], done: Container[int]
 ) -> list[At]:
     """Every rank of the world, in order; of an agent that answers, one it leaves out has ended.
 

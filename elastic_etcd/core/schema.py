@@ -513,7 +513,7 @@ class RankStep(Value, frozen=True):
     told: bool = False  # its steps are the script's, and not those of its optimizers
 
 
-class Steps(Value, frozen=True):
+class NodeSteps(Value, frozen=True):
     """The places of a node's workers, of those that run."""
 
     FROM_KEY: ClassVar = ("lease",)

@@ -21,6 +21,7 @@ from elastic_etcd.core.schema import (
     Keys,
     Ledger,
     Member,
+    NodeSteps,
     Outcome,
     Page,
     Participant,
@@ -28,7 +29,6 @@ from elastic_etcd.core.schema import (
     Report,
     Round,
     Spec,
-    Steps,
     StepTime,
     Stragglers,
     Value,
@@ -91,7 +91,7 @@ class View(Struct, frozen=True):
     watched: Watched | None = None
     stragglers: Stragglers | None = None
     stragglers_mod: int = 0
-    steps: tuple[Steps, ...] = ()  # of the generation that trains
+    steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
@@ -198,7 +198,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     now, found = view.round, _by_generation(kvs, keys)
     final, _ = view.last
     ready = found["acks"].get(now.generation, []) if now else []
-    steps, _ = _read_all(Steps, found["steps"].get(view.trains, []), bad)
+    steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
     acks, no_acks = _read_all(Ack, ready, bad)

@@ -16,6 +16,7 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    NodeSteps,
     Page,
     Participant,
     Phase,
@@ -24,7 +25,6 @@ from elastic_etcd.core.schema import (
     Round,
     Scale,
     Spec,
-    Steps,
     Wanted,
     decode,
     encode,
@@ -65,7 +65,7 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
         KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),
-        KEYS.step(4, B): encode(Steps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
+        KEYS.step(4, B): encode(NodeSteps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
         KEYS.history(last): encode(ENTRY),
     }
 

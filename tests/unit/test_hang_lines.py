@@ -17,12 +17,12 @@ from elastic_etcd.core.schema import (
     Keys,
     Ledger,
     Master,
+    NodeSteps,
     Participant,
     Phase,
     RankStep,
     Report,
     Round,
-    Steps,
     decode,
     encode,
 )
@@ -285,11 +285,11 @@ WORLD = (Participant(0xA, "n1", 2, 0, 0), Participant(0xB, "n2", 2, 1, 2))
 LOCAL = Local("r", 0xA, 2, 2, acked=3, running=3)
 
 
-def said(lease: int, number: int, *ranks: RankStep) -> Steps:
-    return Steps(lease, number, ranks)
+def said(lease: int, number: int, *ranks: RankStep) -> NodeSteps:
+    return NodeSteps(lease, number, ranks)
 
 
-def view(*steps: Steps, hang: Hang | None = None, **more: Any) -> View:
+def view(*steps: NodeSteps, hang: Hang | None = None, **more: Any) -> View:
     now = Round(3, Phase.FINAL, 0xA, "why", "r", "n1", 2, 4, Master("n1", 80))
     found = View(9, Everything(), round=now, round_mod=7, world=WORLD, steps=steps, hang=hang)
     return replace(found, **more)

@@ -93,7 +93,6 @@ CHILDREN = {
 SAME_CLASS = {
     "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Doing": "the page of memory has numbers, a key their names",
-    "Steps": "the steps of a worker: its loop over them, and their number in a key",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
 }
 # The rules get time, randomness and the outside world as arguments.

@@ -34,6 +34,7 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    NodeSteps,
     Outcome,
     Page,
     Participant,
@@ -42,7 +43,6 @@ from elastic_etcd.core.schema import (
     Report,
     Round,
     Spec,
-    Steps,
     StepTime,
     Stragglers,
     Suspect,
@@ -151,7 +151,7 @@ failures = st.builds(
     st.just(UNSET) | words,
 )
 rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(Doing), spans, words)
-steps = st.builds(Steps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
+steps = st.builds(NodeSteps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
 hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
@@ -242,8 +242,8 @@ def test_report(report: Report) -> None:
 
 
 @given(steps)
-def test_steps(found: Steps) -> None:
-    assert decode(Steps, encode(found), lease=found.lease) == found
+def test_steps(found: NodeSteps) -> None:
+    assert decode(NodeSteps, encode(found), lease=found.lease) == found
 
 
 @given(hangs)

@@ -25,7 +25,7 @@ from elastic_etcd.agent.worker import Worker
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import hangs, schema, writes
 from elastic_etcd.core.lifecycle import State
-from elastic_etcd.core.schema import Hang, RankStep, Steps
+from elastic_etcd.core.schema import Hang, NodeSteps, RankStep
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.protocol.activity import DUMP_STACKS, Activity, Doing
 from elastic_etcd.system.groups import members_of
@@ -265,7 +265,7 @@ class HangWatch:
             await self._gather([w for w in stand if w.spec.rank not in self._evidence])
         self._published = self._standing(asked.seconds)
         ranks = tuple(self._rank_step(w, now) for w, now in self._workers.activities())
-        steps = Steps(state.local.lease, asked.number, ranks)
+        steps = NodeSteps(state.local.lease, asked.number, ranks)
         txn = writes.put_steps(self._membership.keys, view, state.local, steps)
         return await self._membership.publish(txn)
 
