@@ -487,7 +487,7 @@ class Report(Value, frozen=True):
         return self.failure is None
 
 
-class Doing(StrEnum):
+class RankDoing(StrEnum):
     """The things that a worker does, by name: those of activity.py, and two more."""
 
     STARTING = "starting"
@@ -507,7 +507,7 @@ class RankStep(Value, frozen=True):
 
     rank: Number
     step: Number
-    doing: Doing
+    doing: RankDoing
     seconds: Seconds  # for which it has been in that step
     what: Text = ""  # it said that is quiet, or where its stack ends
     told: bool = False  # its steps are the script's, and not those of its optimizers
@@ -592,7 +592,7 @@ class Pace(Value, frozen=True):
     generation: Number
     step: Number
     per_second: Seconds
-    doing: Doing
+    doing: RankDoing
 
 
 class StepTime(Value, frozen=True):

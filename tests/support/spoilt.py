@@ -5,7 +5,6 @@ from elastic_etcd.core.lifecycle import Finished, Life, State, ViewChanged, Writ
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Ack,
-    Doing,
     Drain,
     Failure,
     Halt,
@@ -20,6 +19,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    RankDoing,
     RankStep,
     Report,
     Round,
@@ -65,7 +65,9 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
         KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),
-        KEYS.step(4, B): encode(NodeSteps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
+        KEYS.step(4, B): encode(
+            NodeSteps(B, 2, (RankStep(1, 6, RankDoing.STEP, 61.0, "train.py:9"),))
+        ),
         KEYS.history(last): encode(ENTRY),
     }
 

@@ -24,7 +24,6 @@ from elastic_etcd.core.rules import (
 from elastic_etcd.core.schema import (
     Ack,
     Contact,
-    Doing,
     Failure,
     Hang,
     History,
@@ -39,6 +38,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    RankDoing,
     RankStep,
     Report,
     Round,
@@ -150,7 +150,7 @@ failures = st.builds(
     words,
     st.just(UNSET) | words,
 )
-rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(Doing), spans, words)
+rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(RankDoing), spans, words)
 steps = st.builds(NodeSteps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
 hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers

@@ -270,12 +270,12 @@ class HangWatch:
         return await self._membership.publish(txn)
 
     def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
-        rank, doing, what = worker.spec.rank, schema.Doing[now.doing.name], now.what
+        rank, doing, what = worker.spec.rank, schema.RankDoing[now.doing.name], now.what
         found = self._evidence.get(rank)
         if now.doing is Doing.STEP and _is_traced(worker.pid):
-            doing = schema.Doing.TRACED
+            doing = schema.RankDoing.TRACED
         elif found and _reached(now) == (Doing.STEP, found.steps):
-            doing = schema.Doing.WAIT if _in_collective(found.stack) else doing
+            doing = schema.RankDoing.WAIT if _in_collective(found.stack) else doing
             what = "stopped" if _status(worker.pid, "State") == "T" else _where(found.stack)
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 
