@@ -438,7 +438,7 @@ class Ledger(Value, frozen=True):
     suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
 
 
-class Ack(Value, frozen=True):
+class Ready(Value, frozen=True):
     """A member is ready for a generation: none of its older workers is alive."""
 
     FROM_KEY: ClassVar = ("lease",)

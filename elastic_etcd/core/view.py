@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
     VERSION,
-    Ack,
     Hang,
     Keys,
     Ledger,
@@ -26,6 +25,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    Ready,
     Report,
     Round,
     Spec,
@@ -80,7 +80,7 @@ class View(Struct, frozen=True):
     members: tuple[Member, ...] = ()
     page: Page | None = None  # the one on which the agent is, if it takes part
     world: tuple[Participant, ...] = ()  # the last one, in rank order
-    acks: tuple[Ack, ...] = ()
+    acks: tuple[Ready, ...] = ()
     reports: tuple[Report, ...] = ()
     spec: Spec | None = None
     outcome: Outcome | None = None
@@ -201,7 +201,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
-    acks, no_acks = _read_all(Ack, ready, bad)
+    acks, no_acks = _read_all(Ready, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
     return replace(

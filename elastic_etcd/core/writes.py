@@ -341,7 +341,7 @@ def _write_close(
 
 def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | None) -> Txn:
     """Put that this node is ready, with the endpoint that counts if it becomes group rank 0."""
-    key, value = keys.ack(ack.generation, local.lease), schema.Ack(local.lease, master)
+    key, value = keys.ack(ack.generation, local.lease), schema.Ready(local.lease, master)
     return Txn(_round_fence(keys, view, local), (Put(key, encode(value), local.lease),))
 
 

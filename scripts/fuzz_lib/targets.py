@@ -41,7 +41,7 @@ KEEP = encode(Keep(1, "s"))
 ASK = encode(AskCurrent(1))
 KINDS: tuple[type[schema.Value], ...] = (
     *(schema.Spec, schema.Round, schema.Ledger, schema.Outcome, schema.Member),
-    *(schema.Ack, schema.Report, schema.History),
+    *(schema.Ready, schema.Report, schema.History),
 )
 _OBJECTS = encoding.dumps(
     encoding.encode(

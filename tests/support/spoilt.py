@@ -4,7 +4,6 @@ from elastic_etcd.core import lifecycle, writes
 from elastic_etcd.core.lifecycle import Finished, Life, State, ViewChanged, Write
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
-    Ack,
     Drain,
     Failure,
     Halt,
@@ -21,6 +20,7 @@ from elastic_etcd.core.schema import (
     Phase,
     RankDoing,
     RankStep,
+    Ready,
     Report,
     Round,
     Scale,
@@ -60,8 +60,8 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.ledger: encode(Ledger(4, last)),
         KEYS.page(0): encode(Page(last, WORLD)),
         KEYS.round: encode(now),
-        KEYS.ack(4, A): encode(Ack(A, MASTER)),
-        KEYS.ack(4, B): encode(Ack(B, MASTER)),
+        KEYS.ack(4, A): encode(Ready(A, MASTER)),
+        KEYS.ack(4, B): encode(Ready(B, MASTER)),
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
         KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),

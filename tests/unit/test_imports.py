@@ -91,7 +91,6 @@ CHILDREN = {
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
 SAME_CLASS = {
-    "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
 }
 # The rules get time, randomness and the outside world as arguments.
