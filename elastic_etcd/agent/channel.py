@@ -32,11 +32,11 @@ from elastic_etcd.protocol.messages import (
     Keep,
     Kept,
     Leaving,
+    NextWorld,
     Recall,
     Recalled,
     Share,
     Welcome,
-    World,
     encode,
     from_worker,
 )
@@ -186,7 +186,7 @@ class WorkerChannel:
         """Send it, or queue it; False when the worker is gone. Never blocks; `fd` stays ours."""
         if self._closed:
             return False
-        if isinstance(message, World):
+        if isinstance(message, NextWorld):
             self.generation = message.generation
         elif isinstance(message, Current):
             self._questions.discard(message.id)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from elastic_etcd import children
 from elastic_etcd.agent.output.logs import WorkerLog
-from elastic_etcd.protocol.messages import FromAgent, World
+from elastic_etcd.protocol.messages import FromAgent, NextWorld
 from elastic_etcd.system.exits import ExitWatch, Process
 from elastic_etcd.system.groups import signal_group
 from elastic_etcd.system.spawn import start
@@ -104,7 +104,7 @@ class Worker:
         self.spec = spec
         self._started = self._loop.time()
         self.grace = self.end = math.inf
-        world = World(generation, reason, changed)
+        world = NextWorld(generation, reason, changed)
         return self.channel is not None and self.channel.send(world)
 
     def _on_exit(self, code: int) -> None:

@@ -46,11 +46,11 @@ from elastic_etcd.protocol.messages import (
     Current,
     Disconnected,
     Elastic,
-    Finished,
     FromWorker,
     Imported,
     Interrupt,
     Parked,
+    TrainingDone,
 )
 from elastic_etcd.system.exits import Process
 from elastic_etcd.system.leftovers import Leftovers, Mark, end_former_agents_leftovers
@@ -439,7 +439,7 @@ class Workers:
             case Elastic():
                 worker.channel, worker.finished = channel, False
                 self._tell_elastic()
-            case Finished():
+            case TrainingDone():
                 worker.finished = True
                 self._tell_elastic()
                 if self._termination.stopping and not self._termination.patient:

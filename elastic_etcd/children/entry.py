@@ -53,7 +53,7 @@ _BLAS_SETTERS = [
 
 
 class Entry:
-    """What a worker's command line asks Python to run."""
+    """The script or module that a worker's command line asks Python to run."""
 
     def __init__(self, command: list[str]) -> None:
         rest = command[1:]
@@ -196,14 +196,18 @@ class Environment:
 
 def _functions(part: str, names: list[str]) -> list[Callable[[int], object]]:
     """The first of `names` in each loaded library with `part` in its file's name."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    files = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
     found: list[Any] = []
-    for file in files:
+    for file in mapped_files():
         if part in Path(file).name and ".so" in file:
             library = ctypes.CDLL(file)
             found += [getattr(library, name) for name in names if hasattr(library, name)][:1]
     return found
+
+
+def mapped_files() -> set[str]:
+    """The files that are mapped into this process; its libraries are among them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/" in line}
 
 
 def _count(text: str | None) -> int:
@@ -215,7 +219,7 @@ def _count(text: str | None) -> int:
 def show_stacks() -> None:
     """Let the agent see where this process stands: it asks by a signal, which needs no GIL.
 
-    Of the main thread only: to read the frames of another one that runs may crash the process.
+    It shows the main thread only: to read the frames of another that runs may crash the process.
     """
     with contextlib.suppress(OSError, RuntimeError):  # stderr is closed
         faulthandler.register(activity.DUMP_STACKS, file=2, all_threads=False)

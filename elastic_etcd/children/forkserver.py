@@ -66,7 +66,7 @@ PATIENCE = 1.0  # seconds for an answer of the agent's
 IMPORT_SYSTEM: Any = _bootstrap
 
 
-class Unsafe(Exception):
+class CannotFork(Exception):
     """Workers can't be forked from this process; says why."""
 
 
@@ -97,7 +97,7 @@ class ForkServer:
         try:
             if not self._import_all(modules):
                 return False
-        except Unsafe as error:
+        except CannotFork as error:
             say(self._channel, "unsafe", why=str(error))
             return False
         self._environment.imported()
@@ -129,11 +129,11 @@ class ForkServer:
         entry.show_steps()
         entry.end_modules_before_groups()
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
-        self._imports.withhold(names)
+        self._imports.withhold(names, entry.mapped_files())
         return True
 
     def _import(self, names: Sequence[str]) -> bool:
-        """Import them all; False, and the agent is told, if one can't be. Raises Unsafe."""
+        """Import them all; False, and the agent is told, if one can't be. Raises CannotFork."""
         for name in names:
             try:
                 import_module(name)
@@ -161,7 +161,7 @@ class ForkServer:
                     check_safe("something after the imports")
                     if between := fork_away():
                         return self._become_worker(orders, between)
-                except Unsafe as error:
+                except CannotFork as error:
                     say(self._channel, "unsafe", why=str(error))
                 except OSError as error:
                     sys.stderr.write(f"fork: {error.strerror}\n")
@@ -272,18 +272,18 @@ def say(channel: socket.socket, kind: str, **fields: object) -> None:
 
 
 def check_safe(who: str) -> None:
-    """Raises Unsafe when a fork would lose threads or break CUDA."""
+    """Raises CannotFork when a fork would lose threads or break CUDA."""
     tasks = list(Path("/proc/self/task").iterdir())
     if len(tasks) > 1:
         names = ", ".join(sorted({(task / "comm").read_text().strip() for task in tasks}))
-        raise Unsafe(f"{who} started {len(tasks) - 1} threads ({names})")
+        raise CannotFork(f"{who} started {len(tasks) - 1} threads ({names})")
     for fd in list(Path("/proc/self/fd").iterdir()):
         try:
             device = str(fd.readlink())
         except FileNotFoundError:  # the listing's own
             continue
         if device in ("/dev/nvidia-uvm", "/dev/kfd"):
-            raise Unsafe(f"{who} initialised the GPU driver (it opened {device})")
+            raise CannotFork(f"{who} initialised the GPU driver (it opened {device})")
 
 
 def fork_away() -> int:

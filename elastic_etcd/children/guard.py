@@ -46,7 +46,9 @@ def main(agent: str, life: int) -> int:
     if not (killed or lease):
         _remove(folders)
         return 0
-    _load_client(path)
+    sys.path[:] = path
+    import elastic_etcd.etcd.client  # noqa: F401 - while what was killed dies
+
     dying = _kill_the_rest(killed, str(config.pop("mark")))
     done = [f"killed what it ran{_still_there(dying)}"] if killed or dying else []
     problem = _revoke(config, lease) if lease else ""
@@ -96,7 +98,7 @@ def _kill(group: int) -> bool:
 
 
 def _say(text: str) -> None:
-    """To the agent's standard error; if that is stuck, the alarm is the end."""
+    """Write to the agent's standard error; if that is stuck, the alarm is the end."""
     with contextlib.suppress(OSError):  # closed: nobody listens
         os.write(2, text.encode(errors="replace"))
 
@@ -115,7 +117,7 @@ def _timer() -> int:
 
 
 def _set(timer: int, at: int) -> None:
-    """`at` in ms of CLOCK_BOOTTIME; 0: never."""
+    """Set it to `at` ms of CLOCK_BOOTTIME; 0: never."""
     import ctypes
 
     when = (ctypes.c_long * 4)(0, 0, at // 1000, at % 1000 * 1_000_000)  # no interval, then s, ns
@@ -131,12 +133,6 @@ def _read_packet(packet: bytes) -> tuple[dict[str, object], list[str], list[str]
     assert isinstance(path, list)
     assert isinstance(folders, list)
     return config, path, folders
-
-
-def _load_client(path: list[str]) -> None:
-    """Import it while what was killed dies."""
-    sys.path[:] = path
-    import elastic_etcd.etcd.client  # noqa: F401
 
 
 def _remove(folders: list[str]) -> None:

@@ -23,7 +23,7 @@ else:  # beside this file; torch.compile looks in sys.modules for what it meets
 
 
 def main(argv: list[str]) -> entry.Entry:
-    """What the rest of the command line asks for; its folder is first in `sys.path`."""
+    """Become what the rest of the command line asks for, with its folder first in `sys.path`."""
     given = entry.Entry([sys.executable, "-u", *argv[1:]])
     if given.folder is not None:
         sys.path.insert(0, given.folder)

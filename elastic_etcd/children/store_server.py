@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own_address(listener: socket.socket) -> tuple[str, int]:
-    """Where this process itself reaches the socket: the store's server has a client, too."""
+    """The address at which this process reaches the socket: the server has a client, too."""
     address, port = listener.getsockname()[:2]
     everywhere = address in ("::", "0.0.0.0")  # noqa: S104 - compared, not bound
     return "127.0.0.1" if everywhere else address, port

@@ -59,13 +59,10 @@ class _Ahead(Loader):
 
 
 class Imports(MetaPathFinder):
-    """The modules that were imported ahead, and the variables that their imports read and set.
-
-    `modules` are those that are not in `sys.modules` now.
-    """
+    """The modules that were imported ahead, and the variables that their imports read and set."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, ModuleType] = {}
+        self.modules: dict[str, ModuleType] = {}  # those that are not in `sys.modules` now
         self._read: set[str] = set()
         self._set: dict[str, tuple[str | None, str | None]] = {}  # before and after
         self._by_c = False  # libraries that read variables were loaded
@@ -109,10 +106,13 @@ class Imports(MetaPathFinder):
             if before.get(name) != after.get(name):
                 self._set[name] = before.get(name), after.get(name)
 
-    def withhold(self, names: Iterable[str]) -> None:
-        """Take these modules out of `sys.modules`, until one of them is imported again."""
+    def withhold(self, names: Iterable[str], files: Iterable[str]) -> None:
+        """Take these modules out of `sys.modules`, until one of them is imported again.
+
+        Libraries that may have read variables are among the `files` that are mapped into memory.
+        """
         self.modules = {name: sys.modules.pop(name) for name in names}
-        libraries = [Path(file).name for file in _libraries()]
+        libraries = [Path(file).name for file in files]
         self._by_c = any(part in name for name in libraries for part in ("omp", "blas", "mkl"))
         self._by_kmp = any(part in name for name in libraries for part in ("iomp", "libomp"))
         sys.meta_path.insert(0, self)
@@ -165,8 +165,12 @@ class Imports(MetaPathFinder):
         sys.modules.update(self.modules)
         self.modules = {}
         for name, (before, after) in self._set.items():
-            if os.environ.get(name) == before:
-                _set_variable(name, after)
+            if os.environ.get(name) != before:
+                continue
+            if after is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = after
 
     def find_spec(
         self,
@@ -195,19 +199,6 @@ class Imports(MetaPathFinder):
             vars(module).pop(each, None)
         vars(module).update(own)
         self.give_back()
-
-
-def _libraries() -> set[str]:
-    """The files that are mapped into this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5] for line in lines if "/" in line}
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def begin_anew(argv: Sequence[str], env: Mapping[str, str], name: str) -> None:

@@ -13,17 +13,24 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.schema import Doing, Hang, Participant, RankStep, Steps
+from elastic_etcd.core.schema import Hang, NodeSteps, Participant, RankDoing, RankStep
 from elastic_etcd.core.view import View
 from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
 NAMED = 3  # nodes of many, in a line
 MAY_LAST = frozenset(
-    (Doing.STARTING, Doing.INIT, Doing.COMMIT, Doing.SAVE, Doing.QUIET, Doing.TRACED)
+    (
+        RankDoing.STARTING,
+        RankDoing.INIT,
+        RankDoing.COMMIT,
+        RankDoing.SAVE,
+        RankDoing.QUIET,
+        RankDoing.TRACED,
+    )
 )
-_BEGINS = frozenset((Doing.STARTING, Doing.INIT))
-_IN_STEP = frozenset((Doing.STEP, Doing.WAIT))
-_MOVING = _IN_STEP | {Doing.CHECK}
+_BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT))
+_IN_STEP = frozenset((RankDoing.STEP, RankDoing.WAIT))
+_MOVING = _IN_STEP | {RankDoing.CHECK}
 
 
 class At(NamedTuple):
@@ -91,7 +98,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     low = _lowest(still) if _are_comparable(ranks) else math.inf
     longest = _longest(still)
     excuses = [at for at in ranks if _excuses(at.step, low, longest)]
-    if all(at.step and at.step.doing is Doing.WAIT for at in still):
+    if all(at.step and at.step.doing is RankDoing.WAIT for at in still):
         excuses += [at for at in ranks if at.step and _comes(at.step, low, asked.seconds)]
     if excuses:
         return replace(asked, line=_excused(still, excuses))
@@ -102,7 +109,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
 
 
 def _located(
-    world: Sequence[Participant], answers: Iterable[Steps], done: Container[int]
+    world: Sequence[Participant], answers: Iterable[NodeSteps], done: Container[int]
 ) -> list[At]:
     """Every rank of the world, in order; of an agent that answers, one it leaves out has ended.
 
@@ -115,7 +122,7 @@ def _located(
         known = {r.rank: r for r in steps.ranks} if steps else {}
         for rank in range(part.first_rank, part.first_rank + part.nproc):
             has_ended = steps or part.lease in done
-            ended = RankStep(rank, 0, Doing.DONE, 0.0) if has_ended else None
+            ended = RankStep(rank, 0, RankDoing.DONE, 0.0) if has_ended else None
             ranks.append(At(rank, part.node, known.get(rank, ended)))
     return ranks
 
@@ -156,7 +163,7 @@ def _behind(still: list[At], ranks: Sequence[At], seconds: float) -> list[At]:
     lowest = [at for at in still if at.step and at.step.step == low]
     if len(ranks) == 1 or (len(lowest) < len(still) and _are_comparable(ranks)):
         return lowest
-    stand = [at for at in still if at.step and at.step.doing is Doing.STEP]
+    stand = [at for at in still if at.step and at.step.doing is RankDoing.STEP]
     if any(at.step and _moves(at.step, seconds) for at in ranks):
         return stand or still
     return stand if len(stand) <= len(still) - len(stand) else []
@@ -176,7 +183,7 @@ def _longest(some: Iterable[At]) -> float:
 def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float) -> str:
     longest = _longest(still)
     mute = [at for at in ranks if at.step and _tells_nothing(at.step, longest)]
-    ended = [at for at in ranks if at.step and at.step.doing is Doing.DONE]
+    ended = [at for at in ranks if at.step and at.step.doing is RankDoing.DONE]
     parts = []
     if behind:
         parts.append(f"{_are(behind, f'in {_steps(behind)}')} for {_longest(behind):.0f} s")

@@ -438,7 +438,7 @@ class Ledger(Value, frozen=True):
     suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
 
 
-class Ack(Value, frozen=True):
+class Ready(Value, frozen=True):
     """A member is ready for a generation: none of its older workers is alive."""
 
     FROM_KEY: ClassVar = ("lease",)
@@ -487,7 +487,7 @@ class Report(Value, frozen=True):
         return self.failure is None
 
 
-class Doing(StrEnum):
+class RankDoing(StrEnum):
     """The things that a worker does, by name: those of activity.py, and two more."""
 
     STARTING = "starting"
@@ -507,13 +507,13 @@ class RankStep(Value, frozen=True):
 
     rank: Number
     step: Number
-    doing: Doing
+    doing: RankDoing
     seconds: Seconds  # for which it has been in that step
     what: Text = ""  # it said that is quiet, or where its stack ends
     told: bool = False  # its steps are the script's, and not those of its optimizers
 
 
-class Steps(Value, frozen=True):
+class NodeSteps(Value, frozen=True):
     """The places of a node's workers, of those that run."""
 
     FROM_KEY: ClassVar = ("lease",)
@@ -592,7 +592,7 @@ class Pace(Value, frozen=True):
     generation: Number
     step: Number
     per_second: Seconds
-    doing: Doing
+    doing: RankDoing
 
 
 class StepTime(Value, frozen=True):

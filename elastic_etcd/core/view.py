@@ -16,19 +16,19 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
     VERSION,
-    Ack,
     Hang,
     Keys,
     Ledger,
     Member,
+    NodeSteps,
     Outcome,
     Page,
     Participant,
     Phase,
+    Ready,
     Report,
     Round,
     Spec,
-    Steps,
     StepTime,
     Stragglers,
     Value,
@@ -80,7 +80,7 @@ class View(Struct, frozen=True):
     members: tuple[Member, ...] = ()
     page: Page | None = None  # the one on which the agent is, if it takes part
     world: tuple[Participant, ...] = ()  # the last one, in rank order
-    acks: tuple[Ack, ...] = ()
+    acks: tuple[Ready, ...] = ()
     reports: tuple[Report, ...] = ()
     spec: Spec | None = None
     outcome: Outcome | None = None
@@ -91,7 +91,7 @@ class View(Struct, frozen=True):
     watched: Watched | None = None
     stragglers: Stragglers | None = None
     stragglers_mod: int = 0
-    steps: tuple[Steps, ...] = ()  # of the generation that trains
+    steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
@@ -198,10 +198,10 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     now, found = view.round, _by_generation(kvs, keys)
     final, _ = view.last
     ready = found["acks"].get(now.generation, []) if now else []
-    steps, _ = _read_all(Steps, found["steps"].get(view.trains, []), bad)
+    steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
-    acks, no_acks = _read_all(Ack, ready, bad)
+    acks, no_acks = _read_all(Ready, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
     return replace(

@@ -32,6 +32,7 @@ from elastic_etcd.core.schema import (
     Ledger,
     Master,
     Member,
+    NodeSteps,
     Outcome,
     Pace,
     Page,
@@ -39,7 +40,6 @@ from elastic_etcd.core.schema import (
     Report,
     Spec,
     Spent,
-    Steps,
     StepTime,
     Stragglers,
     decode,
@@ -341,7 +341,7 @@ def _write_close(
 
 def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | None) -> Txn:
     """Put that this node is ready, with the endpoint that counts if it becomes group rank 0."""
-    key, value = keys.ack(ack.generation, local.lease), schema.Ack(local.lease, master)
+    key, value = keys.ack(ack.generation, local.lease), schema.Ready(local.lease, master)
     return Txn(_round_fence(keys, view, local), (Put(key, encode(value), local.lease),))
 
 
@@ -369,7 +369,7 @@ def _write_report(
 # --- hangs and stragglers -----------------------------------------------------------------
 
 
-def put_steps(keys: Keys, view: View, local: Local, steps: Steps) -> Txn:
+def put_steps(keys: Keys, view: View, local: Local, steps: NodeSteps) -> Txn:
     """Put where this node's workers are, as long as their generation is the job's."""
     fence = (
         Compare(keys.member(local.lease), "create", local.created),

@@ -65,7 +65,7 @@ class TxnResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseGrant:
     """A lease that etcd has granted."""
 
     id: int
@@ -246,11 +246,11 @@ class Client:
             except Compacted:  # between two pages; the first page's revision is a new one
                 continue
 
-    async def grant(self, ttl: int, timeout: float | None = None) -> Lease:
+    async def grant(self, ttl: int, timeout: float | None = None) -> LeaseGrant:
         """A new lease of at least `ttl` seconds; it expires if the answer gets lost on its way."""
         request = pb.LeaseGrantRequest(ttl=ttl)
         answer, _ = await self.call(LEASE_GRANT, request, "a lease", _deadline(timeout))
-        return Lease(answer.id, answer.ttl)
+        return LeaseGrant(answer.id, answer.ttl)
 
     async def revoke(self, lease: int, timeout: float | None = None) -> None:
         """End the lease and delete its keys; fine if it is gone already."""

@@ -38,7 +38,7 @@ from elastic_etcd.protocol.messages import (
     Done,
     Ended,
     Formed,
-    Over,
+    JobOver,
     Wanted,
     encode,
     to_torchrun,
@@ -187,7 +187,7 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
                     agent.send(Wanted())
                 case Ended():  # of a world that was left already
                     pass
-                case Over(code, error):
+                case JobOver(code, error):
                     agent.end(success=False)
                     self._agent = None
                     self._over(code, error)

@@ -31,7 +31,7 @@ from elastic_etcd.protocol.messages import (
     Done,
     Ended,
     Formed,
-    Over,
+    JobOver,
     Wanted,
     encode,
     from_torchrun,
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         code, error = why.exit_code, str(why)
     channel.setblocking(True)
     with suppress(OSError):  # torchrun has ended
-        channel.send(encode(Over(code, error)))
+        channel.send(encode(JobOver(code, error)))
     return code
 
 

@@ -53,7 +53,7 @@ class Parked(_Message, frozen=True):
     error: str  # that made it wait, if nobody had asked it to
 
 
-class Finished(_Message, frozen=True):
+class TrainingDone(_Message, frozen=True, tag="finished"):
     """The worker has left its worlds, and does not read any more: SIGTERM reaches it from now on.
 
     It may have much to do still: an export, an upload, the last evaluation.
@@ -109,7 +109,7 @@ FromWorker: TypeAlias = (
     Hello
     | Elastic
     | Parked
-    | Finished
+    | TrainingDone
     | Keep
     | Drop
     | Recall
@@ -179,7 +179,7 @@ class Interrupt(_Message, frozen=True):
     reason: str
 
 
-class World(_Message, frozen=True):
+class NextWorld(_Message, frozen=True, tag="world"):
     """Go on in this generation."""
 
     generation: Number
@@ -194,7 +194,7 @@ class Bye(_Message, frozen=True):
 
 
 Answer: TypeAlias = Kept | Recalled | Current | Leaving
-FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | World | Bye
+FromAgent: TypeAlias = Welcome | Answer | Change | Interrupt | NextWorld | Bye
 
 
 class Gone(Struct, frozen=True):
@@ -259,7 +259,7 @@ class Ended(_Message, frozen=True):
     """The world that was formed last ends: stop the workers, and want the next one."""
 
 
-class Over(_Message, frozen=True):
+class JobOver(_Message, frozen=True, tag="over"):
     """The job is over for this node, with this exit code; the agent has ended."""
 
     exit_code: Number
@@ -267,7 +267,7 @@ class Over(_Message, frozen=True):
 
 
 FromTorchrun: TypeAlias = Wanted | Done
-ToTorchrun: TypeAlias = Formed | Ended | Over
+ToTorchrun: TypeAlias = Formed | Ended | JobOver
 
 
 def encode(message: Struct) -> bytes:

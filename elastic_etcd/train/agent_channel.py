@@ -122,7 +122,7 @@ class Channel:
 
     def finished(self) -> None:
         """This worker does not park any more: from here on SIGTERM stops it."""
-        self.send(messages.Finished())
+        self.send(messages.TrainingDone())
 
     def send(self, message: messages.FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""

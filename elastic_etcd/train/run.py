@@ -51,7 +51,7 @@ log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Order: TypeAlias = messages.World | messages.Bye | messages.Gone
+_Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
 
 
 class Resumable(Protocol):
@@ -289,7 +289,7 @@ class _Worker:
         if group.leaving:
             raise SystemExit(0)
         match self._orders.get():
-            case messages.World(generation, reason, env):
+            case messages.NextWorld(generation, reason, env):
                 os.environ.update(env)
                 self._channel.generation, self._channel.reason = generation, reason
             case messages.Bye():
@@ -307,7 +307,7 @@ class _Worker:
                 self._group.change(leaving=message.leaving)
             case messages.Interrupt(generation, reason) if generation == self._group.generation:
                 self._group.interrupt(reason)
-            case messages.World(generation, _, env):
+            case messages.NextWorld(generation, _, env):
                 # Before any other message that may be about it.
                 self._group = self._next_group(generation, os.environ | env)
                 self._orders.put(message)

@@ -24,7 +24,7 @@ from elastic_etcd.protocol.messages import (
     FromWorker,
     Hello,
     Keep,
-    World,
+    NextWorld,
     encode,
     from_agent,
     from_fork_server,
@@ -41,7 +41,7 @@ KEEP = encode(Keep(1, "s"))
 ASK = encode(AskCurrent(1))
 KINDS: tuple[type[schema.Value], ...] = (
     *(schema.Spec, schema.Round, schema.Ledger, schema.Outcome, schema.Member),
-    *(schema.Ack, schema.Report, schema.History),
+    *(schema.Ready, schema.Report, schema.History),
 )
 _OBJECTS = encoding.dumps(
     encoding.encode(
@@ -58,7 +58,10 @@ SEEDS: dict[str, list[bytes]] = {
         for which, job in enumerate(JOBS)
         for key, (_, value) in enumerate(sorted(job.items()))
     ],
-    "packet": [HELLO, *map(encode, (World(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7)))],
+    "packet": [
+        HELLO,
+        *map(encode, (NextWorld(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7))),
+    ],
     "timer": [b'{"version": 1, "pid": 7, "scope_id": "x", "expiration_time": 1.5e9, "signal": 9}'],
     "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
     "codecs": [_OBJECTS, _TABLE],

@@ -15,7 +15,7 @@ from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.core.txn import Txn
 from elastic_etcd.errors import EtcdUnreachable
-from elastic_etcd.etcd.client import Client, Lease, TxnResult
+from elastic_etcd.etcd.client import Client, LeaseGrant, TxnResult
 from elastic_etcd.etcd.faults import Unanswered
 from elastic_etcd.etcd.retry import boottime
 from tests.support.aio import asynchronous, elapse
@@ -28,7 +28,7 @@ class Stalled(Client):
 
     times = 1
 
-    async def grant(self, ttl: int, timeout: float | None = None) -> Lease:
+    async def grant(self, ttl: int, timeout: float | None = None) -> LeaseGrant:
         lease = await super().grant(ttl, timeout)
         if self.times:
             self.times -= 1

@@ -29,7 +29,6 @@ from elastic_etcd.core.rules import (
     Wait,
 )
 from elastic_etcd.core.schema import (
-    Ack,
     Keys,
     Lease,
     Limits,
@@ -37,6 +36,7 @@ from elastic_etcd.core.schema import (
     Member,
     Participant,
     Phase,
+    Ready,
     Round,
     encode,
 )
@@ -67,7 +67,7 @@ def acks_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_ready(seen: View) -> View:
-    acks = tuple(Ack(m.lease, Master("n", 1)) for m in seen.members)
+    acks = tuple(Ready(m.lease, Master("n", 1)) for m in seen.members)
     return structs.replace(seen, acks=acks)
 
 

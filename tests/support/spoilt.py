@@ -4,8 +4,6 @@ from elastic_etcd.core import lifecycle, writes
 from elastic_etcd.core.lifecycle import Finished, Life, State, ViewChanged, Write
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
-    Ack,
-    Doing,
     Drain,
     Failure,
     Halt,
@@ -16,15 +14,17 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    NodeSteps,
     Page,
     Participant,
     Phase,
+    RankDoing,
     RankStep,
+    Ready,
     Report,
     Round,
     Scale,
     Spec,
-    Steps,
     Wanted,
     decode,
     encode,
@@ -60,12 +60,14 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.ledger: encode(Ledger(4, last)),
         KEYS.page(0): encode(Page(last, WORLD)),
         KEYS.round: encode(now),
-        KEYS.ack(4, A): encode(Ack(A, MASTER)),
-        KEYS.ack(4, B): encode(Ack(B, MASTER)),
+        KEYS.ack(4, A): encode(Ready(A, MASTER)),
+        KEYS.ack(4, B): encode(Ready(B, MASTER)),
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
         KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),
-        KEYS.step(4, B): encode(Steps(B, 2, (RankStep(1, 6, Doing.STEP, 61.0, "train.py:9"),))),
+        KEYS.step(4, B): encode(
+            NodeSteps(B, 2, (RankStep(1, 6, RankDoing.STEP, 61.0, "train.py:9"),))
+        ),
         KEYS.history(last): encode(ENTRY),
     }
 

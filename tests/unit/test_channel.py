@@ -42,9 +42,9 @@ from elastic_etcd.protocol.messages import (
     Imported,
     Interrupt,
     Keep,
+    NextWorld,
     Parked,
     Recall,
-    World,
     encode,
     from_agent,
     from_worker,
@@ -264,7 +264,7 @@ async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> No
         worker.parked("a lone surrogate \ud800" + "x" * 10000)
         _, parked = await agent.hears(Parked)
         assert parked.error == ("a lone surrogate ?" + "x" * 10000)[:4096]
-        world = World(8, "n3 joins", {"RANK": "0"})
+        world = NextWorld(8, "n3 joins", {"RANK": "0"})
         channel.send(world)
         assert await heard.get() == world
         assert channel.generation == 8
@@ -436,7 +436,7 @@ async def test_the_document_shows_what_is_sent(
     again.finished()
     again.drop("state0.0")
     channel, _ = await agent.hears(Elastic)
-    for told in (Change(7, "", leaving=False), Interrupt(7, ""), World(8, "", {}), Bye("")):
+    for told in (Change(7, "", leaving=False), Interrupt(7, ""), NextWorld(8, "", {}), Bye("")):
         assert channel.send(told)
     again._socket.close()
 

@@ -11,18 +11,18 @@ from elastic_etcd.core import hangs, writes
 from elastic_etcd.core.hangs import At
 from elastic_etcd.core.rules import Local, Open
 from elastic_etcd.core.schema import (
-    Doing,
     Hang,
     History,
     Keys,
     Ledger,
     Master,
+    NodeSteps,
     Participant,
     Phase,
+    RankDoing,
     RankStep,
     Report,
     Round,
-    Steps,
     decode,
     encode,
 )
@@ -30,7 +30,7 @@ from elastic_etcd.core.txn import Delete, KeyValue, Put, Snapshot
 from elastic_etcd.core.view import Everything, View, view_of
 
 KEYS = Keys("/elastic_etcd/j")
-STEP, WAIT, DONE = Doing.STEP, Doing.WAIT, Doing.DONE
+STEP, WAIT, DONE = RankDoing.STEP, RankDoing.WAIT, RankDoing.DONE
 ASKED = Hang(generation=3, number=2, seconds=70.0, evidence=True)
 LONG = 71.0
 
@@ -38,7 +38,7 @@ LONG = 71.0
 def rank(
     number: int,
     step: int = 1042,
-    doing: Doing = WAIT,
+    doing: RankDoing = WAIT,
     seconds: float = LONG,
     what: str = "",
     per_node: int = 4,
@@ -126,7 +126,7 @@ def world(size: int, *others: At) -> list[At]:
         ),
         # The others went on without it for longer than they stand.
         (
-            world(4, rank(0, 1, Doing.STARTING, 3600.0), rank(3, 1042, STEP)),
+            world(4, rank(0, 1, RankDoing.STARTING, 3600.0), rank(3, 1042, STEP)),
             (
                 "rank 3 on n1 is in step 1042 for 71 s, rank 0 on n1 tells no steps, "
                 "2 others wait in 1042"
@@ -134,7 +134,7 @@ def world(size: int, *others: At) -> list[At]:
             3,
         ),
         (
-            world(4, rank(0, 1, Doing.STARTING, 3600.0)),
+            world(4, rank(0, 1, RankDoing.STARTING, 3600.0)),
             "rank 0 on n1 tells no steps, 3 others wait in 1042 for 71 s",
             None,
         ),
@@ -156,7 +156,7 @@ def world(size: int, *others: At) -> list[At]:
         ([rank(0, 6, STEP)], "rank 0 on n1 is in step 6 for 71 s", 0),
         # A step ahead of those that wait is no reason to wait.
         (
-            world(4, rank(0, 1041, STEP), rank(3, 1043, Doing.SAVE)),
+            world(4, rank(0, 1041, STEP), rank(3, 1043, RankDoing.SAVE)),
             "rank 0 on n1 is in step 1041 for 71 s, 2 others wait in 1042",
             0,
         ),
@@ -168,21 +168,21 @@ def test_a_hang_in_one_line(ranks: list[At], line: str, culprit: int | None) -> 
 
 
 @pytest.mark.parametrize("doing", sorted(hangs.MAY_LAST))
-def test_what_may_last_is_waited_for(doing: Doing) -> None:
+def test_what_may_last_is_waited_for(doing: RankDoing) -> None:
     found = hangs.judged(ASKED, world(4, rank(0, 1042, doing, 90.0)))
     expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
     assert (found.line, found.alarm, found.rank) == (expected, False, None)
 
 
-@pytest.mark.parametrize("doing", [Doing.STARTING, Doing.INIT])
-def test_who_begins_is_waited_for(doing: Doing) -> None:
+@pytest.mark.parametrize("doing", [RankDoing.STARTING, RankDoing.INIT])
+def test_who_begins_is_waited_for(doing: RankDoing) -> None:
     found = hangs.judged(ASKED, world(4, rank(0, 1, doing, 90.0)))
     expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
     assert (found.line, found.alarm) == (expected, False)
 
 
 def test_what_may_last_is_waited_for_where_steps_cannot_be_compared() -> None:
-    others = rank(0, 1044, Doing.SAVE, 90.0, told=True), rank(3, 40)
+    others = rank(0, 1044, RankDoing.SAVE, 90.0, told=True), rank(3, 40)
     found = hangs.judged(ASKED, world(4, *others))
     assert found.line == (
         "ranks 1-3 on n1 wait in steps 40 to 1042 for rank 0 on n1 (save, for 90 s)"
@@ -199,7 +199,7 @@ def test_who_does_not_answer_may_be_quiet(step: int) -> None:
 
 
 def test_what_is_quiet_says_what_it_does() -> None:
-    quiet = rank(0, 1042, Doing.QUIET, 90.0, "evaluation")
+    quiet = rank(0, 1042, RankDoing.QUIET, 90.0, "evaluation")
     found = hangs.judged(ASKED, world(2, quiet))
     assert found.line == (
         "rank 1 on n1 waits in step 1042 for rank 0 on n1 (quiet: evaluation, for 90 s)"
@@ -247,7 +247,7 @@ positions = st.builds(
     RankStep,
     st.just(0),
     st.integers(0, 3),
-    st.sampled_from(Doing),
+    st.sampled_from(RankDoing),
     st.floats(0, 100),
     st.sampled_from(["", "train.py:9 in f"]),
 )
@@ -272,7 +272,7 @@ def test_whatever_is_answered_there_is_one_true_line(found: list[RankStep | None
             at.step.step
             for at in ranks
             if at.step
-            and at.step.doing in (STEP, WAIT, Doing.CHECK)
+            and at.step.doing in (STEP, WAIT, RankDoing.CHECK)
             and at.step.seconds >= ASKED.seconds / 2
         ]
         assert culprit.step == min(still)
@@ -285,11 +285,11 @@ WORLD = (Participant(0xA, "n1", 2, 0, 0), Participant(0xB, "n2", 2, 1, 2))
 LOCAL = Local("r", 0xA, 2, 2, acked=3, running=3)
 
 
-def said(lease: int, number: int, *ranks: RankStep) -> Steps:
-    return Steps(lease, number, ranks)
+def said(lease: int, number: int, *ranks: RankStep) -> NodeSteps:
+    return NodeSteps(lease, number, ranks)
 
 
-def view(*steps: Steps, hang: Hang | None = None, **more: Any) -> View:
+def view(*steps: NodeSteps, hang: Hang | None = None, **more: Any) -> View:
     now = Round(3, Phase.FINAL, 0xA, "why", "r", "n1", 2, 4, Master("n1", 80))
     found = View(9, Everything(), round=now, round_mod=7, world=WORLD, steps=steps, hang=hang)
     return replace(found, **more)

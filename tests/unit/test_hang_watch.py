@@ -24,11 +24,11 @@ from elastic_etcd.core.schema import (
     Keys,
     Limits,
     Master,
+    NodeSteps,
     Page,
     Participant,
     Phase,
     Round,
-    Steps,
     decode,
 )
 from elastic_etcd.core.txn import Put, Txn
@@ -148,7 +148,7 @@ class Node:
     def said(self) -> list[int]:
         """The numbers of the steps that were published."""
         puts = [put for txn in self.published for put in txn.then if isinstance(put, Put)]
-        return [decode(Steps, put.value, lease=0xB).number for put in puts]
+        return [decode(NodeSteps, put.value, lease=0xB).number for put in puts]
 
     async def seen(self, at: Activity, generation: int = 1) -> None:
         """The agent has looked at a worker there, more than once."""

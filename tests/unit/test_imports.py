@@ -91,15 +91,7 @@ CHILDREN = {
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
 SAME_CLASS = {
-    "Ack": "in rules.py that there is to be one, in schema.py what its key holds",
-    "Doing": "the page of memory has numbers, a key their names",
-    "Finished": "the worker's message, and the event that all of them have finished",
-    "Lease": "the id in a key, and what etcd has granted with it",
-    "Over": "the end of the job as the agent's action, and as its last message",
-    "Steps": "the steps of a worker: its loop over them, and their number in a key",
-    "Unsafe": "that nothing can be forked: raised in the fork server, then told by it",
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
-    "World": "one generation, as the agent tells it and as its worker knows it",
 }
 # All others know the agent's life by core/lifecycle.py alone.
 BUILDS_FOLLOWERS = {"agent/agent.py", "api/child.py", "launch.py", "plugin/torchrun_agent.py"}

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.core.schema import (
-    Ack,
     History,
     Keys,
     Limits,
     Master,
     Participant,
+    Ready,
     decimal,
     decode,
     encode,
@@ -83,7 +83,7 @@ def test_the_folder_of_one_generation_covers_no_other(one: int, other: int) -> N
 
 
 def test_values_read_well() -> None:
-    assert encode(Ack(1, Master("n1", 80))) == '{"master": {"addr": "n1", "port": 80}, "v": 1}'
+    assert encode(Ready(1, Master("n1", 80))) == '{"master": {"addr": "n1", "port": 80}, "v": 1}'
     assert encode(Participant(10, "größer", 2, 0, 0)) == (
         '{"first_rank": 0, "group_rank": 0, "lease": "000000000000000a", "node": "größer", '
         '"nproc": 2, "v": 1}'

@@ -9,13 +9,13 @@ from elastic_etcd.core.rules import Elapsed, Finalise, Local, Run, decide
 from elastic_etcd.core.schema import (
     MOST_PAGES,
     ON_A_PAGE,
-    Ack,
     Keys,
     Ledger,
     Limits,
     Master,
     Member,
     Phase,
+    Ready,
     Round,
     Spec,
     encode,
@@ -39,7 +39,7 @@ def members(number: int) -> list[Member]:
 def final(number: int) -> tuple[KeySpace, Txn]:
     """A job of so many nodes, whose world has just become final; and the Txn that made it so."""
     space, of = KeySpace(revision=1), members(number)
-    ready = encode(Ack(FIRST, MASTER))
+    ready = encode(Ready(FIRST, MASTER))
     space.txn(Txn((), tuple(Put(KEYS.member(m.lease), encode(m), m.lease) for m in of)))
     space.txn(Txn((), tuple(Put(KEYS.ack(1, m.lease), ready, m.lease) for m in of)))
     frozen = Round(1, Phase.FROZEN, FIRST, "why", "r", of[0].node)

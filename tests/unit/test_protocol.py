@@ -24,26 +24,26 @@ from elastic_etcd.protocol.messages import (
     Drop,
     Elastic,
     Ended,
-    Finished,
     Forked,
     Formed,
     Hello,
     Imported,
     Interrupt,
+    JobOver,
     Keep,
     Kept,
     Leaving,
-    Over,
+    NextWorld,
     Parked,
     Reader,
     Recall,
     Recalled,
     Share,
+    TrainingDone,
     Unsafe,
     Wanted,
     Warm,
     Welcome,
-    World,
     encode,
     from_agent,
     from_fork_server,
@@ -77,7 +77,7 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_agent, Change(7, "why", leaving=True),
      {"type": "change", "generation": 7, "reason": "why", "leaving": True}),
     (from_agent, Interrupt(7, "why"), {"type": "interrupt", "generation": 7, "reason": "why"}),
-    (from_agent, World(7, "why", {"A": "b"}),
+    (from_agent, NextWorld(7, "why", {"A": "b"}),
      {"type": "world", "generation": 7, "reason": "why", "env": {"A": "b"}}),
     (from_agent, Bye("why"), {"type": "bye", "reason": "why"}),
     (from_fork_server, Warm(), {"type": "warm"}),
@@ -85,14 +85,14 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_fork_server, CannotImport("m", "why"),
      {"type": "cannot_import", "module": "m", "why": "why"}),
     (from_forked, Forked(7), {"type": "forked", "pid": 7}),
-    (from_worker, Finished(), {"type": "finished"}),
+    (from_worker, TrainingDone(), {"type": "finished"}),
     (from_worker, Drop("n"), {"type": "drop", "name": "n"}),
     (from_torchrun, Wanted(), {"type": "wanted"}),
     (from_torchrun, Done(success=True), {"type": "done", "success": True}),
     (to_torchrun, Formed(7, 0, 2, "h", 1),
      {"type": "formed", "generation": 7, "group_rank": 0, "nodes": 2, "addr": "h", "port": 1}),
     (to_torchrun, Ended(), {"type": "ended"}),
-    (to_torchrun, Over(5, "why"), {"type": "over", "exit_code": 5, "error": "why"}),
+    (to_torchrun, JobOver(5, "why"), {"type": "over", "exit_code": 5, "error": "why"}),
 ]  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def test_bytes_are_read_or_refused(data: bytes) -> None:
 @pytest.mark.parametrize("character", ["x", "\x1b", "\u00e4", "\U0001f600", "\ud800", "\0", '"'])
 @pytest.mark.parametrize(
     "kind", [Parked, Interrupt, lambda n, text: Change(n, text, leaving=False),
-             lambda n, text: Current(n, None, text), lambda n, text: World(n, text, {}),
+             lambda n, text: Current(n, None, text), lambda n, text: NextWorld(n, text, {}),
              lambda _, text: Bye(text)],
 )  # fmt: skip
 def test_a_long_text_of_anybody_s_is_cut(kind: Any, character: str) -> None:
@@ -229,11 +229,11 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
     """A variable may be any bytes, and as long as the kernel takes it."""
     for value in ("x" * LONGEST, os.fsdecode(b"\xff")):
         with pytest.raises(ValueError, match=r"65536 are allowed|surrogates not allowed"):
-            encode(World(8, "", {"NAME": value}))
-    with pytest.raises(ValueError, match=r"World takes \d+ bytes, 65536 are allowed"):
-        encode(World(8, "", {"NAME": "x" * LONGEST}))
-    longest = LONGEST - len(encode(World(8, "", {"NAME": ""})))
-    assert len(encode(World(8, "", {"NAME": "x" * longest}))) == LONGEST
+            encode(NextWorld(8, "", {"NAME": value}))
+    with pytest.raises(ValueError, match=r"NextWorld takes \d+ bytes, 65536 are allowed"):
+        encode(NextWorld(8, "", {"NAME": "x" * LONGEST}))
+    longest = LONGEST - len(encode(NextWorld(8, "", {"NAME": ""})))
+    assert len(encode(NextWorld(8, "", {"NAME": "x" * longest}))) == LONGEST
 
 
 def test_no_child_inherits_a_descriptor_that_is_received() -> None:

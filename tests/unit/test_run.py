@@ -27,13 +27,13 @@ from elastic_etcd.protocol.messages import (
     Change,
     Disconnected,
     Elastic,
-    Finished,
     FromAgent,
     FromWorker,
     Interrupt,
+    NextWorld,
     Parked,
+    TrainingDone,
 )
-from elastic_etcd.protocol.messages import World as Onward
 from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
@@ -42,7 +42,7 @@ from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.state.snapshots import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
-Heard = TypeVar("Heard", Elastic, Parked, Finished, Disconnected)
+Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
 
 RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
@@ -117,7 +117,7 @@ class Agent:
     def goes_on(self, generation: int, reason: str = "a test") -> None:
         self.trains.clear()
         env = {"ELASTIC_ETCD_GENERATION": str(generation)}
-        self.says(Onward(generation, reason, env))
+        self.says(NextWorld(generation, reason, env))
 
 
 @pytest.fixture
@@ -548,7 +548,7 @@ async def test_the_user_s_own_errors(agent: Agent, error: BaseException) -> None
         assert await worker == (KeyboardInterrupt, "")
     assert not dist.is_initialized()
     await agent.hears(Elastic)
-    await agent.hears(Finished)
+    await agent.hears(TrainingDone)
     assert agent.heard.empty()
 
 

@@ -18,7 +18,6 @@ import pytest
 from elastic_etcd.cli.live.jobs import MOST_POINTS, Jobs, Series
 from elastic_etcd.cli.live.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
-    Doing,
     Failure,
     History,
     Keys,
@@ -31,6 +30,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    RankDoing,
     Round,
     Spec,
     Value,
@@ -69,7 +69,7 @@ def running(keys: Keys, nodes: int, first: str = "node1") -> dict[str, Value]:
         keys.page(0): Page(2, world),
         keys.history(1): History(1, "r", "the job begins", began[0], ended_at=began[1]),
         keys.history(2): History(2, "r", "node7 is lost", began[1].replace("03.5", "04.0")),
-        keys.pace(100): Pace(100, 2, 1041, 4.5, Doing.STEP),
+        keys.pace(100): Pace(100, 2, 1041, 4.5, RankDoing.STEP),
         **members,
     }
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from elastic_etcd.__main__ import main
 from elastic_etcd.cli import status
 from elastic_etcd.core.schema import (
-    Ack,
     History,
     Ledger,
     Limits,
@@ -23,6 +22,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    Ready,
     Round,
     Spec,
     Suspect,
@@ -89,7 +89,7 @@ def test_a_running_job() -> None:
 
 def test_a_forming_job_has_members_that_wait() -> None:
     joinable = Round(1, Phase.JOINABLE, 0xA, "first formation", "r")
-    acked = {KEYS.ack(1, 0xA): encode(Ack(0xA))}
+    acked = {KEYS.ack(1, 0xA): encode(Ready(0xA))}
     state = status.describe("j", view(RUNNING | acked | {KEYS.round: encode(joinable)}))
     told = [(node["state"], node["why"]) for node in state["nodes"]]
     assert told == [("waiting", "ready"), ("waiting", "not ready yet")]
@@ -105,7 +105,7 @@ def waiting(limits: Limits, *members: Member, acked: Iterable[Member] = ()) -> d
     final = replace(FINAL, suspects=SUSPECTS)
     keys = {KEYS.spec: encode(Spec("r", limits)), KEYS.round: encode(final)}
     keys |= {KEYS.member(m.lease): encode(m) for m in members}
-    keys |= {KEYS.ack(4, m.lease): encode(Ack(m.lease)) for m in acked}
+    keys |= {KEYS.ack(4, m.lease): encode(Ready(m.lease)) for m in acked}
     nodes = status.describe("j", view(RUNNING | keys))["nodes"]
     return {node["node"]: node["why"] for node in nodes}
 

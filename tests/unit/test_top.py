@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import pytest
 
 from elastic_etcd.core.schema import (
-    Doing,
     Drain,
     History,
     Keys,
@@ -30,6 +29,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    RankDoing,
     Round,
     Spec,
     Wanted,
@@ -59,9 +59,9 @@ def keys(etcd: EtcdServer, prefix: str) -> Iterator[Keys]:
         keys.page(0): Page(2, tuple(world)),
         keys.history(1): History(1, "r", "the job begins", began[0], ended_at=began[1]),
         keys.history(2): History(2, "r", "node7 is lost", began[1].replace("03.5", "04.0")),
-        keys.pace(100): Pace(100, 2, 1041, 4.5, Doing.STEP),
-        keys.pace(101): Pace(101, 2, 1041, 4.25, Doing.COMMIT),
-        keys.pace(102): Pace(102, 1, 7, 4.25, Doing.STEP),  # of an older world
+        keys.pace(100): Pace(100, 2, 1041, 4.5, RankDoing.STEP),
+        keys.pace(101): Pace(101, 2, 1041, 4.25, RankDoing.COMMIT),
+        keys.pace(102): Pace(102, 1, 7, 4.25, RankDoing.STEP),  # of an older world
     }
     for key, value in values.items():
         etcd.ctl("put", key, encode(value))

@@ -22,9 +22,7 @@ from elastic_etcd.core.rules import (
     decide,
 )
 from elastic_etcd.core.schema import (
-    Ack,
     Contact,
-    Doing,
     Failure,
     Hang,
     History,
@@ -34,15 +32,17 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    NodeSteps,
     Outcome,
     Page,
     Participant,
     Phase,
+    RankDoing,
     RankStep,
+    Ready,
     Report,
     Round,
     Spec,
-    Steps,
     StepTime,
     Stragglers,
     Suspect,
@@ -137,7 +137,7 @@ def built(draw: st.DrawFn) -> Round:
 
 rounds = built()
 ledgers = st.builds(Ledger, numbers, numbers, st.integers(1, 64), numbers, numbers, spans, suspects)
-acks = st.builds(Ack, leases, masters)
+acks = st.builds(Ready, leases, masters)
 failures = st.builds(
     Failure,
     words,
@@ -150,8 +150,8 @@ failures = st.builds(
     words,
     st.just(UNSET) | words,
 )
-rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(Doing), spans, words)
-steps = st.builds(Steps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
+rank_steps = st.builds(RankStep, numbers, numbers, st.sampled_from(RankDoing), spans, words)
+steps = st.builds(NodeSteps, leases, numbers, st.lists(rank_steps, max_size=3).map(tuple))
 hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
@@ -231,8 +231,8 @@ def test_ledger(ledger: Ledger) -> None:
 
 
 @given(acks)
-def test_ack(ack: Ack) -> None:
-    assert decode(Ack, encode(ack), lease=ack.lease) == ack
+def test_ack(ack: Ready) -> None:
+    assert decode(Ready, encode(ack), lease=ack.lease) == ack
 
 
 @given(reports)
@@ -242,8 +242,8 @@ def test_report(report: Report) -> None:
 
 
 @given(steps)
-def test_steps(found: Steps) -> None:
-    assert decode(Steps, encode(found), lease=found.lease) == found
+def test_steps(found: NodeSteps) -> None:
+    assert decode(NodeSteps, encode(found), lease=found.lease) == found
 
 
 @given(hangs)
@@ -271,7 +271,7 @@ def test_outcome(outcome: Outcome) -> None:
 )
 def test_no_address_for_the_workers_environment(master: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"at `\$\.master\.(addr|port)`"):
-        decode(Ack, json.dumps({"v": 1, "master": master}), lease=1)
+        decode(Ready, json.dumps({"v": 1, "master": master}), lease=1)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, 4097])
@@ -319,8 +319,8 @@ JOB = {
     KEYS.ledger: encode(Ledger(4, 4)),
     KEYS.page(0): encode(PAGE),
     KEYS.round: encode(ROUND),
-    KEYS.ack(4, 0xA): encode(Ack(0xA)),
-    KEYS.ack(4, 0xB): encode(Ack(0xB)),
+    KEYS.ack(4, 0xA): encode(Ready(0xA)),
+    KEYS.ack(4, 0xB): encode(Ready(0xB)),
     KEYS.report(4, 0xB): encode(Report(0xB, 0, None)),
     KEYS.report(4, 0xA): encode(Report(0xA, 0, FAILURE)),
     KEYS.history(4): encode(History(4)),
@@ -353,7 +353,7 @@ def test_nothing_is_a_view_too() -> None:
 
 
 def test_acks_and_reports_of_other_generations_are_only_counted() -> None:
-    old = {KEYS.ack(3, 0xB): encode(Ack(0xB)), KEYS.report(2, 0xB): encode(Report(0xB, 0, None))}
+    old = {KEYS.ack(3, 0xB): encode(Ready(0xB)), KEYS.report(2, 0xB): encode(Report(0xB, 0, None))}
     view = view_of(snapshot(JOB | old), KEYS, Everything())
     assert len(view.acks) == len(view.reports) == 2
     assert view.acked == (3, 4)
@@ -371,7 +371,7 @@ def test_members_of_another_run_are_left_out() -> None:
 )
 def test_no_key_is_another_one_written_differently(name: str) -> None:
     """Else a member would be there twice."""
-    kind, value = name.partition("/")[0], {"members": MEMBER, "acks": Ack(0xA)}
+    kind, value = name.partition("/")[0], {"members": MEMBER, "acks": Ready(0xA)}
     text = encode(value.get(kind, Report(0xA, 0, None)))
     view = view_of(snapshot(JOB | {f"{KEYS.root}/{name}": text}), KEYS, Everything())
     plain = view_of(snapshot(JOB), KEYS, Everything())
@@ -515,7 +515,7 @@ def views(draw: st.DrawFn) -> View:
         world=draw(world),
         coordinator=draw(st.none() | member),
         members=draw(st.lists(member, max_size=3, unique_by=lambda m: m.lease).map(tuple)),
-        acks=draw(st.lists(st.builds(Ack, lease, masters), max_size=3).map(tuple)),
+        acks=draw(st.lists(st.builds(Ready, lease, masters), max_size=3).map(tuple)),
         reports=draw(
             st.lists(st.builds(Report, lease, few, st.none() | failures), max_size=3).map(tuple)
         ),

@@ -17,7 +17,7 @@ from elastic_etcd.agent.worker import Worker
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import hangs, schema, writes
 from elastic_etcd.core.lifecycle import Event, State
-from elastic_etcd.core.schema import Hang, Keys, RankStep, Steps
+from elastic_etcd.core.schema import Hang, Keys, NodeSteps, RankStep
 from elastic_etcd.core.view import View
 from elastic_etcd.protocol.activity import Activity, Doing
 from elastic_etcd.times import HANG_ALONE, HANG_AT_LEAST, HANG_LEARNT
@@ -189,16 +189,16 @@ class HangWatch(PeriodicFollower):
             w.spec.rank: _reached(now) for w, now in found if _stands(w, now, asked.seconds)
         }
         ranks = tuple(self._rank_step(worker, now) for worker, now in found)
-        steps = Steps(state.local.lease, asked.number, ranks)
+        steps = NodeSteps(state.local.lease, asked.number, ranks)
         return await self.publish(writes.put_steps(self._keys, view, state.local, steps))
 
     def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
-        rank, doing, what = worker.spec.rank, schema.Doing[now.doing.name], now.what
+        rank, doing, what = worker.spec.rank, schema.RankDoing[now.doing.name], now.what
         found = self._evidence.get(rank)
         if now.doing is Doing.STEP and _is_traced(worker.pid):
-            doing = schema.Doing.TRACED
+            doing = schema.RankDoing.TRACED
         elif found and _reached(now) == (Doing.STEP, found.steps):
-            doing = schema.Doing.WAIT if found.in_collective else doing
+            doing = schema.RankDoing.WAIT if found.in_collective else doing
             what = "stopped" if status(worker.pid, "State") == "T" else found.place
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 

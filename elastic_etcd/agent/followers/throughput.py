@@ -64,5 +64,5 @@ class Throughput(PeriodicFollower):
         if before is None or before[0] != local.running or before[1] > slowest.steps:
             return None
         rate = (slowest.steps - before[1]) / max(at - before[2], 0.001)
-        doing = schema.Doing[slowest.doing.name]
+        doing = schema.RankDoing[slowest.doing.name]
         return Pace(local.lease, local.running, slowest.steps, round(rate, 3), doing)
