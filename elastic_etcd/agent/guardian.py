@@ -64,7 +64,7 @@ class Guardian:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process. A guardian that can't be started is tried again, like one that died."""
+        """Start the process. A guardian that fails to start is tried again, like one that died."""
         self._starting = begin(partial(_spawn, self._mark))
         self._starting.add_done_callback(self._on_start)
 

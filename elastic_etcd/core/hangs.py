@@ -84,7 +84,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     """The hang that was asked about with the verdict in it: who is behind, and who only waits.
 
     - The ranks in the lowest step are behind.
-    - Where all are in one step, as they mostly are, or steps can't be compared, the ranks that
+    - If all are in one step, as they mostly are, or steps can't be compared, the ranks that
       stand in no collective are behind, if they are no more than those that wait in one. Else
       nobody moves, and the rank can't be known.
     - It is no hang where a rank excuses those that wait for it. It does so if it does what may take
