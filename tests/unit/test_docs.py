@@ -145,3 +145,7 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
 
 def test_the_picture_is_the_one_that_its_program_draws() -> None:
     assert picture.FILE.read_text() == picture.picture()
+
+
+def test_the_architecture_is_read_in_half_an_hour() -> None:
+    assert len(ARCHITECTURE.splitlines()) <= 350
