@@ -18,7 +18,7 @@ import torch
 
 from tests.support.digits import PER_EPOCH, Uses, check_samples, same_bits, undisturbed
 from tests.support.etcd import EtcdServer
-from tests.support.invariants import Event, check_worlds
+from tests.support.invariants import Event, check_together, check_worlds
 from tests.support.job import Job
 from tests.support.residue import keys, leases
 
@@ -252,7 +252,7 @@ class Workload:
     def check(self) -> list[str]:
         """What is wrong."""
         checks = (
-            lambda: check_worlds(self.events),
+            lambda: check_together(check_worlds(self.events)),
             self._as_etcd_says,
             self._one_world_at_a_time,
             self._no_stale_file,

@@ -34,6 +34,7 @@ class Event:
 def check(events: Iterable[Event]) -> None:
     """I3 and I8 of core/rules.py, ranks 0..n-1, and that the training went on."""
     by_generation = check_worlds(events)
+    check_together(by_generation)
     _goes_on([by_generation[g] for g in sorted(by_generation)])
 
 
@@ -47,6 +48,15 @@ def check_worlds(events: Iterable[Event]) -> dict[int, list[Event]]:
     for generation, its_events in by_generation.items():
         _one_world(generation, its_events)
     return by_generation
+
+
+def check_together(by_generation: dict[int, list[Event]]) -> None:
+    """Workers that train together take a step when all of their world have started."""
+    for generation, events in by_generation.items():
+        if any(e.event == "step" for e in events):
+            starts = [e for e in events if e.event == "start"]
+            ranks = sorted(e.rank for e in starts)
+            assert ranks == list(range(starts[0].world_size)), f"generation {generation}: {ranks}"
 
 
 def _one_generation_at_a_time(events: list[Event]) -> None:
@@ -73,8 +83,6 @@ def _one_world(generation: int, events: list[Event]) -> None:
     assert set(ranks) <= set(range(world_size)), f"generation {generation}: ranks {ranks}"
     places = {(e.node, e.group_rank) for e in starts}
     assert len({n for n, _ in places}) == len({g for _, g in places}) == len(places), places
-    if any(e.event == "step" for e in events):
-        assert ranks == list(range(world_size)), f"generation {generation}: ranks {ranks}"
 
 
 def _goes_on(generations: list[list[Event]]) -> None:
