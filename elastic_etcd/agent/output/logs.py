@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import termios
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -70,9 +71,9 @@ class WorkerStream:
         self.drain()
         if self._read < 0:
             return
-        rest = self._lines.rename(prefix)
         if self._console is not None:
-            self._console.write(rest)
+            self._console.write(self._lines.finish())
+        self._lines.prefix = prefix
         if self._file is not None:
             self._file.close()
         self._file = file
@@ -143,13 +144,13 @@ def _terminal() -> tuple[int, int]:
     return ours, theirs
 
 
+@dataclass(frozen=True)
 class WorkerLog:
-    """The standard streams of one worker. `stdin` is a descriptor, or subprocess.DEVNULL."""
+    """The standard streams of one worker."""
 
-    def __init__(self, out: WorkerStream, err: WorkerStream, stdin: int) -> None:
-        self.out = out
-        self.err = err
-        self.stdin = stdin
+    out: WorkerStream
+    err: WorkerStream
+    stdin: int  # a descriptor, or subprocess.DEVNULL
 
     def begin(self) -> None:
         """Begin to read both: the worker has its ends, or could not be started."""
@@ -347,15 +348,9 @@ class LinePrefixer:
     """
 
     def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
+        self.prefix = prefix
         self._rest = bytearray()
         self._after_return = False
-
-    def rename(self, prefix: bytes) -> bytes:
-        """Begin the lines from here on with another prefix; gives the unfinished one."""
-        rest = self.finish()
-        self._prefix = prefix
-        return rest
 
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are complete with this chunk, prefixed; may be empty."""
@@ -375,7 +370,7 @@ class LinePrefixer:
         """The last line if it had no line end, which it gets."""
         last = bytes(self._rest)
         self._rest.clear()
-        return self._prefix + last + b"\n" if last else b""
+        return self.prefix + last + b"\n" if last else b""
 
     def _cut_long(self) -> bytes:
         if len(self._rest) < _LONGEST_LINE:
@@ -384,7 +379,7 @@ class LinePrefixer:
         return self.finish()
 
     def _prefixed(self, lines: bytes) -> bytes:
-        prefix = self._prefix
+        prefix = self.prefix
         if not lines or not prefix:
             return lines
         out = prefix + lines
