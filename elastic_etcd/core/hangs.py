@@ -18,17 +18,8 @@ from elastic_etcd.core.view import View
 from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
 NAMED = 3  # nodes of many, in a line
-MAY_LAST = frozenset(
-    (
-        RankDoing.STARTING,
-        RankDoing.INIT,
-        RankDoing.COMMIT,
-        RankDoing.SAVE,
-        RankDoing.QUIET,
-        RankDoing.TRACED,
-    )
-)
 _BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT))
+MAY_LAST = _BEGINS | {RankDoing.COMMIT, RankDoing.SAVE, RankDoing.QUIET, RankDoing.TRACED}
 _IN_STEP = frozenset((RankDoing.STEP, RankDoing.WAIT))
 _MOVING = _IN_STEP | {RankDoing.CHECK}
 

@@ -125,7 +125,11 @@ def join(
     own, asked = spec.limits.nnodes, _asked(view, known) if known else ()
     if known and view.members and not view.outcome and own not in asked:
         return f"--nnodes {own} differs from {asked[-1][:256]} of the nodes there"
-    fence = _join_fence(keys, seen, member)
+    fence: tuple[Compare, ...] = (
+        Compare(keys.member(member.lease), "create", 0),
+        Compare(keys.spec, "mod", _mod_of(seen, keys.spec)),
+        Compare(keys.outcome, "mod", _mod_of(seen, keys.outcome)),
+    )
     if known is None or view.outcome or own not in asked:
         begun = _begin_run(keys, view, spec, last)
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
@@ -145,14 +149,6 @@ def _asked(view: View, known: Spec) -> tuple[str, ...]:
 def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
     joined = replace(member, run=run, joined=view.ledger.generation)
     return Put(keys.member(member.lease), encode(joined), member.lease)
-
-
-def _join_fence(keys: Keys, seen: Snapshot, member: Member) -> tuple[Compare, ...]:
-    return (
-        Compare(keys.member(member.lease), "create", 0),
-        Compare(keys.spec, "mod", _mod_of(seen, keys.spec)),
-        Compare(keys.outcome, "mod", _mod_of(seen, keys.outcome)),
-    )
 
 
 def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:

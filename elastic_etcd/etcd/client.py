@@ -218,7 +218,9 @@ class Client:
     async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
         """Do `txn`; see TxnResult about a Txn that may have been done twice."""
         request = wire.txn_request(txn)
-        answer, applied = await self.call(TXN, request, _first_key(txn), _deadline(timeout))
+        keys = [part.key for part in (*txn.then, *txn.compare, *txn.otherwise)]
+        what = keys[0] if keys else "nothing"
+        answer, applied = await self.call(TXN, request, what, _deadline(timeout))
         writes = any(isinstance(operation, Put | Delete) for operation in txn.then)
         return TxnResult(
             answer.succeeded, answer.header.revision, writes and applied, wire.gets(answer)
@@ -450,11 +452,3 @@ def _deadline(timeout: float | None) -> float:
 def _left(deadline: float) -> float:
     """Seconds until `deadline`, more than none."""
     return max(deadline - now(), 0.001)
-
-
-def _first_key(txn: Txn) -> str:
-    """The first key that `txn` is about, for messages."""
-    for part in (txn.then, txn.compare, txn.otherwise):
-        if part:
-            return part[0].key
-    return "nothing"

@@ -27,7 +27,6 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import forkserver, guard
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
-from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
     Bye,
@@ -405,7 +404,7 @@ async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
     sent: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
-    for module, who in ((messages, "worker"), (agent_end, "agent")):
+    for module, who in ((worker_end, "worker"), (agent_end, "agent")):
 
         def record(message: Struct, who: str = who) -> bytes:
             packet = encode(message)
