@@ -27,9 +27,10 @@ from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from elastic_etcd.agent.followers.run_writer import RunWriter
+    from elastic_etcd.agent.inbox import Follower
+    from elastic_etcd.agent.output.logs import Logs
     from elastic_etcd.etcd.access import EtcdConfig
 
 log = logging.getLogger("elastic_etcd")
@@ -59,12 +60,12 @@ def run(
     argv: Sequence[str],
     env: Mapping[str, str],
     prog: str = options.COMMAND,
-    run_writer: RunWriter | None = None,
+    follow: Callable[[Logs], Follower] | None = None,
     remarks: Sequence[str] = (),
 ) -> int:
     """Be the agent of this command line and environment; gives the exit code.
 
-    The `run_writer` follows it, if there is one. Raises ElasticEtcdError.
+    `follow` makes one more follower of it. Raises ElasticEtcdError.
     """
     args = _arguments(argv, env, prog)
     config = _config(args, env)
@@ -73,7 +74,7 @@ def run(
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once
 
-    return agent.run(config, run_writer)
+    return agent.run(config, follow)
 
 
 def open_standard_streams() -> None:

@@ -86,7 +86,6 @@ from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
-    from elastic_etcd.agent.followers.run_writer import RunWriter
 
 _CUT_OFF = "this node is cut off from etcd"
 
@@ -96,15 +95,15 @@ _RECORD_TIMEOUT = 10.0
 log = logging.getLogger(__name__)
 
 
-def run(config: AgentConfig, run_writer: "RunWriter | None" = None) -> int:
+def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -> int:
     """Be this node's agent until the job is over here; gives the exit code.
 
-    The `run_writer` follows it, if there is one. Raises ElasticEtcdError for all that the user has
-    to know: what failed, where, what to do.
+    `follow` makes one more follower. Raises ElasticEtcdError for all that the user has to know:
+    what failed, where, what to do.
     """
     check_devices(config)
     with _metrics(config) as metrics:
-        return asyncio.run(_run_agent(config, metrics, run_writer))
+        return asyncio.run(_run_agent(config, metrics, follow))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -131,7 +130,7 @@ class Resources(NamedTuple):
 
 
 async def _run_agent(
-    config: AgentConfig, metrics: "Metrics | None", run_writer: "RunWriter | None"
+    config: AgentConfig, metrics: "Metrics | None", follow: Callable[[Logs], Follower] | None
 ) -> int:
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
@@ -153,9 +152,8 @@ async def _run_agent(
             if metrics:
                 metrics.follow(membership, workers, accounting)
                 followers.append(metrics)
-            if run_writer:
-                run_writer.follow(logs)
-                followers.append(run_writer)
+            if follow:
+                followers.append(follow(logs))
             if config.preemption_watch:
                 from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastic_etcd import launch
-from elastic_etcd.agent.followers.run_writer import RunWriter
+from elastic_etcd.api.run_writer import RunWriter
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.system.prctl import signal_at_parents_death
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _leave_with(program)
-        ran.exit_code = launch.run(argv[2:], _environment(), run_writer=run_writer)
+        ran.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
         if not ran.outcome:
             ran.outcome = "left" if ran.exit_code else "succeeded"
             ran.reason = "this node has left" if ran.exit_code else "it had succeeded before"

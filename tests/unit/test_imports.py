@@ -94,7 +94,7 @@ SAME_CLASS = {
     "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
 }
 # All others know the agent's life by core/lifecycle.py alone.
-BUILDS_FOLLOWERS = {"agent/agent.py", "api/child.py", "launch.py", "plugin/torchrun_agent.py"}
+BUILDS_FOLLOWERS = {"agent/agent.py", "plugin/torchrun_agent.py"}
 # The rules get time, randomness and the outside world as arguments.
 NOT_IN_CORE = {"asyncio", "time", "os", "random", "logging", "threading", "socket", "subprocess"}
 

@@ -1,7 +1,6 @@
-"""The record of a run on this node, for the Python program that has started its agent.
+"""The follower that keeps the record of a run for the Python program that has started the agent."""
 
-It is loaded for such a program (launcher.py) only.
-"""
+from typing import Self
 
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.core.lifecycle import Event, JobEnded, State, WorkerEnded, WorkersHang
@@ -17,9 +16,10 @@ class RunWriter:
         self._logs: Logs | None = None
         self._final = 0  # the job's last world, as far as it was seen
 
-    def follow(self, logs: Logs) -> None:
+    def follow(self, logs: Logs) -> Self:
         """From here on error files are looked for there; those of failed workers stay."""
         self._logs = logs
+        return self
 
     def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the worlds, of the workers that fail, and of how the job has ended."""
