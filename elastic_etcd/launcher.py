@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
-from elastic_etcd.protocol.run_record import Ran, RunResult
+from elastic_etcd.protocol.run_record import RunRecord, RunResult
 
 if TYPE_CHECKING:
     from elastic_etcd.api.child_failed import ChildFailedError
@@ -164,23 +164,23 @@ class elastic_launch:  # noqa: N801 - it is torch's name
         if self._config.metrics_cfg:
             log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
         with tempfile.TemporaryDirectory(prefix="elastic_etcd-") as folder:
-            ran = self._run(Path(folder), args)
-            if not ran.outcome:
-                raise _ERRORS.get(ran.exit_code, ElasticEtcdError)(ran.error)
-            succeeded = ran.exit_code == 0
-            values = functions.load_values(Path(folder), ran.generation) if succeeded else {}
+            record = self._run(Path(folder), args)
+            if not record.outcome:
+                raise _ERRORS.get(record.exit_code, ElasticEtcdError)(record.error)
+            succeeded = record.exit_code == 0
+            values = functions.load_values(Path(folder), record.generation) if succeeded else {}
         failures = tuple(
             each if Path(each.error_file).is_file() else replace(each, error_file="")
-            for each in ran.failures
+            for each in record.failures
         )
         return RunResult(
-            outcome=ran.outcome,
-            reason=ran.reason,
-            exit_code=ran.exit_code,
-            generations=tuple(ran.generations),
-            restarts=ran.restarts,
+            outcome=record.outcome,
+            reason=record.reason,
+            exit_code=record.exit_code,
+            generations=tuple(record.generations),
+            restarts=record.restarts,
             failures=failures,
-            cause=failures[ran.cause] if ran.cause >= 0 else None,
+            cause=failures[record.cause] if record.cause >= 0 else None,
             return_values=values,
         )
 
@@ -195,7 +195,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
         for agent in tuple(self._agents):
             agent.terminate()
 
-    def _run(self, folder: Path, args: Sequence[Any]) -> Ran:
+    def _run(self, folder: Path, args: Sequence[Any]) -> RunRecord:
         if isinstance(self._entrypoint, str):
             command = ["--no-python", self._entrypoint, *map(str, args)]
         else:
@@ -214,12 +214,12 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             )
             code = self._code_of(agent)
         try:
-            return msgspec.json.decode((folder / "ran.json").read_bytes(), type=Ran)
+            return msgspec.json.decode((folder / "run_record.json").read_bytes(), type=RunRecord)
         except (OSError, msgspec.MsgspecError):
             text = (
                 f"the agent (pid {agent.pid}) ended with {code}, and did not say how the job went"
             )
-            return Ran(exit_code=1, error=text)
+            return RunRecord(exit_code=1, error=text)
 
     def _code_of(self, agent: subprocess.Popen[bytes]) -> int:
         """Wait for its end, which `stop` may bring about."""

@@ -30,26 +30,26 @@ def main(argv: Sequence[str]) -> int:
     program, folder = int(argv[0]), Path(argv[1])
     launch.open_standard_streams()
     run_writer = RunWriter()
-    ran = run_writer.record
+    record = run_writer.record
     # Until the agent handles it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _leave_with(program)
-        ran.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
-        if not ran.outcome:
-            ran.outcome = "left" if ran.exit_code else "succeeded"
-            ran.reason = "this node has left" if ran.exit_code else "it had succeeded before"
+        record.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
+        if not record.outcome:
+            record.outcome = "left" if record.exit_code else "succeeded"
+            record.reason = "this node has left" if record.exit_code else "it had succeeded before"
     except ElasticEtcdError as error:
-        ran.exit_code, ran.error = error.exit_code, str(error)
+        record.exit_code, record.error = error.exit_code, str(error)
     except BaseException as error:
-        ran.exit_code, ran.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
+        record.exit_code, record.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
         raise
     finally:
         with suppress(OSError):  # the program has ended, or will see that there is no record
-            (folder / "ran.json").write_bytes(msgspec.json.encode(ran))
+            (folder / "run_record.json").write_bytes(msgspec.json.encode(record))
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)
-    return ran.exit_code
+    return record.exit_code
 
 
 def _leave_with(program: int) -> None:

@@ -5,14 +5,14 @@ from typing import Self
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.core.lifecycle import Event, JobEnded, State, WorkerEnded, WorkersHang
 from elastic_etcd.core.schema import Failure, Outcome
-from elastic_etcd.protocol.run_record import Ran, WorkerFailure
+from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
 
 
 class RunWriter:
     """Keeps the `record` of a run up to date."""
 
     def __init__(self) -> None:
-        self.record = Ran()
+        self.record = RunRecord()
         self._logs: Logs | None = None
         self._final = 0  # the job's last world, as far as it was seen
 

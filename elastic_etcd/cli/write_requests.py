@@ -28,7 +28,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Scale,
     Sizes,
-    Wanted,
+    Requests,
     encode,
     hexed,
 )
@@ -52,7 +52,7 @@ _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read ag
 class SteeredJob(query.Job):
     """A job to which requests are written."""
 
-    async def change(self, change: Callable[[View], Wanted]) -> tuple[View, bool]:
+    async def change(self, change: Callable[[View], Requests]) -> tuple[View, bool]:
         """Write what `change` makes of a view; gives that view, and whether there was a change.
 
         `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
@@ -64,7 +64,7 @@ class SteeredJob(query.Job):
             view = self.view_of(seen)
             if view.newer:
                 raise UsageError(Outdated(view.newer).reason)
-            then, there = change(view), view.wanted or Wanted()
+            then, there = change(view), view.wanted or Requests()
             if then == there or await self._written(seen, then):
                 return view, then != there
             if now() > end:
@@ -102,11 +102,11 @@ class SteeredJob(query.Job):
         spec = self.run_of(view)
         return requests.scaled(view, spec.run, spec.limits)
 
-    async def _written(self, seen: Snapshot, then: Wanted) -> bool:
+    async def _written(self, seen: Snapshot, then: Requests) -> bool:
         keys = self.keys
         known = {key: kv.mod for key, kv in seen.kvs.items()}
         fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
-        put = Put(keys.wanted, encode(then)) if then != Wanted() else Delete(keys.wanted)
+        put = Put(keys.wanted, encode(then)) if then != Requests() else Delete(keys.wanted)
         return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
 
 
@@ -118,7 +118,7 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     node = node_of(args)
     asked = Drain(node, args.deadline, by=query.user(), at=_timestamp())
 
-    def change(view: View) -> Wanted:
+    def change(view: View) -> Requests:
         job.run_of(view)
         there = [m for m in view.members if m.node == node]
         if args.self and not there:
@@ -132,7 +132,7 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         if args.self:
             return _with(view, [replace(asked, lease=hexed(m.lease)) for m in there])
         if (known := requests.drained(view, node)) and args.deadline in (None, known.deadline):
-            return view.wanted or Wanted()
+            return view.wanted or Requests()
         if not (there or known):
             raise ElasticEtcdError(f"job {job.name} has no node {node}{_meant(view, node)}")
         return _with(view, [asked])
@@ -184,7 +184,7 @@ def _meant(view: View, node: str) -> str:
     return f"; there are {', '.join(names[:_NAMED])}{more}" if names else "; nobody is there"
 
 
-def _with(view: View, drains: list[Drain]) -> Wanted:
+def _with(view: View, drains: list[Drain]) -> Requests:
     """The requests with these drains, instead of others of the same node or member."""
     there = _pruned(view)
     same = {(d.node, d.lease) for d in drains}
@@ -194,21 +194,21 @@ def _with(view: View, drains: list[Drain]) -> Wanted:
     return replace(there, drains=(*kept, *drains))
 
 
-def _pruned(view: View) -> Wanted:
+def _pruned(view: View) -> Requests:
     """The requests that still mean anything."""
-    there = view.wanted or Wanted()
+    there = view.wanted or Requests()
     members = {hexed(m.lease) for m in view.members}
     drains = tuple(d for d in there.drains if not d.lease or d.lease in members)
     run = view.spec.run if view.spec and not view.outcome else ""
     halt = there.stop if there.stop and there.stop.run == run else None
     scale = there.scale if there.scale and there.scale.run == run else None
-    return Wanted(drains, halt, scale)
+    return Requests(drains, halt, scale)
 
 
 async def undrain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd undrain` asks for; gives the object that `--json` prints."""
 
-    def change(view: View) -> Wanted:
+    def change(view: View) -> Requests:
         if not requests.drained(view, args.node):
             names = sorted({d.node for d in _pruned(view).drains if not d.lease})
             drained = f"; drained are {', '.join(names)}" if names else ""
@@ -232,7 +232,7 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
     by, at = query.user(), _timestamp()
 
-    def change(view: View) -> Wanted:
+    def change(view: View) -> Requests:
         spec = job.run_of(view)
         there, own = _pruned(view), spec.limits
         if own.max_nodes == 1:
@@ -242,7 +242,7 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
             begun = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
             raise ElasticEtcdError(f"job {job.name} was begun with {begun}")
         if requests.scaled(view, spec.run, own).nnodes == asked.nnodes:
-            return view.wanted or Wanted()
+            return view.wanted or Requests()
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
         scale = Scale(**sizes, run=spec.run, instead_of=own.nnodes, by=by, at=at)
         return replace(there, scale=None if asked.nnodes == own.nnodes else scale)
@@ -274,10 +274,10 @@ async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd stop` asks for; gives the object that `--json` prints."""
     by, at = query.user(), _timestamp()
 
-    def change(view: View) -> Wanted:
+    def change(view: View) -> Requests:
         run = job.run_of(view).run
         if requests.halted(view, run):
-            return view.wanted or Wanted()
+            return view.wanted or Requests()
         return replace(_pruned(view), stop=Halt(run, args.save, by, at))
 
     view, changed = await job.change(change)

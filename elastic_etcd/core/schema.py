@@ -563,7 +563,7 @@ class Scale(Sizes, frozen=True, kw_only=True):
     at: Text = ""
 
 
-class Wanted(Value, frozen=True):
+class Requests(Value, frozen=True):
     """The wishes that people have of a job. They write them, and agents only read them.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.

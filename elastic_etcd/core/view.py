@@ -32,7 +32,7 @@ from elastic_etcd.core.schema import (
     StepTime,
     Stragglers,
     Value,
-    Wanted,
+    Requests,
     Watched,
     decimal,
     decode,
@@ -87,7 +87,7 @@ class View(Struct, frozen=True):
     outcome_mod: int = 0  # of one that can't be read
     hang: Hang | None = None
     hang_mod: int = 0
-    wanted: Wanted | None = None
+    wanted: Requests | None = None
     watched: Watched | None = None
     stragglers: Stragglers | None = None
     stragglers_mod: int = 0
@@ -161,7 +161,7 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         outcome_mod=0 if outcome else _mod(kvs.get(keys.outcome)),
         hang=_value(Hang, kvs.get(keys.hang), bad),
         hang_mod=_mod(kvs.get(keys.hang)),
-        wanted=_value(Wanted, kvs.get(keys.wanted), bad),
+        wanted=_value(Requests, kvs.get(keys.wanted), bad),
         watched=_value(Watched, kvs.get(keys.watched), bad),
         stragglers=_value(Stragglers, kvs.get(keys.stragglers), bad),
         stragglers_mod=_mod(kvs.get(keys.stragglers)),

@@ -20,7 +20,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     at: str
 
 
-class Ran(Struct):
+class RunRecord(Struct):
     """The record that an agent keeps: what it went through, and how it ended."""
 
     exit_code: int = 0

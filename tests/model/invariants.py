@@ -26,7 +26,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Report,
     Round,
-    Wanted,
+    Requests,
     decode,
     encode,
 )
@@ -48,10 +48,10 @@ def round_of(store: Store) -> Round | None:
 
 
 @cache
-def wanted_of(store: Store) -> Wanted:
+def wanted_of(store: Store) -> Requests:
     """What people want."""
     value = store.value(KEYS.wanted)
-    return decode(Wanted, value) if value else Wanted()
+    return decode(Requests, value) if value else Requests()
 
 
 @cache
@@ -60,7 +60,7 @@ def is_drained(store: Store, name: str) -> bool:
     return Drain(name) in wanted_of(store).drains
 
 
-def asked(wanted: Wanted | None, limits: Limits) -> Limits:
+def asked(wanted: Requests | None, limits: Limits) -> Limits:
     """`limits` with the numbers of nodes that people want."""
     scale = wanted.scale if wanted else None
     if scale is None:
@@ -145,7 +145,7 @@ def check_size(state: State, limits: Limits) -> None:
 
 def is_told(view: View, name: str, local: Local) -> bool:
     """Whether people want that this node goes."""
-    asked = view.wanted or Wanted()
+    asked = view.wanted or Requests()
     return bool(asked.stop and asked.stop.run == local.run) or name in {
         d.node for d in asked.drains
     }

@@ -38,7 +38,7 @@ from elastic_etcd.core.schema import (
     Member,
     Phase,
     Scale,
-    Wanted,
+    Requests,
     encode,
 )
 from elastic_etcd.core.suspects import LONGEST
@@ -131,7 +131,7 @@ class System:
                 scaled = replace(there, scale=scale)
                 yield Move(f"is told of {fault} nodes", self._want(store, scaled), node, fault)
 
-    def _want(self, store: Store, wanted: Wanted) -> int:
+    def _want(self, store: Store, wanted: Requests) -> int:
         return self.stores.of(store.apply(Txn((), (Put(KEYS.wanted, encode(wanted)),)))[0])
 
     def _views(self, store: Store, node: Node, state: State) -> Iterator[Move]:

@@ -27,7 +27,7 @@ from elastic_etcd.core.schema import (
     Scale,
     Sizes,
     Suspect,
-    Wanted,
+    Requests,
     encode,
 )
 from elastic_etcd.core.txn import Delete, Put, Txn
@@ -172,10 +172,10 @@ class Commands(Simulator):
         self._want(replace(self._wanted(), scale=scale))
         return iter(())
 
-    def _wanted(self) -> Wanted:
-        return self.everything().wanted or Wanted()
+    def _wanted(self) -> Requests:
+        return self.everything().wanted or Requests()
 
-    def _want(self, wanted: Wanted) -> None:
+    def _want(self, wanted: Requests) -> None:
         self.etcd.txn(Txn((), (Put(KEYS.wanted, encode(wanted)),)))
 
     # --- commands about one agent

@@ -18,7 +18,7 @@ from elastic_etcd.core.schema import (
     Round,
     Spec,
     Spent,
-    Wanted,
+    Requests,
     encode,
 )
 from elastic_etcd.core.txn import KeyValue, Snapshot
@@ -88,7 +88,7 @@ RUNNING = {
     KEYS.member(0xB): encode(Member(0xB, HOSTILE, 1, run="r")),
     KEYS.history(1): encode(FIRST),
     KEYS.history(2): encode(SECOND),
-    KEYS.wanted: encode(Wanted((Drain("n9", by="ann@login", at="2026-11-21T10:01:07+00:00"),))),
+    KEYS.wanted: encode(Requests((Drain("n9", by="ann@login", at="2026-11-21T10:01:07+00:00"),))),
 }
 ENDED = "succeeded: every participant is done"
 OUTCOME = Outcome(

@@ -25,7 +25,7 @@ from elastic_etcd.core.schema import (
     Round,
     Scale,
     Spec,
-    Wanted,
+    Requests,
     decode,
     encode,
 )
@@ -64,7 +64,7 @@ def job(phase: Phase, failed: bool = False) -> dict[str, str]:
         KEYS.ack(4, B): encode(Ready(B, MASTER)),
         KEYS.report(last, B): encode(report),
         KEYS.hang: encode(Hang(last, 2, 60.0)),
-        KEYS.wanted: encode(Wanted((Drain("n9", 60.0),), Halt("r0"), SCALE)),
+        KEYS.wanted: encode(Requests((Drain("n9", 60.0),), Halt("r0"), SCALE)),
         KEYS.step(4, B): encode(
             NodeSteps(B, 2, (RankStep(1, 6, RankDoing.STEP, 61.0, "train.py:9"),))
         ),

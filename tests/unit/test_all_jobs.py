@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from elastic_etcd.__main__ import main
-from elastic_etcd.core.schema import Drain, Keys, Member, Wanted, decode, encode
+from elastic_etcd.core.schema import Drain, Keys, Member, Requests, decode, encode
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import KEYS, OVER, RUNNING
 
-DRAINED = Wanted((Drain("n1"),))
+DRAINED = Requests((Drain("n1"),))
 LEFT = {KEYS.member(0xA), KEYS.member(0xB), KEYS.wanted}
 SHOUTED = r"<script>\x1b[2J\n&" + "\"'"
 
@@ -54,10 +54,10 @@ class Shell:
         assert code == 0, err
         return out
 
-    def wanted(self, job: str) -> Wanted | None:
+    def wanted(self, job: str) -> Requests | None:
         key = Keys(f"{self.prefix}/{job}").wanted
         text = self.etcd.ctl("get", "--print-value-only", key)
-        return decode(Wanted, text) if text.strip() else None
+        return decode(Requests, text) if text.strip() else None
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from elastic_etcd.cli.events import _Printer, event, news, past
 from elastic_etcd.cli.query import while_read
-from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Wanted, encode
+from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Requests, encode
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FAILURE, FINAL, FIRST, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
 
@@ -62,7 +62,7 @@ def test_what_a_job_went_through() -> None:
 
 
 def test_the_job_is_scaled() -> None:
-    wanted = Wanted(scale=Scale(min_nodes=1, max_nodes=4, run="r", instead_of="1:2", by="ann"))
+    wanted = Requests(scale=Scale(min_nodes=1, max_nodes=4, run="r", instead_of="1:2", by="ann"))
     *_, last = past("j", view(RUNNING | {KEYS.wanted: encode(wanted)}))
     assert (last.name, last.text) == ("elastic_etcd.scale", "the job is scaled to 1:4 nodes by ann")
 

@@ -90,9 +90,7 @@ CHILDREN = {
     "system/trampoline.py": set[str](),
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
-SAME_CLASS = {
-    "Wanted": "what people want, as a key; that torchrun wants a world, as a message",
-}
+SAME_CLASS = {}
 # All others know the agent's life by core/lifecycle.py alone.
 BUILDS_FOLLOWERS = {"agent/agent.py", "plugin/torchrun_agent.py"}
 # The rules get time, randomness and the outside world as arguments.

@@ -24,7 +24,7 @@ from elastic_etcd.core.schema import Failure, Ledger, Outcome
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.launcher import LaunchConfig, RunResult, elastic_launch
-from elastic_etcd.protocol.run_record import Ran, WorkerFailure
+from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
 
 
 def add(a: int, b: int) -> int:
@@ -259,7 +259,7 @@ def test_torchs_error_has_each_failure_and_its_error_file(worker: Path) -> None:
     assert error.result is result
 
 
-def seen(final: int, claimed: int, outcome: Outcome) -> Ran:
+def seen(final: int, claimed: int, outcome: Outcome) -> RunRecord:
     """What is recorded of a run that ends when a generation is claimed after the final one."""
     writer = RunWriter()
     view = View(1, Everything(), ledger=Ledger(generation=claimed, final=final))

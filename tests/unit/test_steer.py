@@ -21,7 +21,7 @@ from elastic_etcd.core.schema import (
     Outcome,
     Scale,
     Spec,
-    Wanted,
+    Requests,
     decode,
     encode,
 )
@@ -57,15 +57,15 @@ class Shell:
         return told
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> Requests | None:
         """As it is in etcd, without who asked for it."""
         text = self.etcd.ctl("get", "--print-value-only", self.keys.wanted)
         if not text.strip():
             return None
-        there = decode(Wanted, text)
+        there = decode(Requests, text)
         halt = replace(there.stop, by="", at="") if there.stop else None
         scale = replace(there.scale, by="", at="") if there.scale else None
-        return Wanted(tuple(replace(d, by="", at="") for d in there.drains), halt, scale)
+        return Requests(tuple(replace(d, by="", at="") for d in there.drains), halt, scale)
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_drains_come_and_go(shell: Shell) -> None:
     told = json.loads(shell.ok("drain", "j", "c", "--deadline", "120", "--json"))
     assert (told["node"], told["changed"], told["deadline"]) == ("c", True, 120.0)
     assert "1 of at least 2 nodes are left" in told["note"]
-    assert shell.wanted == Wanted((Drain("b"), Drain("c", 120.0)))
+    assert shell.wanted == Requests((Drain("b"), Drain("c", 120.0)))
     assert "it was drained before" in shell.ok("drain", "j", "b")
     assert "still leaving" in shell("undrain", "j", "b")[1]
     for member in (B, C):
         shell.etcd.ctl("del", shell.keys.member(member.lease))
     shell.ok("undrain", "j", "b")
-    assert shell.wanted == Wanted((Drain("c", 120.0),))
+    assert shell.wanted == Requests((Drain("c", 120.0),))
     shell.ok("undrain", "j", "c")
     assert shell.wanted is None, "nothing is left behind"
 
@@ -101,14 +101,16 @@ def test_a_machine_drains_the_agent_that_is_there(
     monkeypatch.setenv("SLURMD_NODENAME", "c")
     monkeypatch.setenv("PET_NODE_NAME", "b")
     shell.ok("drain", "j", "--self")
-    assert shell.wanted == Wanted((Drain("b", lease="000000000000000b"),))
+    assert shell.wanted == Requests((Drain("b", lease="000000000000000b"),))
     shell.etcd.ctl("del", shell.keys.member(B.lease))
     assert shell("drain", "j", "--self") == (
         1,
         "error: this machine's node, b, is not in job j; there are a, c\n",
     )
     shell.ok("stop", "j", "--save")
-    assert shell.wanted == Wanted((), Halt("r", save=True)), "who has left is not drained any more"
+    assert shell.wanted == Requests((), Halt("r", save=True)), (
+        "who has left is not drained any more"
+    )
     assert "it was to stop before" in shell.ok("stop", "j")
 
 
@@ -117,17 +119,17 @@ def test_an_order_to_stop_does_not_outlive_its_run(shell: Shell) -> None:
     shell.put(shell.keys.spec, encode(Spec("another", Limits(2, 3))))
     shell.put(shell.keys.member(A.lease), encode(replace(A, run="another")))
     shell.ok("drain", "j", "a")
-    assert shell.wanted == Wanted((Drain("a"),))
+    assert shell.wanted == Requests((Drain("a"),))
 
 
 def test_a_job_is_scaled_and_back(shell: Shell) -> None:
     told = "job j is to train on 4:8 nodes\nnote: 3 of at least 4 nodes are there: training stops"
     assert shell.ok("scale", "j", "4:8").startswith(told)
     scale = Scale(4, 8, run="r", instead_of="2:3")
-    assert shell.wanted == Wanted(scale=scale)
+    assert shell.wanted == Requests(scale=scale)
     assert "it was scaled so before" in shell.ok("scale", "j", "4:8")
     shell.ok("scale", "j", "4:8", "--nodes-multiple-of", "4")
-    assert shell.wanted == Wanted(scale=replace(scale, multiple_of=4))
+    assert shell.wanted == Requests(scale=replace(scale, multiple_of=4))
     shell.ok("scale", "j", "2:3")
     assert shell.wanted is None
 
@@ -201,4 +203,4 @@ def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(f"elastic_etcd.cli.write_requests.{name}", 0.5)
     code, told = shell("drain", "j", "a", "--wait", "--deadline", "0")
     assert (code, told) == (4, "error: after 1 s a is still there; what was asked for stands\n")
-    assert shell.wanted == Wanted((Drain("a", 0.0),))
+    assert shell.wanted == Requests((Drain("a", 0.0),))

@@ -32,7 +32,7 @@ from elastic_etcd.core.schema import (
     RankDoing,
     Round,
     Spec,
-    Wanted,
+    Requests,
     Watched,
     decode,
     encode,
@@ -128,7 +128,7 @@ def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
         top.shows("nothing is done")
         top.press("dy")
         top.shows("node node3 of job j is to leave within 30 s", "node3 is drained by")
-        there = decode(Wanted, etcd.ctl("get", "--print-value-only", keys.wanted))
+        there = decode(Requests, etcd.ctl("get", "--print-value-only", keys.wanted))
         assert [(d.node, d.lease) for d in there.drains] == [("node3", "")]
         top.press("u")
         top.shows("undrain node3? y: yes")
@@ -224,7 +224,7 @@ def test_a_job_that_is_over(etcd: EtcdServer, keys: Keys) -> None:
 
 
 def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
-    etcd.ctl("put", keys.wanted, encode(Wanted((Drain(HOSTILE),))))
+    etcd.ctl("put", keys.wanted, encode(Requests((Drain(HOSTILE),))))
     shown = subprocess.run(command(etcd, keys), capture_output=True, text=True, check=True).stdout
     assert "\\x1b[31mnode2[bold] is drained" in shown
     assert "\x1b" not in shown
