@@ -26,9 +26,9 @@ from elastic_etcd.core.schema import (
     Drain,
     Halt,
     Phase,
+    Requests,
     Scale,
     Sizes,
-    Requests,
     encode,
     hexed,
 )

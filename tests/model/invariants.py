@@ -25,8 +25,8 @@ from elastic_etcd.core.schema import (
     Participant,
     Phase,
     Report,
-    Round,
     Requests,
+    Round,
     decode,
     encode,
 )

@@ -37,8 +37,8 @@ from elastic_etcd.core.schema import (
     Limits,
     Member,
     Phase,
-    Scale,
     Requests,
+    Scale,
     encode,
 )
 from elastic_etcd.core.suspects import LONGEST

@@ -24,10 +24,10 @@ from elastic_etcd.core.schema import (
     Failure,
     Halt,
     Phase,
+    Requests,
     Scale,
     Sizes,
     Suspect,
-    Requests,
     encode,
 )
 from elastic_etcd.core.txn import Delete, Put, Txn

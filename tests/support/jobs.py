@@ -15,10 +15,10 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Phase,
+    Requests,
     Round,
     Spec,
     Spent,
-    Requests,
     encode,
 )
 from elastic_etcd.core.txn import KeyValue, Snapshot

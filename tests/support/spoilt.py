@@ -22,10 +22,10 @@ from elastic_etcd.core.schema import (
     RankStep,
     Ready,
     Report,
+    Requests,
     Round,
     Scale,
     Spec,
-    Requests,
     decode,
     encode,
 )

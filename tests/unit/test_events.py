@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from elastic_etcd.cli.events import _Printer, event, news, past
 from elastic_etcd.cli.query import while_read
-from elastic_etcd.core.schema import Keys, Member, Phase, Scale, Requests, encode
+from elastic_etcd.core.schema import Keys, Member, Phase, Requests, Scale, encode
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FAILURE, FINAL, FIRST, HOSTILE, KEYS, OUTCOME, OVER, RUNNING, view
 

@@ -19,9 +19,9 @@ from elastic_etcd.core.schema import (
     Limits,
     Member,
     Outcome,
+    Requests,
     Scale,
     Spec,
-    Requests,
     decode,
     encode,
 )
