@@ -90,7 +90,7 @@ CHILDREN = {
     "system/trampoline.py": set[str](),
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
-SAME_CLASS = {}
+SAME_CLASS: dict[str, str] = {}
 # All others know the agent's life by core/lifecycle.py alone.
 BUILDS_FOLLOWERS = {"agent/agent.py", "plugin/torchrun_agent.py"}
 # The rules get time, randomness and the outside world as arguments.
