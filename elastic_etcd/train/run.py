@@ -18,17 +18,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import (
-    Any,
-    ClassVar,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -41,6 +31,7 @@ from elastic_etcd.train import ddp
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
+from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
 _NONE = -1  # not even the step that was under way
@@ -51,36 +42,9 @@ log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
-
-
-class Resumable(Protocol):
-    """A training's state, as `run` needs it; ElasticState is one."""
-
-    def sync(self) -> bool:
-        """Give all ranks the newest committed state among them; a collective.
-
-        It returns whether that is of another world, alike on all ranks.
-        """
-
-    def _leave(self) -> None:
-        """Commit, because the world changes as planned."""
-
-    def _rewind(self) -> None:
-        """Go back to the last commit, or the last sync."""
-
-    def _uncommitted(self) -> int:
-        """How many steps that would cost."""
-
-    def _reset(self, old: World | None, new: World) -> None:
-        """The world is another one than the state comes from."""
-
-    def _position(self) -> str:
-        """The place at which training goes on, in words."""
-
-
-S = TypeVar("S", bound=Resumable)
+S = TypeVar("S", bound=ElasticState)
 Train = Callable[Concatenate[S, P], R]
+_Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
 
 
 @overload
@@ -120,7 +84,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         return functools.partial(run, backend=backend, **options)
 
     @functools.wraps(train)
-    def elastic(state: Resumable, *args: Any, **kwargs: Any) -> Any:
+    def elastic(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
         _refuse_where_main_is_imported()
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
@@ -165,7 +129,7 @@ class _Worker:
     def __init__(
         self,
         channel: Channel,
-        state: Resumable,
+        state: ElasticState,
         body: Callable[[], R],
         name: str,
         backend: str | None,
@@ -358,7 +322,7 @@ def _world(group: ProcessGroup) -> World:
 
 
 def _run_without_agent(
-    state: Resumable, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
+    state: ElasticState, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
 ) -> Any:
     """Without an agent."""
     log.warning(

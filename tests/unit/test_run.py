@@ -39,6 +39,7 @@ from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
 from elastic_etcd.train.run import is_communication_failure
+from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshots import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
@@ -48,13 +49,15 @@ RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
 
 
-class State:
+class State(ElasticState):
     """Remembers what was asked of it. `comes_from` is the world that its snapshot is of."""
 
+    asked: list[str]
+    comes_from: str
+    worlds: list[tuple[int | None, int]]
+
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.comes_from = ""
-        self.worlds: list[tuple[int | None, int]] = []
+        super().__init__(asked=[], comes_from="", worlds=[])
 
     def sync(self) -> bool:
         here = os.environ.get("ELASTIC_ETCD_GENERATION", "")
