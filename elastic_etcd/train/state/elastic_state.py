@@ -141,8 +141,7 @@ class ElasticState:
         snapshots, (rank, size) = self._snapshots, rank_and_size(launched=False)
         compare_counts(self._counted)
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
-        headers = [each.newest for each in inventories]
-        versions = [header.version if header else None for header in headers]
+        versions = [each.newest.version if each.newest else None for each in inventories]
         newest = max(filter(None, versions), key=Version.age, default=None)
         _report_files(newest, [each.loaded for each in inventories], rank)
         if newest is None:
@@ -150,12 +149,13 @@ class ElasticState:
             self._save_values()  # on all ranks: what can't be kept is refused by all of them
             if rank == 0:
                 self._write_snapshot(Version(_generation(), 0, secrets.randbits(62)))
+            inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = [r for r, version in enumerate(versions) if version == newest]
-            differing = even_out(snapshots, holders, headers)
+            differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
             loaded = self._at_commit and rank in holders and not differing
-        snapshot = spread(snapshots, holders, [each.node for each in inventories])
+        snapshot = spread(snapshots, holders, inventories)
         if loaded:
             self._drop_gradients()
         else:
