@@ -21,33 +21,25 @@ from elastic_etcd.train.state.snapshots import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 BLOCK = 64 << 10  # bytes; two snapshots are compared by so many
+_HEADER = struct.Struct("<9q")  # a packed header, as numbers
 _NO_VERSION = Version(-1, -1, -1)
 
 
 def gather_inventories(mine: Inventory) -> list[Inventory]:
     """Each rank's, in rank order. Collective."""
-    _, size = rank_and_size(launched=False)
-    if size == 1:
+    if rank_and_size(launched=False)[1] == 1:
         return [mine]
-    return [_read_inventory(numbers) for numbers in gather(_numbers_of(mine))]
+    header = mine.newest.pack() if mine.newest else b""
+    words = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    rows = gather([*words, *astuple(mine.loaded or _NO_VERSION), mine.node])
+    return [_read_inventory(*row) for row in rows]
 
 
-def _numbers_of(inventory: Inventory) -> list[int]:
-    newest = inventory.newest or Header(_NO_VERSION, 0, 0, bytes(16))
-    halves = struct.unpack("<qq", newest.digest)
-    loaded = astuple(inventory.loaded or _NO_VERSION)
-    numbers = newest.objects, newest.size, *halves, *loaded, inventory.node
-    return [*astuple(newest.version), *numbers]
-
-
-def _read_inventory(numbers: Sequence[int]) -> Inventory:
-    version, loaded = Version(*numbers[:3]), Version(*numbers[7:10])
-    header = Header(version, numbers[3], numbers[4], struct.pack("<qq", *numbers[5:7]))
-    return Inventory(
-        None if version == _NO_VERSION else header,
-        None if loaded == _NO_VERSION else loaded,
-        numbers[10],
-    )
+def _read_inventory(*numbers: int) -> Inventory:
+    *words, generation, counter, lineage, node = numbers
+    loaded = Version(generation, counter, lineage)
+    newest = Header.unpack(_HEADER.pack(*words))
+    return Inventory(newest, None if loaded == _NO_VERSION else loaded, node)
 
 
 def even_out(
