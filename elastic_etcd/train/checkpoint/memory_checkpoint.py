@@ -21,6 +21,7 @@ from typing import Annotated, Self
 from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.protocol.messages import Number
 from elastic_etcd.train.state.files import flush
 from elastic_etcd.train.state.free_memory import Free, free_memory, shown
 
@@ -30,8 +31,6 @@ CHUNK = 1 << 20
 _NAME = re.compile(r"step-([0-9]{1,18})-([0-9]{1,18})")
 _FULL = 1 << 16  # bytes: where fewer are free no more can be written
 _last: dict[Path, int] = {}  # by directory in memory: the step of what was written or read last
-
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class File(Struct, frozen=True):
@@ -55,12 +54,11 @@ class Manifest(Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, order=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """A checkpoint's identity: the newest has the most steps, then the latest generation."""
 
-    step: int
-    generation: int
+    step: Number
+    generation: Number
 
     @property
     def name(self) -> str:
