@@ -53,7 +53,7 @@ from elastic_etcd.protocol.messages import (
     TrainingDone,
 )
 from elastic_etcd.system.exits import Process
-from elastic_etcd.system.leftovers import Leftovers, Mark, end_former_agents_leftovers
+from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
 
@@ -271,7 +271,7 @@ class Workers:
                     await self._parked_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout):
-                await Leftovers(self._mark).end(self.generation)
+                await end_leftovers(self._mark, self.generation)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
