@@ -30,7 +30,7 @@ def seed_all(state: ElasticState, seed: int = 0) -> None:
     nothing. "Random numbers" in docs/state.md has the details.
     """
     states = _RandomStates(seed)
-    state._values[_NAME] = states  # noqa: SLF001 - ours
+    state._values[_NAME] = states
     states.reshard(rank_and_size(launched=True)[0], 0)
 
 

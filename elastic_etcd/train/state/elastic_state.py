@@ -61,12 +61,10 @@ class ElasticState:
         self._callbacks: list[Callable[..., Any]] = []
         self._calls = 0
         self._committed_at = 0  # the step of this world that the last commit is of
-
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
-        self._counted: tuple[Version, int] | None = (
-            None  # the last commit, and its samplers' counts
-        )
+        # The last commit, and a digest of its samplers' counts.
+        self._counted: tuple[Version, int] | None = None
 
     @cached_property
     def _snapshots(self) -> Snapshots:
@@ -233,6 +231,8 @@ class ElasticState:
     def register(kind: type, codec: codecs.Codec) -> None:
         """Let `codec` save and load the values of `kind` and of its subclasses; see Codec."""
         codecs.register(kind, codec)
+
+    # For ee.run. Each begins with an underscore, since no value can have the name of a method.
 
     def _reset(self, old: World | None, new: World) -> None:
         """The world has changed: ee.run calls this after sync()."""

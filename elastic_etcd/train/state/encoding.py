@@ -244,9 +244,7 @@ class _Decoder:
             case "$dtype":
                 return DTYPES[content]
             case "$device":
-                if (
-                    content == "cuda" and torch.cuda.is_available()
-                ):  # this process's, as for tensors
+                if content == "cuda" and torch.cuda.is_available():  # this process's own
                     return torch.device("cuda", torch.cuda.current_device())
                 return torch.device(content)
             case "$pickle":
