@@ -37,7 +37,7 @@ from elastic_etcd.protocol.messages import (
 from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
-from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
+from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
 from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshots import Snapshots
@@ -672,6 +672,6 @@ def test_a_module_that_is_wrapped_once() -> None:
         assert made[-1].find_unused_parameters
         assert module.ddp is made[-1]
         forget()
-        teardown_alone()
+        teardown_agentless()
     assert made[0] is not made[1]
     assert list(module.state_dict()) == ["module.weight", "module.bias"]
