@@ -56,32 +56,30 @@ def even_out(
         return []
     rank, _ = rank_and_size(launched=False)
     mine = snapshots.newest() if rank in holders else None
-    differs = mine is not None and mine.header != wanted
+    same, other = (mine, None) if mine and mine.header == wanted else (None, mine)
+    source = same.body if same else None
     sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
-    if mine is not None and not differs:
-        sums = block_sums(mine.body)
-    sums = _broadcast(sums, holders[0])
+    sums = _broadcast(sums if source is None else block_sums(source), holders[0])
     lacking = torch.zeros(len(sums), dtype=torch.uint8)
-    if mine is not None and differs:
-        ours = block_sums(mine.body)[: len(sums)]
+    if other:
+        ours = block_sums(other.body)[: len(sums)]
         lacking.fill_(1)[: len(ours)] = ours != sums[: len(ours)]
-        if mine.body.numel() != wanted.size:
+        if other.header.size != wanted.size:
             lacking[-1] = 1
     dirty = _any_rank(lacking).nonzero().flatten().tolist()
-    source = mine.body if mine is not None and not differs else None
     copy, target = None, None
-    if mine is not None and differs:
+    if other:
         copy = snapshots.clear_older(wanted.size)
         target = copy.body(wanted.size)
-        both = min(wanted.size, mine.header.size)
-        target[:both].copy_(mine.body[:both])
+        both = min(wanted.size, other.header.size)
+        target[:both].copy_(other.body[:both])
     most = BUCKET // BLOCK or 1
     for first in range(0, len(dirty), most):
         _pass_on(dirty[first : first + most], wanted.size, holders[0], source, target)
-    if mine is None or copy is None:
+    if other is None or copy is None:
         return []
     snapshot = _set_received(copy, wanted, holders[0])
-    names = differences(mine, snapshot)
+    names = differences(other, snapshot)
     snapshots.prefer(snapshot)
     return names
 
