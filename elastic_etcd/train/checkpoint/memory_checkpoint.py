@@ -22,6 +22,7 @@ from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.protocol.messages import Number
+from elastic_etcd.train.collectives import generation
 from elastic_etcd.train.state.files import flush
 from elastic_etcd.train.state.free_memory import Free, free_memory, shown
 
@@ -173,7 +174,7 @@ def _target(
         )
     if step % every or _last.get(memory, 0) == step if memory else not due_on_disk:
         return None
-    checkpoint = Checkpoint(step, int(os.environ.get("ELASTIC_ETCD_GENERATION", "0")))
+    checkpoint = Checkpoint(step, generation())
     local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK", "0")
     first = os.environ.get("RANK", "0") == "0"
     root = Path(disk).absolute() if first and due_on_disk and disk else None

@@ -19,7 +19,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import sync_point
-from elastic_etcd.train.collectives import World, rank_and_size
+from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import codecs
@@ -111,7 +111,7 @@ class ElasticState:
                     value.agree()
             last = self._snapshots.version() or Version(0, 0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
-                self._write_snapshot(Version(_generation(), last.counter + 1, last.lineage))
+                self._write_snapshot(Version(generation(), last.counter + 1, last.lineage))
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -146,7 +146,7 @@ class ElasticState:
             holders, loaded = [0], rank == 0
             self._save_values()  # on all ranks: what can't be kept is refused by all of them
             if rank == 0:
-                self._write_snapshot(Version(_generation(), 0, secrets.randbits(62)))
+                self._write_snapshot(Version(generation(), 0, secrets.randbits(62)))
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = [r for r, version in enumerate(versions) if version == newest]
@@ -163,7 +163,7 @@ class ElasticState:
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
-        return newest is not None and newest.generation != _generation()
+        return newest is not None and newest.generation != generation()
 
     def check(self) -> None:
         """Stop here if a planned change of world is under way; call it once a step on all ranks.
@@ -364,7 +364,3 @@ def _report_files(newest: Version | None, loaded: list[Version | None], rank: in
         )
     elif rank == 0:
         log.info("all go on from the file that %s; %d ranks had none", those[0], loaded.count(None))
-
-
-def _generation() -> int:
-    return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))
