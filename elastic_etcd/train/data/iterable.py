@@ -406,7 +406,7 @@ class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read 
 def _collate_marked(
     collate: Callable[[Any], Any], batched: bool, samples: Any
 ) -> tuple[_Mark, Any]:
-    """What the user's collate_fn makes, beside the mark of the batch."""
+    """The batch that the user's collate_fn makes, behind its mark."""
     marked = samples if batched else [samples]
     plain = [sample for _, sample in marked]
     return (_worker(), marked[-1][0]), collate(plain if batched else plain[0])
