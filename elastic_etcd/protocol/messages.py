@@ -105,19 +105,8 @@ class Imported(_Message, frozen=True):
     seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
 
 
-FromWorker: TypeAlias = (
-    Hello
-    | Elastic
-    | Parked
-    | TrainingDone
-    | Keep
-    | Drop
-    | Recall
-    | Share
-    | AskCurrent
-    | AskLeaving
-    | Imported
-)
+Request: TypeAlias = Keep | Recall | Share | AskCurrent | AskLeaving  # that has an answer
+FromWorker: TypeAlias = Hello | Elastic | Parked | TrainingDone | Drop | Request | Imported
 
 
 class Disconnected(Struct, frozen=True):

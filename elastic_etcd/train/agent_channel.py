@@ -183,11 +183,7 @@ class Channel:
 
     def _request(
         self,
-        request: messages.Keep
-        | messages.Recall
-        | messages.Share
-        | messages.AskCurrent
-        | messages.AskLeaving,
+        request: messages.Request,
         kind: type[A],
         fd: int = -1,
         timeout: float = ANSWER_TIMEOUT,
@@ -227,9 +223,7 @@ class Channel:
 
     def _take(self, message: messages.FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if not isinstance(
-            message, messages.Kept | messages.Recalled | messages.Current | messages.Leaving
-        ):
+        if not isinstance(message, messages.Answer):
             return False
         with self._answered:
             if message.id == self._number and not self._answers:
