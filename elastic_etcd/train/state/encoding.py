@@ -34,11 +34,7 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Ove
 
 
 def encode(
-    value: Any,
-    tensors: dict[str, torch.Tensor],
-    *,
-    name: str = "value",
-    allow_pickle: bool = False,
+    value: Any, tensors: dict[str, torch.Tensor], *, name: str = "value", allow_pickle: bool = False
 ) -> Any:
     """Make a tree for `dumps` of `value`, and put its tensors into `tensors`, detached.
 
