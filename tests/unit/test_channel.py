@@ -41,6 +41,7 @@ from elastic_etcd.protocol.messages import (
     Imported,
     Interrupt,
     Keep,
+    Leaving,
     NextWorld,
     Parked,
     Recall,
@@ -239,6 +240,14 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
             await asyncio.to_thread(late_then_again)
     else:
         await asyncio.to_thread(late_then_again)
+
+
+async def test_an_answer_to_another_question_is_refused(agent: Agent, worker: Channel) -> None:
+    agent.answer = None
+    (channel,) = agent.server.channels
+    channel.send(Leaving(worker._number + 1, leaving=False))
+    with pytest.raises(AgentGone, match="answered something else"):
+        await asyncio.to_thread(worker.current)
 
 
 async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> None:
