@@ -262,8 +262,3 @@ def truth(text: str) -> bool:
     if not re.fullmatch(r"\d+", text):
         raise ArgumentTypeError("give 1 or 0")
     return int(text) != 0
-
-
-def ignored(text: str) -> str:
-    """Any text, of a flag that has no meaning here."""
-    return text
