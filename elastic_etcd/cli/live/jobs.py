@@ -196,15 +196,10 @@ class Jobs:
     async def _follow_etcd(self) -> Never:
         """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
         everything = (Get(self._root, prefix=True),)
-        read = False
+        changed, read = asyncio.Event(), False
         while True:
-            changed = asyncio.Event()
-
-            def ended(_: object, changed: asyncio.Event = changed) -> None:
-                changed.set()
-
             mirror = Mirror(self._client, everything, changed.set, _RECONCILE, MOST_KEYS)
-            mirror.failed.add_done_callback(ended)
+            mirror.failed.add_done_callback(lambda _: changed.set())
             async with mirror:
                 while not mirror.failed.done():
                     await changed.wait()
