@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
 from elastic_etcd.cli.options import shown
 from elastic_etcd.core.schema import Pace, unhexed
 from elastic_etcd.core.view import Everything, view_of
-from elastic_etcd.errors import ElasticEtcdError, EtcdError
+from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 
@@ -75,7 +74,12 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    return query.run(parser, argv, _top, _all_jobs)
+    return query.with_etcd(parser, argv, _show)
+
+
+async def _show(client: Client, args: Namespace) -> int:
+    await (_all_jobs(client, args) if args.all else _top(query.Job(client, args), args))
+    return 0
 
 
 def _is_once(args: Namespace) -> bool:
@@ -108,9 +112,9 @@ async def _top(job: query.Job, args: Namespace) -> None:
         with suppress(EtcdError):
             await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
         if args.json:
-            print(json.dumps(screen.as_json(), indent=2))
+            query.print_json(screen.as_json(), args)
         else:
-            Console(highlight=False, width=query.width()).print(screen.render(1 << 20))
+            query.console().print(screen.render(1 << 20))
 
 
 async def _all_jobs(client: Client, args: Namespace) -> None:
@@ -119,10 +123,9 @@ async def _all_jobs(client: Client, args: Namespace) -> None:
             await _follow_all(known)
         elif args.json:
             for job in known.in_short():
-                print(json.dumps(job))
+                query.print_json(job, args)
         else:
-            table = status.jobs_table(known.in_short())
-            Console(highlight=False, width=query.width()).print(table)
+            query.console().print(status.jobs_table(known.in_short()))
 
 
 async def _follow_all(known: Jobs) -> None:
@@ -210,7 +213,9 @@ class Screen:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
-            self._message = await _steered(job, command, asked) if key == "y" else "nothing is done"
+            self._message = "nothing is done"
+            if key == "y":
+                self._message = await write_requests.ask(job, command, asked)
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
@@ -290,14 +295,6 @@ class Screen:
 
 def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
-
-
-async def _steered(job: write_requests.SteeredJob, command: str, node: str) -> str:
-    """Drain or undrain a node; gives the outcome in a line."""
-    try:
-        return str((await write_requests.ask(job, command, node))["told"])
-    except ElasticEtcdError as error:
-        return f"error: {error}"
 
 
 class Leases:
