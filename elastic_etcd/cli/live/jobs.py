@@ -29,7 +29,7 @@ from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import LOOK_PERIOD, LOOK_TTL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.core.view import View
@@ -102,7 +102,7 @@ class Jobs:
         self.prefix = prefix
         self._root = f"{prefix}/{only}/" if only else f"{prefix}/"
         self.news = asyncio.Event()  # set by a change, which puts another one in its place
-        self.over = asyncio.Event()  # set once nobody is to hear of news any more
+        self.over = asyncio.Event()  # set once nobody is to hear of news, or the keeper fails
         self._client, self._timeout = client, timeout
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
@@ -129,6 +129,7 @@ class Jobs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.end()
         self.keeper.cancel()
         await asyncio.wait({self.keeper}, timeout=_PATIENCE)
 
@@ -189,9 +190,16 @@ class Jobs:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for work in (self._follow_etcd, self._ask, self._sample):
-                    self._tasks.create_task(work(), name=work.__name__)
+                    self._tasks.create_task(self._until_it_fails(work), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _until_it_fails(self, work: Callable[..., Awaitable[Never]], *args: str) -> Never:
+        try:
+            await work(*args)
+        except Exception:
+            self.end()  # before anybody can ask the keeper for another task
+            raise
 
     async def _follow_etcd(self) -> Never:
         """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
@@ -260,10 +268,13 @@ class Jobs:
 
     @asynccontextmanager
     async def viewed(self, job: str) -> AsyncIterator[None]:
-        """While this is open the job's nodes know that they are viewed."""
+        """While this is open the job's nodes know that they are viewed, unless all is over."""
+        if self.over.is_set():
+            yield
+            return
         if job not in self._viewers:
-            task = self._tasks.create_task(self._tell_nodes(job), name=f"view {job}")
-            self._viewers[job] = Viewers(task)
+            work = self._until_it_fails(self._tell_nodes, job)
+            self._viewers[job] = Viewers(self._tasks.create_task(work, name=f"view {job}"))
         viewers = self._viewers[job]
         viewers.count += 1
         try:

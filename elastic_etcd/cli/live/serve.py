@@ -128,7 +128,6 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
     await asyncio.wait({serving, jobs.keeper}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         server.should_exit = True
-        jobs.end()
         await serving
         jobs.keeper.result()
     serving.result()
