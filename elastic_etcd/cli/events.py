@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     return query.with_etcd(parser, argv, _events)
 
 
-async def _events(client: Client, args: Namespace) -> int:
+async def _events(client: Client, args: Namespace) -> None:
     before = await query.views(client, args)
     widest = max(map(len, before), default=1) if args.all else 0
     printer = _Printer(as_json=args.json, widest=widest)
@@ -84,7 +84,6 @@ async def _events(client: Client, args: Namespace) -> int:
 
     if args.follow and not is_over():
         await query.while_read(first(client, (query.keys_of(args),), follow))
-    return 0
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:

@@ -209,36 +209,18 @@ class Job:
         return view_of(seen, self.keys, Everything())
 
 
-def run_on_views(
-    made: Callable[[], options.Parser],
-    argv: Sequence[str],
-    show: Callable[[dict[str, View], Any], None],
-) -> int:
-    """Run a command that reads jobs once; gives its exit code.
-
-    The command line is `argv`, which `made()` parses. `show(views, args)` gets the job, or with
-    --all each, and prints it.
-    """
-
-    async def of_views(client: Client, args: Namespace) -> int:
-        show(await views(client, args), args)
-        return 0
-
-    return with_etcd(made, argv, of_views)
-
-
 def with_etcd(
     made: Callable[[], options.Parser],
     argv: Sequence[str],
-    command: Callable[[Client, Any], Awaitable[int]],
+    command: Callable[[Client, Any], Awaitable[int | None]],
 ) -> int:
-    """Run `command(client, args)` while connected to etcd; gives the exit code that it gives.
+    """Run `command(client, args)` while connected to etcd; gives its exit code, 0 for None.
 
     The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
     their exit code.
     """
 
-    async def connected(config: EtcdConfig, args: Namespace) -> int:
+    async def connected(config: EtcdConfig, args: Namespace) -> int | None:
         async with Client(config) as client:
             return await command(client, args)
 
@@ -247,7 +229,7 @@ def with_etcd(
         config = options.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(connected(config, args))
+        code = asyncio.run(connected(config, args)) or 0
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)

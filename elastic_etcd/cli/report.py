@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
@@ -40,10 +41,11 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return query.run_on_views(parser, argv, _show)
+    return query.with_etcd(parser, argv, _show)
 
 
-def _show(views: dict[str, View], args: Namespace) -> None:
+async def _show(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     for job, view in views.items():
         if args.all and not worlds(view):
             query.note(f"job {job} has had no world yet")

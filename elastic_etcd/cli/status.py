@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _HISTORY = 8  # generations shown; --json has all
 _SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
@@ -44,10 +45,11 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return query.run_on_views(parser, argv, _show)
+    return query.with_etcd(parser, argv, _show)
 
 
-def _show(views: dict[str, View], args: Namespace) -> None:
+async def _show(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
         for state in states:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli import options
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 The times are those of report: all nodes of a world are shown with the times that its coordinator's
@@ -72,10 +73,11 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return query.run_on_views(parser, argv, _write_timeline)
+    return query.with_etcd(parser, argv, _write_timeline)
 
 
-def _write_timeline(views: dict[str, View], args: Namespace) -> None:
+async def _write_timeline(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     spans = [
         span._replace(node=f"{job}/{span.node}") if args.all else span
         for job, view in views.items()

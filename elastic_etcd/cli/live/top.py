@@ -77,9 +77,8 @@ def main(argv: Sequence[str]) -> int:
     return query.with_etcd(parser, argv, _show)
 
 
-async def _show(client: Client, args: Namespace) -> int:
+async def _show(client: Client, args: Namespace) -> None:
     await (_all_jobs(client, args) if args.all else _top(query.Job(client, args), args))
-    return 0
 
 
 def _is_once(args: Namespace) -> bool:
