@@ -288,8 +288,7 @@ class Jobs:
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
         while True:
-            viewer = Viewer(self._client, keys, self._timeout)
-            try:
+            async with Viewer(self._client, keys, self._timeout) as viewer:
                 while not viewer.refused:
                     news = self.news
                     if (known := self.known(job)) and known.state["nodes"]:
@@ -297,17 +296,17 @@ class Jobs:
                     await news.wait()
                 self._notes[job] = viewer.refused
                 self._tell_news()
-                await asyncio.sleep(_AGAIN)
-            finally:
-                self._notes.pop(job, None)
-                await viewer.end()
+                try:
+                    await asyncio.sleep(_AGAIN)
+                finally:
+                    del self._notes[job]
 
 
 class Viewer:
-    """Tells a job's nodes that it is viewed, so that they say how fast they are.
+    """`async with Viewer(...) as viewer`: tells a job's nodes that it is viewed.
 
-    It does so by a key under a lease of its own. `is_heard` is set once they know, and `refused`
-    says why etcd does not let it.
+    They then say how fast they are. It is told by a key under a lease of its own, with which the
+    key goes. `is_heard` is set once they know, and `refused` says why etcd does not let it.
     """
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
@@ -317,6 +316,12 @@ class Viewer:
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
         self._scope = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._scope.aclose()
 
     async def view(self, seen: Snapshot) -> None:
         """Say so, if no other viewer does."""
@@ -347,10 +352,6 @@ class Viewer:
         if since is not None:
             return f"no answer from etcd for {now() - since:.0f} s: this may be old"
         return self.refused or self._trouble
-
-    async def end(self) -> None:
-        """The key goes with its lease."""
-        await self._scope.aclose()
 
 
 def pace_as_json(pace: Pace | None) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import termios
 import tty
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rich.console import Console, Group
@@ -78,28 +78,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _show(client: Client, args: Namespace) -> None:
-    await (_all_jobs(client, args) if args.all else _top(query.Job(client, args), args))
+    if args.all:
+        await _all_jobs(client, args)
+    else:
+        await _one_job(write_requests.SteeredJob(client, args), args)
 
 
 def _is_once(args: Namespace) -> bool:
     return args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
 
 
-async def _top(job: query.Job, args: Namespace) -> None:
+async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
     once = _is_once(args)
     screen = Screen(job.name, once=once)
     seen = await job.read()
     screen.see(seen, job.keys)
-    async with AsyncExitStack() as scope:
-        changed = asyncio.Event()
-        mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
-        viewer = Viewer(job.client, job.keys, job.timeout)
-        scope.push_async_callback(viewer.end)
-        leases = Leases(job.client, screen.lefts)
+    changed, leases = asyncio.Event(), Leases(job.client, screen.lefts)
+    async with (
+        Mirror(job.client, job.ranges, changed.set) as mirror,
+        Viewer(job.client, job.keys, job.timeout) as viewer,
+    ):
         if not once:
-            await _follow_job(
-                screen, mirror, changed, viewer, leases, write_requests.SteeredJob(job.client, args)
-            )
+            await _follow_job(screen, mirror, changed, viewer, leases, job)
             return
         await viewer.view(seen)
         await asyncio.sleep(
