@@ -354,35 +354,36 @@ class Viewer:
         return self.refused or self._trouble
 
 
-def pace_as_json(pace: Pace | None) -> dict[str, Any] | None:
-    """A node's word of its workers, in JSON."""
-    if pace is None:
-        return None
-    return {"step": pace.step, "per_second": pace.per_second, "doing": str(pace.doing)}
+def describe(job: str, view: View, seen: Snapshot, keys: Keys) -> dict[str, Any]:
+    """A job as `status --json` has it, and each node's own word of its workers."""
+    state = status.describe(job, view)
+    paces = _paces(view, seen, keys)
+    for node in state["nodes"]:
+        node["pace"] = paces.get(node["node"])
+    return state
 
 
-def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
-    """The nodes' own words of how fast their workers are, in the world that trains."""
+def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
+    """How fast the nodes' workers are in the world that trains, as JSON."""
     found = {}
     for member in view.members:
-        kv = snapshot.kvs.get(keys.pace(member.lease))
+        kv = seen.kvs.get(keys.pace(member.lease))
         try:
             pace = decode(Pace, kv.value, lease=member.lease) if kv else None
         except ValueError:
             continue
         if pace and pace.generation == view.trains:
-            found[member.node] = pace
+            doing = str(pace.doing)
+            found[member.node] = {"step": pace.step, "per_second": pace.per_second, "doing": doing}
     return found
 
 
 def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
-    """A job as `status --json` has it, and what `top` adds to that."""
+    """A job as pages and `top --all` show it."""
     view = view_of(seen, keys, Everything())
-    state = status.describe(job, view)
-    by_node = paces(seen, keys, view)
-    for node in state["nodes"]:
-        node["pace"] = pace_as_json(by_node.get(node["node"]))
-    rates = [pace.per_second for pace in by_node.values()]
+    state = describe(job, view, seen, keys)
+    paces = {node["node"]: node["pace"] for node in state["nodes"] if node["pace"]}
+    rates = [pace["per_second"] for pace in paces.values()]
     return state | {
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_etcd.cli import query, status, write_requests
-from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
+from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
 from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import Pace, unhexed
+from elastic_etcd.core.schema import unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.mirror import Mirror
@@ -190,7 +190,6 @@ class Screen:
         self._once = once
         self._job = job
         self._state: dict[str, Any] = {}
-        self._paces: dict[str, Pace] = {}  # by node
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
@@ -198,8 +197,7 @@ class Screen:
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
         """Take note of the job's new state."""
         view = view_of(snapshot, keys, Everything())
-        self._state = status.describe(self._job, view)
-        self._paces = paces(snapshot, keys, view)
+        self._state = describe(self._job, view, snapshot, keys)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
@@ -229,14 +227,7 @@ class Screen:
 
     def as_json(self) -> dict[str, Any]:
         """That of status, with what is known of each node's pace and lease."""
-        nodes = [
-            node
-            | {
-                "pace": pace_as_json(self._paces.get(node["node"])),
-                "lease_left": self._left_of(node),
-            }
-            for node in self.nodes
-        ]
+        nodes = [node | {"lease_left": self._left_of(node)} for node in self.nodes]
         return self._state | {"nodes": nodes, "note": self.note}
 
     def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
@@ -274,15 +265,15 @@ class Screen:
         shown_rows = list(enumerate(self.nodes))[first : first + rows]
         self.visible = [unhexed(node["lease"]) for _, node in shown_rows]
         for number, node in shown_rows:
-            pace, left = self._paces.get(node["node"]), self._left_of(node)
+            pace, left = node["pace"], self._left_of(node)
             cells = [
                 ">" if number == self._chosen and not self._once else "",
                 node["node"],
                 node["state"],
                 status.span(node["ranks"]),
-                str(pace.step) if pace else "-",
-                f"{pace.per_second:.2f}" if pace else "-",
-                str(pace.doing) if pace else "-",
+                str(pace["step"]) if pace else "-",
+                f"{pace['per_second']:.2f}" if pace else "-",
+                pace["doing"] if pace else "-",
                 f"{left['seconds']}/{left['granted']} s" if left else "-",
                 node["why"],
             ]
