@@ -20,7 +20,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.access import EtcdConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from elastic_etcd.cli.flags import Flag
 
@@ -61,6 +61,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Of flags that go together; they raise ArgumentTypeError.
+        self.checks: list[Callable[[argparse.Namespace], None]] = []
         self._ambiguous: dict[str, str] = {}
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:

@@ -65,7 +65,8 @@ def parser(
         epilog=epilog,
         formatter_class=options.Help,
     )
-    made.set_defaults(all=False, check=_one_or_all)
+    made.checks = [_one_or_all]
+    made.set_defaults(all=False)
     made.add_argument(
         "job", metavar="JOB", nargs="?" if every else None, type=one, help="the job's id"
     )
@@ -246,7 +247,8 @@ def with_etcd(
 def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
     args = parser.parse_intermixed_args(argv)  # a flag may stand between JOB and NODE
     try:
-        args.check(args)
+        for check in parser.checks:
+            check(args)
     except ArgumentTypeError as error:
         parser.error(str(error))
     return args

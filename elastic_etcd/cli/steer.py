@@ -89,7 +89,7 @@ def drain() -> options.Parser:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
-    parser.set_defaults(check=_which_node)
+    parser.checks = [_which_node]
     return parser
 
 
@@ -132,14 +132,13 @@ def _parser(
     # With --all drain's first name is the node's.
     one = values.printable
     parser = query.parser(command, description, epilog, arguments, one=one, every=every)
-    check = parser.get_default("check")
-
-    def check_job(args: Namespace) -> None:
-        check(args)
-        values.job_id(args.job or "any")
-
-    parser.set_defaults(check=check_job)
+    parser.checks.append(_is_job_id)
     return parser
+
+
+def _is_job_id(args: Namespace) -> None:
+    if args.job:
+        values.job_id(args.job)
 
 
 def _which_node(args: Namespace) -> None:

@@ -60,15 +60,13 @@ def parser() -> options.Parser:
     as_json = "print what --out FILE would have written"
     made = query.parser("timeline", text, _EPILOG, arguments, every=every, as_json=as_json)
     made.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
-    one_or_all = made.get_default("check")
-
-    def check(args: Namespace) -> None:
-        one_or_all(args)
-        if bool(args.out) == args.json:
-            raise ArgumentTypeError("where to? Give either --out FILE or --json")
-
-    made.set_defaults(check=check)
+    made.checks.append(_out_or_json)
     return made
+
+
+def _out_or_json(args: Namespace) -> None:
+    if bool(args.out) == args.json:
+        raise ArgumentTypeError("where to? Give either --out FILE or --json")
 
 
 def main(argv: Sequence[str]) -> int:
