@@ -37,12 +37,12 @@ Each has --help, and those with a JOB take --all instead, but for scale. `elasti
 # Each command whose module has a `main` of its own.
 _MODULES = {
     "accelerate": "frameworks.accelerate",
+    "status": "cli.status",
+    "top": "cli.live.top",
     "events": "cli.events",
     "report": "cli.report",
-    "serve": "cli.live.serve",
-    "status": "cli.status",
     "timeline": "cli.timeline",
-    "top": "cli.live.top",
+    "serve": "cli.live.serve",
 }
 
 
@@ -73,13 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parsers() -> Iterator[Parser]:
     """The command line of each command."""
-    from elastic_etcd.cli import events, options, report, status, steer, timeline  # noqa: PLC0415 - as above
-    from elastic_etcd.cli.live import serve, top  # noqa: PLC0415 - as above
-    from elastic_etcd.frameworks import accelerate  # noqa: PLC0415 - as above
+    from elastic_etcd.cli import options, steer  # noqa: PLC0415 - as above
 
     yield options.build_parser({}, "elastic-etcd launch")
-    for each in (accelerate, status, top, events, report, timeline, serve):
-        yield each.parser()
+    for module in _MODULES.values():
+        yield import_module(f"elastic_etcd.{module}").parser()
     for make, _ in steer.COMMANDS.values():
         yield make()
 

@@ -23,7 +23,6 @@ _METAVARS: dict[Callable[[str], Any], str] = {
     values.natural: "N",
     values.count: "N",
     values.exit_code: "CODE",
-    values.ignored: "X",
 }
 
 
@@ -510,36 +509,24 @@ OUTPUT = Section(
 )
 WITHOUT_MEANING = Section(
     "accepted from torchrun, without a meaning here",
-    (
-        Flag("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", values.ignored),
-        Flag(
-            "--monitor-interval",
-            "the exit of a worker is an event here, not polled",
-            values.ignored,
-        ),
-        Flag("--event-log-handler", "use elastic-etcd events --follow --json", values.ignored),
-        Flag("--logs-specs", "use --log-dir, --redirects and --tee", values.ignored),
-        Flag("--duplicate-stdout-filters", "filter the files under --log-dir", values.ignored),
-        Flag("--duplicate-stderr-filters", "filter the files under --log-dir", values.ignored),
-        Flag(
-            "--node-rank",
-            "ranks are given at the rendezvous; a survivor keeps its rank",
-            values.ignored,
-        ),
-        Flag(
-            "--master-addr",
-            "each generation has a store of its own on group rank 0's node",
-            values.ignored,
-        ),
-        Flag(
-            "--master-port", "each generation has a store of its own on a free port", values.ignored
-        ),
-        Flag(
-            "--numa-binding",
-            "start the workers through numactl with --no-python instead",
-            values.ignored,
-            in_python="numa_options",
-        ),
+    tuple(
+        Flag(name, text, metavar="X", in_python=in_python)
+        for name, text, in_python in (
+            ("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", ""),
+            ("--monitor-interval", "the exit of a worker is an event here, not polled", ""),
+            ("--event-log-handler", "use elastic-etcd events --follow --json", ""),
+            ("--logs-specs", "use --log-dir, --redirects and --tee", ""),
+            ("--duplicate-stdout-filters", "filter the files under --log-dir", ""),
+            ("--duplicate-stderr-filters", "filter the files under --log-dir", ""),
+            ("--node-rank", "ranks are given at the rendezvous; a survivor keeps its rank", ""),
+            ("--master-addr", "each generation has a store of its own on group rank 0's node", ""),
+            ("--master-port", "each generation has a store of its own on a free port", ""),
+            (
+                "--numa-binding",
+                "start the workers through numactl with --no-python instead",
+                "numa_options",
+            ),
+        )
     ),
 )
 SECTIONS = (JOB, ETCD, WORKERS, FAILURES, OUTPUT, WITHOUT_MEANING)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
-_NAMED = 8  # jobs, in a line
-
 _CODES = """\
 exit codes:
   0 done, or it was so before     1 no such job or node, or the job is over   2 wrong usage
@@ -91,7 +89,7 @@ def drain() -> options.Parser:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
-    parser.set_defaults(check=_which_node)
+    parser.checks = [_which_node]
     return parser
 
 
@@ -132,24 +130,15 @@ def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
 ) -> options.Parser:
     # With --all drain's first name is the node's.
-    as_json = "print one JSON object; with --all, one a line" if every else "print one JSON object"
-    parser = query.parser(
-        command,
-        description,
-        epilog,
-        arguments,
-        one=values.printable,
-        every=every,
-        as_json=as_json,
-    )
-    check = parser.get_default("check")
-
-    def check_job(args: Namespace) -> None:
-        check(args)
-        values.job_id(args.job or "any")
-
-    parser.set_defaults(check=check_job)
+    one = values.printable
+    parser = query.parser(command, description, epilog, arguments, one=one, every=every)
+    parser.checks.append(_is_job_id)
     return parser
+
+
+def _is_job_id(args: Namespace) -> None:
+    if args.job:
+        values.job_id(args.job)
 
 
 def _which_node(args: Namespace) -> None:
@@ -201,7 +190,7 @@ def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
 async def _in_all(command: str, client: Client, args: Namespace) -> int:
     """Run the command on each job that it is about; gives the highest of their exit codes."""
     about, what = _ABOUT[command]
-    views = await query.all_views(client, args)
+    views = await query.views(client, args)
     jobs = [job for job, view in views.items() if about(view, args)]
     if not jobs:
         return _nothing_to_do(command, args)
@@ -238,9 +227,8 @@ def _nothing_to_do(command: str, args: Namespace) -> int:
 
 def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
     """Say what will be done, and to whom."""
-    more = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    text = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
+    text = f"{what} {count} under {args.prefix}: {query.some_of(jobs)}"
     print(shown(text), file=sys.stderr, flush=True)
 
 

@@ -63,7 +63,7 @@ def parser() -> options.Parser:
         metavar="FILE",
         by_default="accelerate's own, if it is there",
     )
-    options.FlagGroup(made, "accelerate", {}).add(config_file)
+    options.add_flags(made, "accelerate", [config_file], {})
     return made
 
 

@@ -9,36 +9,43 @@ import socket
 import subprocess
 import sys
 import textwrap
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
+from tests.support.forked import Child
 
 # Processes that import torch while other things run on a small machine.
 DEADLINE = 50.0
 
-SUM = """
-    import sys, torch, torch.distributed as dist
+
+def summed(rank: int, port: int) -> float:
+    """As a worker of two, which finds a store that nobody has used."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     dist.init_process_group("gloo")
     value = torch.ones(1)
     dist.all_reduce(value)
     assert dist.distributed_c10d._get_default_store().add("seen", 1) <= 2, "a used store"
-    print(value.item())
     dist.destroy_process_group()
-"""
+    return float(value)
 
-EARLY = """
-import sys
-from torch.distributed import TCPStore
-print("ready", flush=True)
-sys.stdin.read(1)
-print(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False).add("n", 5))
-"""
+
+def added(port: int) -> int:
+    return int(TCPStore("127.0.0.1", port, is_master=False).add("n", 5))
 
 
 class Server(logging.Handler):
@@ -81,23 +88,8 @@ async def server() -> AsyncIterator[Server]:
         server.store.close()
 
 
-async def worker(rank: int, port: int) -> Process:
-    env = {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(SUM), env=env, stdout=subprocess.PIPE
-    )
-
-
-async def results(*workers: Process) -> list[bytes]:
-    async with asyncio.timeout(DEADLINE):
-        return [(await process.communicate())[0] for process in workers]
+async def results(*children: Child) -> list[Any]:
+    return [await asyncio.to_thread(child.result, DEADLINE) for child in children]
 
 
 def is_refused(port: int) -> bool:
@@ -111,11 +103,11 @@ async def test_two_generations_have_a_store_each_from_one_child(server: Server) 
     for generation in (1, 2):
         sock, port = bind("127.0.0.1")
         ports.append(port)
-        workers = [await worker(rank, port) for rank in (0, 1)]
+        workers = [Child(summed, rank, port) for rank in (0, 1)]
         server.store.serve(generation, sock)
         assert sock.fileno() == -1, "the agent kept the socket, so the port could never close"
         pids.add(await server.pid())
-        assert await results(*workers) == [b"2.0\n"] * 2
+        assert await results(*workers) == [2.0] * 2
     assert len(pids) == 1
     assert is_refused(ports[0])
     assert not is_refused(ports[1])
@@ -126,20 +118,10 @@ async def test_two_generations_have_a_store_each_from_one_child(server: Server) 
 
 async def test_a_client_that_comes_before_the_child_waits_for_it(server: Server) -> None:
     sock, port = bind("127.0.0.1")
-    client = subprocess.Popen(
-        [sys.executable, "-c", EARLY, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert client.stdin is not None
-    assert client.stdout is not None
-    with client:
-        assert client.stdout.readline() == b"ready\n"
-        client.stdin.write(b"x")
-        client.stdin.flush()
-        await connected(port)
-        server.store.serve(1, sock)
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(DEADLINE):
-            assert await loop.run_in_executor(None, client.stdout.read) == b"5\n"
+    client = Child(added, port)
+    await connected(port)
+    server.store.serve(1, sock)
+    assert await results(client) == [5]
 
 
 async def connected(port: int) -> None:
@@ -217,8 +199,7 @@ async def test_a_file_in_the_working_directory_is_not_taken_for_a_module(
 
 
 def ping(port: int) -> None:
-    code = f"import torch.distributed as d; d.TCPStore('127.0.0.1', {port}, is_master=False)"
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=DEADLINE)
+    TCPStore("127.0.0.1", port, is_master=False)
 
 
 async def test_a_child_that_cannot_be_started_is_told(

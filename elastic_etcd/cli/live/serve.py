@@ -53,7 +53,7 @@ def parser() -> options.Parser:
     every = "each job under --prefix, as without JOB"
     as_json = "say in one JSON object where it is shown"
     made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every, as_json=as_json)
-    made.set_defaults(check=query.not_both)
+    made.checks = [query.not_both]
     made.add_argument(
         "--listen",
         type=listening,
@@ -128,7 +128,6 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
     await asyncio.wait({serving, jobs.keeper}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         server.should_exit = True
-        jobs.end()
         await serving
         jobs.keeper.result()
     serving.result()
