@@ -1,5 +1,6 @@
 """Views: what is encoded is decoded, and whatever else is found does no harm."""
 
+import gc
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -561,3 +562,11 @@ def test_a_verdict_s_exit_code_is_that_of_the_error_for_the_user() -> None:
     assert Verdict.BUDGET_USED_UP.exit_code == BudgetUsedUp.exit_code
     assert Verdict.TOO_FEW_NODES.exit_code == RendezvousTimeout.exit_code
     assert Verdict.SUCCEEDED.exit_code == Verdict.STOPPED.exit_code == 0
+
+
+def test_the_worlds_of_a_long_run_take_bounded_memory() -> None:
+    for generation in range(1, 1000):
+        page = Page(generation, (Participant(0xA, "n1", 1, 0, 0),))
+        kv = KeyValue(KEYS.page(0), encode(page), 1, generation, 0)
+        view_of(Snapshot(generation, {kv.key: kv}), KEYS, Narrow())
+    assert sum(isinstance(each, Page) for each in gc.get_objects()) < 500
