@@ -74,6 +74,7 @@ async def gather(
 
     `known` gets the evidence by rank, as soon as it is there.
     """
+    generation = workers.generation
     tails = {worker.pid: worker.output.err.tail() for worker in hanging}
     asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
     traces = await _ask_for_traces(hanging)
@@ -91,10 +92,10 @@ async def gather(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANG_EVIDENCE):
             for worker in hanging:
-                path = logs.evidence_file(workers.generation, worker.spec.rank)
+                path = logs.evidence_file(generation, worker.spec.rank)
                 await _write_evidence(worker, path, has_handler=worker.pid in asked)
             for rank, trace in traces:
-                await _collect(rank, trace, logs.evidence_file(workers.generation, rank))
+                await _collect(rank, trace, logs.evidence_file(generation, rank))
 
 
 async def _write_evidence(worker: Worker, path: Path | None, *, has_handler: bool) -> None:
