@@ -9,12 +9,13 @@ import textwrap
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from elastic_etcd.agent import termination
 from elastic_etcd.agent.config import LogConfig
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.system import exits, groups
 from elastic_etcd.system.exits import Process
@@ -461,6 +462,21 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
     watched.workers.kill()
     await watched.emptied()
     assert stuck(caplog) == []
+
+
+async def test_a_worker_that_dies_after_its_agent_s_tasks_is_nobody_s_news(logs: Logs) -> None:
+    """An agent that leaves at once waits for none, and one with much memory takes long to die."""
+    crashes: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, crash: crashes.append(crash))
+    async with Tasks() as tasks:
+        watched = Watched(logs, tasks)
+        watched.launch(python("import time; time.sleep(100)"))
+        (pid,) = await watched.started()
+    os.kill(pid, signal.SIGKILL)
+    await watched.turns(lambda: not (watched.groups or watched.workers._termination._groups))
+    watched.workers.close()
+    await asyncio.sleep(0.1)
+    assert crashes == []
 
 
 async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
