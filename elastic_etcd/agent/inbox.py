@@ -121,7 +121,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        self.ended = False  # the scope is left: no task can begin
+        self.ended = False  # the scope is left, or an error ends it: no task can begin
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -135,6 +135,7 @@ class Tasks:
         error: BaseException | None,
         stack: TracebackType | None,
     ) -> None:
+        self.ended = error is not None
         for task in self._running:
             task.cancel()
         try:

@@ -51,6 +51,28 @@ async def test_a_crash_is_raised_and_ends_everything_else() -> None:
     assert other.cancelled
 
 
+async def test_after_an_error_no_task_can_begin() -> None:
+    """Not even while the others are being cancelled."""
+    begun, ended = asyncio.Event(), False
+    tasks = Tasks()
+
+    async def look() -> None:
+        nonlocal ended
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended = tasks.ended
+
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.timeout(DEADLINE), tasks:
+            tasks.create(look())
+            await begun.wait()
+            assert not tasks.ended
+            raise ZeroDivisionError
+    assert ended
+
+
 async def test_the_scope_s_own_error_comes_first() -> None:
     other = Endless()
 
