@@ -53,24 +53,25 @@ async def test_a_crash_is_raised_and_ends_everything_else() -> None:
 
 async def test_after_an_error_no_task_can_begin() -> None:
     """Not even while the others are being cancelled."""
-    begun, ended = asyncio.Event(), False
-    tasks = Tasks()
+    begun, seen = asyncio.Event(), list[bool]()
 
-    async def look() -> None:
-        nonlocal ended
+    async def look(tasks: Tasks) -> None:
+        seen.append(tasks.ended)
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            ended = tasks.ended
+            seen.append(tasks.ended)
+
+    async def scope() -> None:
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            tasks.create(look(tasks))
+            await begun.wait()
+            raise ZeroDivisionError
 
     with pytest.raises(ExceptionGroup):
-        async with asyncio.timeout(DEADLINE), tasks:
-            tasks.create(look())
-            await begun.wait()
-            assert not tasks.ended
-            raise ZeroDivisionError
-    assert ended
+        await scope()
+    assert seen == [False, True]
 
 
 async def test_the_scope_s_own_error_comes_first() -> None:

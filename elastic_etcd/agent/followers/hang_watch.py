@@ -49,7 +49,7 @@ class HangWatch(PeriodicFollower):
         self._last_line: tuple[int, int] | None = None  # its generation and number
         self._found: Hang | None = None  # by its line, and nobody has acted on it
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
-        self._gathering = asyncio.Lock()  # evidence, whether somebody has asked for it or not
+        self._gathering = asyncio.Lock()
         self._slowest = 0.0  # of all steps of all worlds, as far as one look a second shows
         self._seen: dict[int, Activity] = {}  # by rank, at the look before
         self._begin(0)
@@ -147,10 +147,7 @@ class HangWatch(PeriodicFollower):
             self._tasks.create(self._gather(late))
 
     async def _gather(self, hanging: list[Worker]) -> None:
-        async with self._gathering:
-            unknown = [worker for worker in hanging if worker.spec.rank not in self._evidence]
-            if unknown:
-                await gather(unknown, self._workers, self._logs, self._evidence)
+        await gather(hanging, self._workers, self._logs, self._evidence, self._gathering)
 
     # --- all nodes together ---------------------------------------------------------------
 
