@@ -73,6 +73,8 @@ class Termination:
         self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
     ) -> None:
         """Begin `work`. Before it is done the generation is not gone."""
+        if self._tasks.ended:  # nobody waits for that any more
+            return
 
         async def wait() -> None:
             await work(*args, **kwargs)
