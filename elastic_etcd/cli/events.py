@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Drain, Halt, Scale
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
@@ -46,7 +46,7 @@ examples:
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd events JOB`."""
     text = "Shows what a job went through, an event a line."
     every = "of each job under --prefix, by their times"

@@ -14,10 +14,10 @@ from datetime import datetime
 from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import parsers
+from elastic_etcd.cli.flag_values import job_id, seconds
 from elastic_etcd.cli.flags import CONNECTION, Flag
-from elastic_etcd.cli.options import shown
-from elastic_etcd.cli.values import job_id, seconds
+from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import PARTS, History, Keys, decode, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
@@ -52,18 +52,18 @@ def parser(
     one: Callable[[str], str] = job_id,
     every: str = "",
     as_json: str = "",
-) -> options.Parser:
+) -> parsers.Parser:
     """The parser of a command that takes a job or --all, and etcd's flags; others are added to it.
 
     `one` reads the job's text. `every` is the help of --all; without it there is no such flag.
     `as_json` is that of --json, "" the usual one.
     """
-    made = options.Parser(
+    made = parsers.Parser(
         prog=f"elastic-etcd {command}",
         usage=f"elastic-etcd {command} [options] {arguments}".rstrip(),
         description=description,
         epilog=epilog,
-        formatter_class=options.Help,
+        formatter_class=parsers.Help,
     )
     made.checks = [_one_or_all]
     made.set_defaults(all=False)
@@ -75,7 +75,7 @@ def parser(
     usual = "print one JSON object; with --all, one a line" if every else "print one JSON object"
     made.add_argument("--json", action="store_true", help=as_json or usual)
     timeout = Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)
-    options.add_flags(made, "etcd", (*CONNECTION, timeout), os.environ)
+    parsers.add_flags(made, "etcd", (*CONNECTION, timeout), os.environ)
     return made
 
 
@@ -211,7 +211,7 @@ class Job:
 
 
 def with_etcd(
-    made: Callable[[], options.Parser],
+    made: Callable[[], parsers.Parser],
     argv: Sequence[str],
     command: Callable[[Client, Any], Awaitable[int | None]],
 ) -> int:
@@ -227,7 +227,7 @@ def with_etcd(
 
     try:
         args = _parsed(made(), argv)
-        config = options.etcd_of(args, os.environ)
+        config = parsers.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
         code = asyncio.run(connected(config, args)) or 0
@@ -244,7 +244,7 @@ def with_etcd(
     return 0
 
 
-def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
+def _parsed(parser: parsers.Parser, argv: Sequence[str]) -> Namespace:
     args = parser.parse_intermixed_args(argv)  # a flag may stand between JOB and NODE
     try:
         for check in parser.checks:

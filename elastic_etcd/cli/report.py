@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
@@ -32,7 +32,7 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd report JOB`."""
     text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
     every = "each job under --prefix, one after the other"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     at: float
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
     text = "Writes what each node did in the newest run, as Chrome's trace."
     arguments = "JOB | --all  --out FILE | --json"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options, query, values
+from elastic_etcd.cli import flag_values, parsers, query
 from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
@@ -227,7 +227,7 @@ async def undrain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 
 async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
-    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
+    asked = flag_values.in_multiples(args.nnodes, args.nodes_multiple_of)
     by, at = query.user(), _timestamp()
 
     def change(view: View) -> Requests:
@@ -298,7 +298,7 @@ def _is_over(view: View, run: str) -> bool:
 def node_of(args: Namespace) -> str:
     """The node that is meant."""
     given: str | None = args.node or os.environ.get("PET_NODE_NAME")
-    return given or options.this_node(os.environ)
+    return given or parsers.this_node(os.environ)
 
 
 def _timestamp() -> str:

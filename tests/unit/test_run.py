@@ -40,7 +40,7 @@ from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
 from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
 Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)

@@ -18,7 +18,7 @@ from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import collectives
 from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.snapshot import Version
+from elastic_etcd.train.state.snapshot_format import Version
 from tests.support.forked import Child, group, ranks
 
 

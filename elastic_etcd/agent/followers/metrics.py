@@ -22,9 +22,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recovery import Histogram, Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
-from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, Life, State

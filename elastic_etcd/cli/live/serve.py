@@ -9,8 +9,8 @@ import socket
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import options, query
-from elastic_etcd.cli.values import listening
+from elastic_etcd.cli import parsers, query
+from elastic_etcd.cli.flag_values import listening
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return query.with_etcd(parser, argv, _serve)
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd serve`."""
     text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
     every = "each job under --prefix, as without JOB"

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from elastic_etcd.cli import query, status, write_requests
 from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
-from elastic_etcd.cli.options import shown
+from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.etcd.client import Client, TimeToLive
@@ -62,7 +62,7 @@ examples:
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
     every = "each job under --prefix, in a line"

@@ -1,7 +1,8 @@
 """ElasticState: the values that a training script keeps through a change of world.
 
-It knows which values there are and when they are saved. codecs.py saves a value, snapshots.py has
-the snapshots, in memory and in files, and sync.py brings the newest to all ranks.
+It knows which values there are and when they are saved. codecs.py saves a value,
+snapshot_store.py has the snapshots, in memory and in files, and sync.py brings the newest to all
+ranks.
 """
 
 import inspect
@@ -23,10 +24,10 @@ from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import codecs
-from elastic_etcd.train.state.body import Staging, TensorSlice
-from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
+from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.state.steps import Loops, Steps
 from elastic_etcd.train.state.sync import compare_counts, even_out, gather_inventories, spread
 

@@ -23,7 +23,14 @@ import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.snapshot import Header, Row, Version, aligned, ranges_of, read_objects
+from elastic_etcd.train.state.snapshot_format import (
+    Header,
+    Row,
+    Version,
+    aligned,
+    ranges_of,
+    read_objects,
+)
 from elastic_etcd.train.state.snapshot_memfds import HEADER, Memfd, StateSnapshot
 
 FORMAT = "1"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
-from elastic_etcd.train.state.body import sum_of
-from elastic_etcd.train.state.snapshot import Header, Version
+from elastic_etcd.train.state.snapshot_bytes import sum_of
+from elastic_etcd.train.state.snapshot_format import Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
-from elastic_etcd.train.state.snapshots import Inventory, Snapshots
+from elastic_etcd.train.state.snapshot_store import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 BLOCK = 64 << 10  # bytes; two snapshots are compared by so many

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.cli import flags
-from elastic_etcd.cli.values import truth
+from elastic_etcd.cli.flag_values import truth
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.access import EtcdConfig
