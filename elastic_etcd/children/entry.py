@@ -85,7 +85,7 @@ class Entry:
         """Make the process look as it does when the entry's first line is about to run."""
         sys.argv = self.argv.copy()
         sys.orig_argv = self.command.copy()
-        # A fresh module, because what was frozen (gc.freeze) is not finalised at exit.
+        # A fresh module: this process's own has the names of the program that it was.
         main = ModuleType("__main__")
         if sys.version_info < (3, 14):  # from there on it has annotations when they are asked for
             vars(main)["__annotations__"] = {}

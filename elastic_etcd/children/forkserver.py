@@ -13,6 +13,7 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this folder: its names are not for the worker's imports
 
+import atexit
 import ctypes
 import gc
 import json
@@ -193,6 +194,7 @@ class ForkServer:
             os.close(fd)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
+        atexit.register(gc.unfreeze)  # so that the interpreter's end finalises all, as a program's
         self._environment.become(order["env"])
         command = [*order["argv"], *map(str, given)]
         script = entry.Entry(command)

@@ -284,6 +284,26 @@ def test_a_script_is_compiled_before_its_workers_are_forked(tmp_path: Path) -> N
         assert ways.fork(python(script)) == Outcome(0, "2\n", f"compiled {script}\n")
 
 
+def test_what_was_loaded_ahead_is_finalised_at_exit(tmp_path: Path) -> None:
+    """As in a program: nanobind, which triton is made with, complains of what is left over."""
+    (tmp_path / "circle.py").write_text(
+        textwrap.dedent("""
+            import os
+
+            class Circle:
+                def __init__(self):
+                    self.itself = self
+
+                def __del__(self, write=os.write):
+                    write(1, b"finalised\\n")
+
+            circle = Circle()
+        """)
+    )
+    with BothWays(tmp_path, preload=["circle"]) as ways:
+        assert ways.same(ways.script("import circle")) == Outcome(0, "finalised\n", "")
+
+
 def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
     script = ways.script(
         textwrap.dedent("""
