@@ -12,7 +12,7 @@ from elastic_etcd.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.cli.options import Parser
+    from elastic_etcd.cli.parsers import Parser
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
@@ -37,12 +37,12 @@ Each has --help, and those with a JOB take --all instead, but for scale. `elasti
 # Each command whose module has a `main` of its own.
 _MODULES = {
     "accelerate": "frameworks.accelerate",
+    "status": "cli.status",
+    "top": "cli.live.top",
     "events": "cli.events",
     "report": "cli.report",
-    "serve": "cli.live.serve",
-    "status": "cli.status",
     "timeline": "cli.timeline",
-    "top": "cli.live.top",
+    "serve": "cli.live.serve",
 }
 
 
@@ -71,15 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def parsers() -> Iterator[Parser]:
+def command_parsers() -> Iterator[Parser]:
     """The command line of each command."""
-    from elastic_etcd.cli import events, options, report, status, steer, timeline  # noqa: PLC0415 - as above
-    from elastic_etcd.cli.live import serve, top  # noqa: PLC0415 - as above
-    from elastic_etcd.frameworks import accelerate  # noqa: PLC0415 - as above
+    from elastic_etcd.cli import parsers, steer  # noqa: PLC0415 - as above
 
-    yield options.build_parser({}, "elastic-etcd launch")
-    for each in (accelerate, status, top, events, report, timeline, serve):
-        yield each.parser()
+    yield parsers.build_parser({}, "elastic-etcd launch")
+    for module in _MODULES.values():
+        yield import_module(f"elastic_etcd.{module}").parser()
     for make, _ in steer.COMMANDS.values():
         yield make()
 
@@ -91,7 +89,7 @@ def _print_completion(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"error: --print-completion: {error}; pip install shtab", file=sys.stderr)
         return 2
-    by_prog = {parser.prog: parser for parser in parsers()}
+    by_prog = {parser.prog: parser for parser in command_parsers()}
     root = ArgumentParser(prog="elastic-etcd")
     given = root.add_subparsers(parser_class=lambda prog, **_: by_prog[prog])  # type: ignore[call-overload] # any maker will do
     for prog, parser in by_prog.items():

@@ -17,9 +17,9 @@ from msgspec import structs
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.agent.failures import write_error_file
-from elastic_etcd.cli import options, values
+from elastic_etcd.cli import flag_values, parsers
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
-from elastic_etcd.cli.options import shown
+from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.system.init import be_init
@@ -39,7 +39,7 @@ _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
 def main(
-    argv: Sequence[str] | None = None, prog: str = options.COMMAND, remarks: Sequence[str] = ()
+    argv: Sequence[str] | None = None, prog: str = parsers.COMMAND, remarks: Sequence[str] = ()
 ) -> int:
     """Run this node's agent until its job is over; gives the exit code, see docs/failures.md.
 
@@ -59,7 +59,7 @@ def main(
 def run(
     argv: Sequence[str],
     env: Mapping[str, str],
-    prog: str = options.COMMAND,
+    prog: str = parsers.COMMAND,
     follow: Callable[[Logs], Follower] | None = None,
     remarks: Sequence[str] = (),
 ) -> int:
@@ -91,18 +91,18 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:
 
     Raises UsageError for what cannot work, before anything has started.
     """
-    return _config(_arguments(argv, env, options.COMMAND), env)
+    return _config(_arguments(argv, env, parsers.COMMAND), env)
 
 
 def _arguments(argv: Sequence[str], env: Mapping[str, str], prog: str) -> Namespace:
-    parser = options.build_parser(env, prog)
+    parser = parsers.build_parser(env, prog)
     args = parser.parse_args(argv)
     meant = {key: flag.dest for flag in FLAGS for key in flag.rdzv_conf}
     conf = {meant[key]: text for key, text in args.rdzv_conf.items() if key in meant}
     if conf:  # as defaults, so that a flag given by itself is the stronger one
         parser.set_defaults(**conf)
         args = parser.parse_args(argv)
-    args.node_name = args.node_name or options.this_node(env)
+    args.node_name = args.node_name or parsers.this_node(env)
     args.log_level = args.log_level or _log_level(env)
     args.metrics_addr = args.metrics_addr or _health_check(env)
     if args.shutdown_timeout is None:
@@ -129,11 +129,11 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
         preload=tuple(args.preload),
-        log=LogConfig(**options.fields_of(args, "log")),
+        log=LogConfig(**parsers.fields_of(args, "log")),
         log_level=args.log_level,
         timer_file=_timer_file(env),
         nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
-        **options.fields_of(args),
+        **parsers.fields_of(args),
     )
 
 
@@ -146,12 +146,12 @@ def _limits(args: Namespace) -> Limits:
         leave_deadline=grace if args.leave_deadline is None else args.leave_deadline,
         cut_off=args.lease_ttl if args.when_cut_off == "stop" else None,
         patience=longest + args.kill_timeout + STOP_PATIENCE,
-        **options.fields_of(args, "limits"),
+        **parsers.fields_of(args, "limits"),
     )
 
 
 def _nodes(args: Namespace) -> Limits:
-    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
+    asked = flag_values.in_multiples(args.nnodes, args.nodes_multiple_of)
     if not args.standalone:
         return asked
     if asked.min_nodes > 1:
@@ -160,7 +160,7 @@ def _nodes(args: Namespace) -> Limits:
 
 
 def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
-    etcd = options.etcd_of(args, env)
+    etcd = parsers.etcd_of(args, env)
     if etcd is None and args.nnodes.max_nodes > 1 and args.master_addr is not None:
         raise UsageError(
             f"--master-addr {args.master_addr}: nodes meet through etcd here, not at a master.\n"
@@ -228,7 +228,7 @@ def _check_writable(flag: str, directory: str) -> None:
 def _shutdown_timeout(env: Mapping[str, str]) -> float | None:
     variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     try:
-        return values.seconds(env[variable]) if env.get(variable) else None
+        return flag_values.seconds(env[variable]) if env.get(variable) else None
     except ArgumentTypeError as error:
         raise UsageError(f"{variable}: {error}") from error
 
@@ -245,7 +245,7 @@ def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
     if not (port and _can_serve()):
         return None
     try:
-        return values.listening(f"0.0.0.0:{port}")
+        return flag_values.listening(f"0.0.0.0:{port}")
     except ArgumentTypeError as error:
         raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
 
@@ -256,7 +256,7 @@ def _can_serve() -> bool:
 
 def _log_level(env: Mapping[str, str]) -> str:
     try:
-        return values.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
+        return flag_values.log_level(env.get("LOGLEVEL", AgentConfig.log_level))
     except ArgumentTypeError:
         return AgentConfig.log_level  # other programs read LOGLEVEL too, and other words
 

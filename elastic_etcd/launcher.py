@@ -212,7 +212,7 @@ class elastic_launch:  # noqa: N801 - it is torch's name
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
             )
-            code = self._code_of(agent)
+            code = self._wait(agent)
         try:
             return msgspec.json.decode((folder / "run_record.json").read_bytes(), type=RunRecord)
         except (OSError, msgspec.MsgspecError):
@@ -221,13 +221,22 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             )
             return RunRecord(exit_code=1, error=text)
 
-    def _code_of(self, agent: subprocess.Popen[bytes]) -> int:
-        """Wait for its end, which `stop` may bring about."""
+    def _wait(self, agent: subprocess.Popen[bytes]) -> int:
+        """Wait for its end, which `stop` may bring about; gives its exit code.
+
+        When that is interrupted it leaves, and once more: at once.
+        """
         self._agents.append(agent)
         if self._stopped:  # before `stop` could see it
             agent.terminate()
         try:
-            return _wait(agent)
+            return agent.wait()
+        except BaseException:
+            while agent.poll() is None:
+                agent.terminate()
+                with suppress(BaseException):
+                    agent.wait()
+            raise
         finally:
             self._agents.remove(agent)
 
@@ -247,18 +256,6 @@ def _outliving_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _wait(agent: subprocess.Popen[bytes]) -> int:
-    """Wait for the agent's end. When that is interrupted it leaves, and once more: at once."""
-    try:
-        return agent.wait()
-    except BaseException:
-        while agent.poll() is None:
-            agent.terminate()
-            with suppress(BaseException):
-                agent.wait()
-        raise
 
 
 def __getattr__(name: str) -> Any:

@@ -19,11 +19,11 @@ from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.directories import memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.followers.hang_watch import HangWatch
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
 from elastic_etcd.agent.followers.throughput import Throughput
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting
-from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import (
     FatalError,

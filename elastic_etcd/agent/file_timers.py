@@ -18,6 +18,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, json
 
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.errors import UsageError
 
 _PIPE = 1 << 20  # bytes that nobody has read: torch's client fails where there is no room
@@ -59,7 +60,7 @@ class FileTimers:
         self._timers: dict[tuple[int, str], _Timer] = {}
         self._rest = b""  # of a line that is not whole yet
         self._warned = False
-        self._until_first: asyncio.TimerHandle | None = None
+        self._until_first = Timer()
         self._loop = asyncio.get_running_loop()
         self._fd = _open_pipe(path)
         self._loop.add_reader(self._fd, self._read_pipe)
@@ -70,8 +71,7 @@ class FileTimers:
 
     def close(self) -> None:
         """Remove the pipe."""
-        if self._until_first:
-            self._until_first.cancel()
+        self._until_first.cancel()
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
         with contextlib.suppress(OSError):
@@ -111,12 +111,10 @@ class FileTimers:
         self._timers[key] = _Timer(self._loop.time() + seconds, seconds, session, request)
 
     def _await_first(self) -> None:
-        if self._until_first:
-            self._until_first.cancel()
-            self._until_first = None
+        self._until_first.cancel()
         if self._timers:
             first = min(timer.end for timer in self._timers.values())
-            self._until_first = self._loop.call_at(first, self._on_end)
+            self._until_first.start(first - self._loop.time(), self._on_end)
 
     def _on_end(self) -> None:
         for _ in range(_PIPE // _PART):  # one that stood still has not heard what was let go of

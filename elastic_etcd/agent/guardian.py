@@ -1,9 +1,9 @@
 """The agent's side of the guardian: a process that outlives the agent, and what it is told.
 
 When the agent ends without `dismiss`, however it does, the kernel closes the socket between the
-two, and the guardian (children/guard.py) kills the worker groups and revokes the lease. No other
-process holds this end of the socket, so its end of file means that the agent has ended. With
---when-cut-off stop it also kills the workers of an agent that lives and renews no lease.
+two, and the guardian (children/guardian_process.py) kills the worker groups and revokes the lease.
+No other process holds this end of the socket, so its end of file means that the agent has ended.
+With --when-cut-off stop it also kills the workers of an agent that lives and renews no lease.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.timer import Respawn
-from elastic_etcd.children import guard
+from elastic_etcd.children import guardian_process
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.exits import ExitWatch, discard, end
@@ -155,7 +155,7 @@ class Guardian:
 def _first_packet(etcd: EtcdConfig, mark: str, folders: tuple[str, ...]) -> bytes:
     """The first packet: secrets go this way, never by argument or environment."""
     # The last entry is for an installation that Python finds by a hook and not by the path.
-    path = [*map(os.path.abspath, sys.path), str(Path(guard.__file__).parents[2])]
+    path = [*map(os.path.abspath, sys.path), str(Path(guardian_process.__file__).parents[2])]
     more = {"path": path, "mark": mark, "folders": folders}
     return json.dumps({**dataclasses.asdict(etcd), **more}).encode()
 
@@ -167,7 +167,7 @@ def _spawn(mark: str) -> _Spawned:
     with theirs:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, *arguments],
+                [sys.executable, "-I", "-S", guardian_process.__file__, *arguments],
                 env={**without_secrets(os.environ), GUARDS: mark},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,

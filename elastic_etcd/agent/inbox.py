@@ -121,6 +121,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
+        self.ended = False  # the scope is left, or an error ends it: no task can begin
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -134,9 +135,13 @@ class Tasks:
         error: BaseException | None,
         stack: TracebackType | None,
     ) -> None:
+        self.ended = error is not None
         for task in self._running:
             task.cancel()
-        await self._group.__aexit__(kind, error, stack)
+        try:
+            await self._group.__aexit__(kind, error, stack)
+        finally:
+            self.ended = True
 
     def create(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin `work`."""

@@ -17,7 +17,7 @@ from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.protocol.messages import Change, Interrupt
 from elastic_etcd.system.groups import ProcessGroups
-from elastic_etcd.system.leftovers import Leftovers, Mark
+from elastic_etcd.system.leftovers import Mark, end_leftovers
 from elastic_etcd.times import STUCK
 
 _LATE = 10.0  # seconds until the log names those that do not stop; then twice as many, and so on
@@ -52,7 +52,7 @@ class Termination:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._guardian = guardian
-        self._leftovers = Leftovers(mark)
+        self._mark = mark
         self._running = running
         self._parked = parked
         self._dead: dict[int, Worker] = {}  # something of their groups may still run
@@ -73,6 +73,8 @@ class Termination:
         self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
     ) -> None:
         """Begin `work`. Before it is done the generation is not gone."""
+        if self._tasks.ended:  # nobody waits for that any more
+            return
 
         async def wait() -> None:
             await work(*args, **kwargs)
@@ -188,7 +190,7 @@ class Termination:
     def _sweep_or_say_gone(self) -> None:
         if not (self._parked or self._swept):  # what a parked one has started lives on with it
             self._swept = True
-            self.wait_for(self._leftovers.end, self._generation)
+            self.wait_for(end_leftovers, self._mark, self._generation)
             return
         self.gone = True
         self.guard()

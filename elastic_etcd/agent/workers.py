@@ -53,7 +53,7 @@ from elastic_etcd.protocol.messages import (
     TrainingDone,
 )
 from elastic_etcd.system.exits import Process
-from elastic_etcd.system.leftovers import Leftovers, Mark, end_former_agents_leftovers
+from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
 
@@ -67,7 +67,7 @@ class Workers:
     """Starts, watches and stops the workers of one generation at a time.
 
     `start` (or `launch`), then a WorkerEnded in the inbox for each worker that ends, and last
-    WorkersGone, exactly once; `stop` and `kill` may be called at any time. The rest of a worker's
+    WorkersGone, exactly once; `stop` may be called at any time. The rest of a worker's
     process group is killed as soon as it is dead. Workers that parked live on to the next `start`.
     The guardian is told of every process group.
     """
@@ -253,10 +253,6 @@ class Workers:
         if not all(page.read().steps for page in self.pages):
             self.give_up(None, why, "")
 
-    def kill(self) -> None:
-        """SIGKILL the process group of every worker that still runs now."""
-        self._termination.kill()
-
     async def end(self, reason: str) -> None:
         """Say goodbye to parked workers, and wait a moment for them to end by themselves."""
         if not self._parked:
@@ -271,11 +267,11 @@ class Workers:
                     await self._parked_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout):
-                await Leftovers(self._mark).end(self.generation)
+                await end_leftovers(self._mark, self.generation)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
-        self.kill()
+        self._termination.kill()
         for worker in self._parked.values():
             worker.kill()
         if self._prefork:

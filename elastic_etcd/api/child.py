@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     # Until the agent handles it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        _leave_with(program)
+        signal_at_parents_death(signal.SIGTERM)  # of the thread that waits for this process
+        if os.getppid() != program:
+            sys.exit(128 + signal.SIGTERM)
         record.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
         if not record.outcome:
             record.outcome = "left" if record.exit_code else "succeeded"
@@ -50,13 +52,6 @@ def main(argv: Sequence[str]) -> int:
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)
     return record.exit_code
-
-
-def _leave_with(program: int) -> None:
-    """Get SIGTERM when the thread of `program` that waits for this process ends."""
-    signal_at_parents_death(signal.SIGTERM)
-    if os.getppid() != program:
-        sys.exit(128 + signal.SIGTERM)
 
 
 def _environment() -> dict[str, str]:

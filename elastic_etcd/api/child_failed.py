@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,11 @@ def child_failed(name: str, result: RunResult) -> ChildFailedError:
 
 def _process_failure(failed: WorkerFailure) -> errors.ProcessFailure:
     """Torch's account of a failure."""
+    read = partial(errors.ProcessFailure, failed.local_rank, failed.pid, failed.exitcode)
     try:
-        found = _read_error_file(failed, failed.error_file)
+        found = read(failed.error_file)
     except Exception:  # noqa: BLE001 - a file that was cut off raises whatever torch's reader meets
-        found = _read_error_file(failed, "")
+        found = read("")
     at = int(datetime.fromisoformat(failed.at).timestamp())
     found.timestamp = at  # in the order in which they ended
     if not Path(found.error_file).exists() and failed.message:
@@ -50,12 +52,3 @@ def _process_failure(failed: WorkerFailure) -> errors.ProcessFailure:
         last_line = failed.message.strip().splitlines()[-1]
         found.message = {"message": last_line, "extraInfo": extra}
     return found
-
-
-def _read_error_file(failed: WorkerFailure, error_file: str) -> errors.ProcessFailure:
-    return errors.ProcessFailure(
-        local_rank=failed.local_rank,
-        pid=failed.pid,
-        exitcode=failed.exitcode,
-        error_file=error_file,
-    )

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
+    from elastic_etcd.core.schema import Drain, Halt, Scale
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
 TORCHS = "torchelastic.worker.status."
 OURS = "elastic_etcd."
 BACKEND = "etcd-v3"
-_NAMED = 8  # nodes of a world, in a line
 _EPILOG = f"""\
 Times are UTC, of the machine on which something happened. Events that only show as they happen
 (nodes that come and go, the phases of a round) have the time of this one.
@@ -46,7 +46,7 @@ examples:
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd events JOB`."""
     text = "Shows what a job went through, an event a line."
     every = "of each job under --prefix, by their times"
@@ -60,42 +60,30 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's events; gives the exit code."""
-    return query.run(parser, argv, _events, _events_of_all)
+    return query.with_etcd(parser, argv, _events)
 
 
-async def _events(job: query.Job, args: Namespace) -> None:
-    printer = _Printer(as_json=args.json)
-    before = await job.view()
-    printer.print(past(job.name, before))
+async def _events(client: Client, args: Namespace) -> None:
+    before = await query.views(client, args)
+    widest = max(map(len, before), default=1) if args.all else 0
+    printer = _Printer(as_json=args.json, widest=widest)
+    printer.print(_by_time(before))
+
+    def is_over() -> bool:
+        return not args.all and all(v.outcome and not v.members for v in before.values())
 
     def follow(seen: Snapshot) -> bool | None:
         nonlocal before
-        view = view_of(seen, job.keys, Everything())
-        printer.print(news(job.name, before, view, time.time_ns() // 10**6))
-        printer.print(past(job.name, view))
-        before = view
-        return True if _is_over(view) else None
-
-    if args.follow and not _is_over(before):
-        await query.while_read(first(job.client, job.ranges, follow))
-
-
-async def _events_of_all(client: Client, args: Namespace) -> None:
-    before = await query.all_views(client, args)
-    printer = _Printer(as_json=args.json, widest=max(map(len, before), default=1))
-    printer.print(_by_time(before))
-
-    def follow(seen: Snapshot) -> None:
-        nonlocal before
-        after = query.views_of(seen, args.prefix)
+        after = query.views_of(seen, args)
         for job, view in after.items():
             was = before.get(job) or view_of(Snapshot(0, {}), Keys(job), Everything())
             printer.print(news(job, was, view, time.time_ns() // 10**6))
             printer.print(past(job, view))
         before = after
+        return is_over() or None
 
-    if args.follow:
-        await query.while_read(first(client, (query.everything(args),), follow))
+    if args.follow and not is_over():
+        await query.while_read(first(client, (query.keys_of(args),), follow))
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:
@@ -107,10 +95,6 @@ def _by_time(views: Mapping[str, View]) -> list[Event]:
             at = max(at, event.timestamp)
             timed.append((at, event))
     return [event for _, event in sorted(timed, key=itemgetter(0))]
-
-
-def _is_over(view: View) -> bool:
-    return view.outcome is not None and not view.members
 
 
 class _Printer:
@@ -199,17 +183,8 @@ def event(
         "duration_ms": None if seconds is None else round(1e3 * seconds, 3),
     }
     source = "WORKER" if failure else "AGENT"
-    return Event(name, source, _milliseconds(at), metadata, text)
-
-
-def _milliseconds(at: str | int) -> int:
-    """0 for what is no time."""
-    if isinstance(at, int):
-        return at
-    try:
-        return max(0, round(1e3 * datetime.fromisoformat(at).timestamp()))
-    except (ValueError, OverflowError):
-        return 0
+    timestamp = at if isinstance(at, int) else round(1e3 * max(0.0, query.seconds_of(at) or 0.0))
+    return Event(name, source, timestamp, metadata, text)
 
 
 # --- from a job's keys --------------------------------------------------------------------
@@ -225,16 +200,9 @@ def past(job: str, view: View) -> Iterator[Event]:
             yield event("malformed", text, job=job, generation=generation)
         else:
             yield from _of_world(job, entry)
-    if view.outcome and not any(_ends(value) == view.outcome for _, value in view.history):
+    if view.outcome and all(entry.outcome != view.outcome for entry in query.worlds(view)):
         yield _of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
-
-
-def _ends(value: str) -> Outcome | None:
-    try:
-        return decode(History, value).outcome or None
-    except ValueError:
-        return None
 
 
 def _of_world(job: str, entry: History) -> Iterator[Event]:
@@ -242,8 +210,7 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
     common: dict[str, Any] = {"job": job, "restarts": entry.restarts or 0, "generation": generation}
     if isinstance(entry.began, str):
         nodes = entry.nodes or ()
-        more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-        world = f"world of {entry.world_size or '?'} on {', '.join(nodes[:_NAMED])}{more}"
+        world = f"world of {entry.world_size or '?'} on {query.some_of(nodes)}"
         yield event(
             "RENDEZVOUS",
             f"generation {generation}: {world}: {entry.began}",
@@ -302,15 +269,18 @@ def _of_wanted(job: str, view: View) -> Iterator[Event]:
     if view.wanted is None:
         return
     for drain in view.wanted.drains:
-        text = f"{drain.node} is drained{f' by {drain.by}' if drain.by else ''}"
+        text = f"{drain.node} is drained{_by(drain)}"
         yield event("drain", text, job=job, at=drain.at, node=drain.node)
     if halt := view.wanted.stop:
-        text = f"the job is to stop{f' by {halt.by}' if halt.by else ''}"
+        text = f"the job is to stop{_by(halt)}"
         yield event("stop", text, job=job, at=halt.at, run=halt.run)
     if scale := view.wanted.scale:
-        by = f" by {scale.by}" if scale.by else ""
-        text = f"the job is scaled to {scale.nnodes} nodes{by}"
+        text = f"the job is scaled to {scale.nnodes} nodes{_by(scale)}"
         yield event("scale", text, job=job, at=scale.at, run=scale.run, nnodes=scale.nnodes)
+
+
+def _by(request: Drain | Halt | Scale) -> str:
+    return f" by {request.by}" if request.by else ""
 
 
 def news(job: str, before: View, after: View, now: int) -> Iterator[Event]:

@@ -1,6 +1,6 @@
 """The launcher's flags, each written once, for all that have to know them.
 
-options.py makes the parser and its --help of this table, launch.py the agent's configuration,
+parsers.py makes the parser and its --help of this table, launch.py the agent's configuration,
 plugin/torchrun.py the keys of its --rdzv-conf, launcher.py a command line of LaunchConfig, and
 tests/unit/test_flags.py the table in docs/flags.md. Two of them run in other programs: the agent is
 not loaded here.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import values
+from elastic_etcd.cli import flag_values
 from elastic_etcd.core.rules import JOIN_SETTLE
 from elastic_etcd.times import GRACE_LEAVE
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _METAVARS: dict[Callable[[str], Any], str] = {
-    values.seconds: "SECONDS",
-    values.natural: "N",
-    values.count: "N",
-    values.exit_code: "CODE",
-    values.ignored: "X",
+    flag_values.seconds: "SECONDS",
+    flag_values.natural: "N",
+    flag_values.count: "N",
+    flag_values.exit_code: "CODE",
 }
 
 
@@ -86,7 +85,7 @@ JOB = Section(
         Flag(
             "--job --rdzv-id",
             "the id that the nodes of one job share; up to 128 letters, digits, '.', '_', '-'",
-            values.job_id,
+            flag_values.job_id,
             "ID",
             by_default="random, where no other node can join",
             more="It is needed where nodes meet in your etcd.",
@@ -104,7 +103,7 @@ JOB = Section(
         Flag(
             "--nnodes",
             "how few and how many nodes may train, or a list, 2,4,8; others wait as spares",
-            values.nnodes,
+            flag_values.nnodes,
             "MIN[:MAX]",
             default="1:1",
             by_default="1",
@@ -113,7 +112,7 @@ JOB = Section(
         Flag(
             "--nodes-multiple-of",
             "only multiples of N nodes train; others wait as spares",
-            values.count,
+            flag_values.count,
             default=1,
             in_plugin=True,
         ),
@@ -129,7 +128,7 @@ JOB = Section(
         Flag(
             "--node-name",
             "this node's name in logs",
-            values.printable,
+            flag_values.printable,
             "NAME",
             by_default="its name in Slurm, SLURMD_NODENAME, else its host name",
             in_plugin=True,
@@ -137,7 +136,7 @@ JOB = Section(
         Flag(
             "--advertise --local-addr",
             "address of this node for the others, its interface (eth0), or network (10.1.0.0/16)",
-            values.address,
+            flag_values.address,
             "ADDRESS",
             to="advertise",
             by_default="its address on the way to etcd, but no loopback if max > 1",
@@ -149,7 +148,7 @@ JOB = Section(
         Flag(
             "--topology-label",
             "new nodes get ranks in the order of (label, name), so that a rack stays together",
-            values.label,
+            flag_values.label,
             "LABEL",
             to="topology_label",
         ),
@@ -157,7 +156,7 @@ JOB = Section(
         Flag(
             "--rdzv-conf",
             "torchrun's: join_timeout, last_call_timeout (= --settle), cacert, cert, key",
-            values.key_values,
+            flag_values.key_values,
             "KEY=VALUE,...",
             default={},
             in_python="rdzv_configs",
@@ -173,7 +172,7 @@ CONNECTION = (
         metavar="HOST:PORT,...",
         in_python="rdzv_endpoint",
     ),
-    Flag("--prefix", "all keys are under it", values.prefix, to="prefix", in_plugin=True),
+    Flag("--prefix", "all keys are under it", flag_values.prefix, to="prefix", in_plugin=True),
     Flag(
         "--cacert",
         "CA that signed etcd's certificate; turns TLS on",
@@ -216,7 +215,7 @@ ETCD = Section(
         Flag(
             "--lease-ttl",
             "a node that is silent for so many seconds is gone",
-            values.count,
+            flag_values.count,
             "SECONDS",
             to="lease_ttl",
             in_plugin=True,
@@ -224,7 +223,7 @@ ETCD = Section(
         Flag(
             "--etcd-timeout",
             "give up when etcd is away for longer in mid-run",
-            values.seconds,
+            flag_values.seconds,
             to="etcd_timeout",
             by_default="never; training goes on",
             in_plugin=True,
@@ -241,7 +240,7 @@ ETCD = Section(
             "--proof-of-death",
             "agents keep a connection to their coordinator's, so that a node whose processes all "
             "die is missed at once and not after --lease-ttl",
-            values.on_or_off,
+            flag_values.on_or_off,
             "on|off",
             to="proof_of_death",
             more="Its port is chosen by the system. A firewall in between hides a death, which is "
@@ -275,7 +274,7 @@ WORKERS = Section(
             "--preload",
             "modules that the fork server loads, too, so that no worker waits for them; may be "
             "repeated. After the first restart the log says which ones would save time",
-            values.modules,
+            flag_values.modules,
             "MODULE,...",
             repeated=True,
             default=[],
@@ -290,7 +289,7 @@ WORKERS = Section(
         Flag(
             "--signals-to-handle",
             "signals on which this node leaves the job",
-            values.signals,
+            flag_values.signals,
             "NAMES",
             to="signals",
             more="On SIGUSR2 it leaves, too, and the next of these does not hurry it "
@@ -311,7 +310,7 @@ FAILURES = Section(
             "--max-restarts",
             "failures of workers that the job survives, over all nodes; nodes that come and go do "
             "not count",
-            values.natural,
+            flag_values.natural,
             to="limits.max_restarts",
             by_default="{}; torchrun: 0",
         ),
@@ -319,25 +318,25 @@ FAILURES = Section(
             "--suspect-after",
             "a node whose workers failed so often right after their start (see --min-uptime), or "
             "that went so often, is left out, as long as MIN others are there; 0: never",
-            values.natural,
+            flag_values.natural,
             to="limits.suspect_after",
         ),
         Flag(
             "--restart-window",
             "failures before so long a time of training, over all worlds since, are forgiven",
-            values.seconds,
+            flag_values.seconds,
             to="limits.restart_window",
         ),
         Flag(
             "--min-uptime",
             "a worker that fails sooner, again and again, is restarted later",
-            values.seconds,
+            flag_values.seconds,
             to="limits.min_uptime",
         ),
         Flag(
             "--settle",
             "the first formation waits so long after the last node joined",
-            values.seconds,
+            flag_values.seconds,
             to="limits.settle",
             rdzv_conf=("last_call_timeout",),
             in_plugin=True,
@@ -345,7 +344,7 @@ FAILURES = Section(
         Flag(
             "--join-settle",
             "nodes that come later are taken in together, so long after the last one",
-            values.seconds,
+            flag_values.seconds,
             to="limits.join_settle",
             by_default=f"{JOIN_SETTLE:g}, 0 where all workers are in ee.run",
             in_plugin=True,
@@ -353,14 +352,14 @@ FAILURES = Section(
         Flag(
             "--join-interval",
             "a world that trains is ended for them after so long at the soonest",
-            values.seconds,
+            flag_values.seconds,
             to="limits.join_interval",
             in_plugin=True,
         ),
         Flag(
             "--join-timeout",
             "give up when fewer than MIN nodes were there for so long, while etcd answered",
-            values.seconds,
+            flag_values.seconds,
             to="limits.join_timeout",
             rdzv_conf=("join_timeout", "timeout"),
             in_plugin=True,
@@ -369,7 +368,7 @@ FAILURES = Section(
         Flag(
             "--leave-exit-code",
             "exit code of a node that left an unfinished job on a signal",
-            values.exit_code,
+            flag_values.exit_code,
             to="leave_exit_code",
             by_default="128 + signal, so that Kubernetes and Slurm do not take it for done",
         ),
@@ -377,7 +376,7 @@ FAILURES = Section(
             "--stop-exit-code",
             "exit code after `elastic-etcd stop`, for a scheduler that then is to start no node "
             "again",
-            values.exit_code,
+            flag_values.exit_code,
             to="stop_exit_code",
             by_default="that of a node that left, 143",
         ),
@@ -385,7 +384,7 @@ FAILURES = Section(
             "--leave-deadline",
             "from the signal on which this node leaves to SIGKILL of its workers; until they have "
             "ended, or this is over, no next world begins. The same on every node",
-            values.seconds,
+            flag_values.seconds,
             by_default=f"--shutdown-timeout if that is given, else {GRACE_LEAVE:g}",
         ),
         Flag(
@@ -393,7 +392,7 @@ FAILURES = Section(
             "leave, as on a signal, when this machine is about to be taken away: aws, gcp or "
             "azure, or file:PATH, which appears then and may hold seconds; workers have the time "
             "that is left, but no more than --leave-deadline",
-            values.notices,
+            flag_values.notices,
             "SOURCE",
             to="preemption_watch",
             by_default="none",
@@ -403,7 +402,7 @@ FAILURES = Section(
             "--shutdown-timeout",
             "from SIGTERM to SIGKILL of a worker, but see --leave-deadline; also "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            values.seconds,
+            flag_values.seconds,
             to="shutdown_timeout",
             by_default="by reason, see docs/failures.md",
             more="For newcomers no worker in ee.run is killed.",
@@ -412,21 +411,21 @@ FAILURES = Section(
             "--park-timeout",
             "time of a worker in ee.run after a failure, instead of --shutdown-timeout, to come "
             "out of its step and to let go of NCCL; one that has not is killed and started anew",
-            values.seconds,
+            flag_values.seconds,
             to="park_timeout",
         ),
         Flag(
             "--kill-timeout",
             "from SIGKILL of a worker until this node gives up on it and leaves the job; many "
             "devices or much pinned memory may take long",
-            values.seconds,
+            flag_values.seconds,
             to="kill_timeout",
         ),
         Flag(
             "--hang-timeout",
             "a worker that has not ended its step for so long is reported, with its stack; not in "
             "the first step of a world, in a commit, or where the script says ee.quiet",
-            values.hang_timeout,
+            flag_values.hang_timeout,
             "auto|SECONDS|off",
             to="hang_timeout",
             by_default="auto, ten times the slowest of the recent steps, but a minute at least",
@@ -444,7 +443,7 @@ FAILURES = Section(
             "a node is reported as slow if a step takes it, outside of collectives, so many times "
             "as long as the median of all nodes, over 50 steps; of scripts that train with "
             "DistributedDataParallel",
-            values.straggler_factor,
+            flag_values.straggler_factor,
             "FACTOR|off",
             to="limits.straggler_factor",
             more="See [hangs.md](hangs.md).",
@@ -466,7 +465,7 @@ OUTPUT = Section(
             "-r --redirects",
             "streams that go to a file only: 0 none, 1 stdout, 2 stderr, 3 both, or per local rank "
             "0:3,1:2",
-            values.streams,
+            flag_values.streams,
             "STREAMS",
             to="log.redirects",
             by_default="0",
@@ -475,7 +474,7 @@ OUTPUT = Section(
             "-t --tee",
             "streams that go to a file and the console: 0 none, 1 stdout, 2 stderr, 3 both, or per "
             "local rank 0:3,1:2",
-            values.streams,
+            flag_values.streams,
             "STREAMS",
             to="log.tee",
             by_default="0",
@@ -483,7 +482,7 @@ OUTPUT = Section(
         Flag(
             "--local-ranks-filter",
             "local ranks whose output the console shows, like 0,1",
-            values.ranks,
+            flag_values.ranks,
             "RANKS",
             to="log.local_ranks_filter",
             by_default="all",
@@ -491,7 +490,7 @@ OUTPUT = Section(
         Flag(
             "--log-level",
             "level of the agent's own lines: debug, info, warning, error; also LOGLEVEL",
-            values.log_level,
+            flag_values.log_level,
             "LEVEL",
             by_default="info",
             in_plugin=True,
@@ -500,7 +499,7 @@ OUTPUT = Section(
             "--metrics-addr",
             "answer /metrics for Prometheus, /healthz and /readyz there; without a host on the "
             "loopback only",
-            values.listening,
+            flag_values.listening,
             "[HOST:]PORT",
             to="metrics_addr",
             by_default="nowhere; extra [metrics]",
@@ -510,36 +509,24 @@ OUTPUT = Section(
 )
 WITHOUT_MEANING = Section(
     "accepted from torchrun, without a meaning here",
-    (
-        Flag("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", values.ignored),
-        Flag(
-            "--monitor-interval",
-            "the exit of a worker is an event here, not polled",
-            values.ignored,
-        ),
-        Flag("--event-log-handler", "use elastic-etcd events --follow --json", values.ignored),
-        Flag("--logs-specs", "use --log-dir, --redirects and --tee", values.ignored),
-        Flag("--duplicate-stdout-filters", "filter the files under --log-dir", values.ignored),
-        Flag("--duplicate-stderr-filters", "filter the files under --log-dir", values.ignored),
-        Flag(
-            "--node-rank",
-            "ranks are given at the rendezvous; a survivor keeps its rank",
-            values.ignored,
-        ),
-        Flag(
-            "--master-addr",
-            "each generation has a store of its own on group rank 0's node",
-            values.ignored,
-        ),
-        Flag(
-            "--master-port", "each generation has a store of its own on a free port", values.ignored
-        ),
-        Flag(
-            "--numa-binding",
-            "start the workers through numactl with --no-python instead",
-            values.ignored,
-            in_python="numa_options",
-        ),
+    tuple(
+        Flag(name, text, metavar="X", in_python=in_python)
+        for name, text, in_python in (
+            ("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", ""),
+            ("--monitor-interval", "the exit of a worker is an event here, not polled", ""),
+            ("--event-log-handler", "use elastic-etcd events --follow --json", ""),
+            ("--logs-specs", "use --log-dir, --redirects and --tee", ""),
+            ("--duplicate-stdout-filters", "filter the files under --log-dir", ""),
+            ("--duplicate-stderr-filters", "filter the files under --log-dir", ""),
+            ("--node-rank", "ranks are given at the rendezvous; a survivor keeps its rank", ""),
+            ("--master-addr", "each generation has a store of its own on group rank 0's node", ""),
+            ("--master-port", "each generation has a store of its own on a free port", ""),
+            (
+                "--numa-binding",
+                "start the workers through numactl with --no-python instead",
+                "numa_options",
+            ),
+        )
     ),
 )
 SECTIONS = (JOB, ETCD, WORKERS, FAILURES, OUTPUT, WITHOUT_MEANING)

@@ -10,14 +10,15 @@ import select
 import sys
 from argparse import ArgumentTypeError
 from contextlib import suppress
+from datetime import datetime
 from io import UnsupportedOperation
 from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import options
+from elastic_etcd.cli import parsers
+from elastic_etcd.cli.flag_values import job_id, seconds
 from elastic_etcd.cli.flags import CONNECTION, Flag
-from elastic_etcd.cli.options import shown
-from elastic_etcd.cli.values import job_id, seconds
-from elastic_etcd.core.schema import PARTS, Keys, valid_job
+from elastic_etcd.cli.parsers import shown
+from elastic_etcd.core.schema import PARTS, History, Keys, decode, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
+    from rich.console import Console
+
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.access import EtcdConfig
 
 MOST_KEYS = 100_000  # of all jobs together
 WIDE = 240  # columns where there is no terminal
+_NAMED = 8  # jobs or nodes, in a line
 CODES = """\
 exit codes:
   0 shown, with --all also if there is no job     1 no such job     2 wrong usage
@@ -47,30 +51,31 @@ def parser(
     *,
     one: Callable[[str], str] = job_id,
     every: str = "",
-    as_json: str = "print one JSON object; with --all, one a line",
-) -> options.Parser:
+    as_json: str = "",
+) -> parsers.Parser:
     """The parser of a command that takes a job or --all, and etcd's flags; others are added to it.
 
     `one` reads the job's text. `every` is the help of --all; without it there is no such flag.
-    `as_json` is that of --json.
+    `as_json` is that of --json, "" the usual one.
     """
-    made = options.Parser(
+    made = parsers.Parser(
         prog=f"elastic-etcd {command}",
         usage=f"elastic-etcd {command} [options] {arguments}".rstrip(),
         description=description,
         epilog=epilog,
-        formatter_class=options.Help,
+        formatter_class=parsers.Help,
     )
-    made.set_defaults(all=False, check=_one_or_all)
+    made.checks = [_one_or_all]
+    made.set_defaults(all=False)
     made.add_argument(
         "job", metavar="JOB", nargs="?" if every else None, type=one, help="the job's id"
     )
     if every:
         made.add_argument("--all", action="store_true", help=every)
-    made.add_argument("--json", action="store_true", help=as_json)
-    group = options.FlagGroup(made, "etcd", os.environ)
-    for flag in (*CONNECTION, Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)):
-        group.add(flag)
+    usual = "print one JSON object; with --all, one a line" if every else "print one JSON object"
+    made.add_argument("--json", action="store_true", help=as_json or usual)
+    timeout = Flag("--timeout", "how long to wait for etcd", seconds, default=5.0)
+    parsers.add_flags(made, "etcd", (*CONNECTION, timeout), os.environ)
     return made
 
 
@@ -98,28 +103,43 @@ def by_job(kvs: Mapping[str, KeyValue], prefix: str) -> dict[str, dict[str, KeyV
     return {job: own for job, own in sorted(found.items()) if valid_job(job)}
 
 
-def views_of(seen: Snapshot, prefix: str) -> dict[str, View]:
-    """Each job under the prefix, in the order of their names."""
+def keys_of(args: Namespace) -> Get:
+    """The keys of the job, or with --all of each under the prefix."""
+    return Get(f"{args.prefix}/" if args.all else f"{args.prefix}/{args.job}/", prefix=True)
+
+
+def views_of(seen: Snapshot, args: Namespace) -> dict[str, View]:
+    """The job, or with --all each under the prefix in the order of their names."""
+    if not args.all:
+        return {args.job: view_of(seen, Keys(f"{args.prefix}/{args.job}"), Everything())}
     views = {
-        job: view_of(Snapshot(seen.revision, own), Keys(f"{prefix}/{job}"), Everything())
-        for job, own in by_job(seen.kvs, prefix).items()
+        job: view_of(Snapshot(seen.revision, own), Keys(f"{args.prefix}/{job}"), Everything())
+        for job, own in by_job(seen.kvs, args.prefix).items()
     }
     return {job: view for job, view in views.items() if is_known(view)}
 
 
-def everything(args: Namespace) -> Get:
-    """The keys of all jobs under the prefix."""
-    return Get(f"{args.prefix}/", prefix=True)
+async def views(client: Client, args: Namespace) -> dict[str, View]:
+    """The job, or with --all each, as they are now; where there is none a note says so.
 
-
-async def all_views(client: Client, args: Namespace) -> dict[str, View]:
-    """Each job under the prefix as it is now; where there is none a note says so."""
-    asked = everything(args)
-    found = await client.list(asked, timeout=args.timeout, most=MOST_KEYS)
-    views = views_of(found.snapshot, args.prefix)
-    if not views:
+    Raises ElasticEtcdError where there is no such job.
+    """
+    if not args.all:
+        return views_of(await Job(client, args).read(), args)
+    listed = await client.list(keys_of(args), timeout=args.timeout, most=MOST_KEYS)
+    found = views_of(listed.snapshot, args)
+    if not found:
         note(f"{client.endpoint} has no job under {args.prefix}")
-    return views
+    return found
+
+
+def worlds(view: View) -> list[History]:
+    """Those that are remembered, in order; `elastic-etcd events` names those that can't be read."""
+    found = []
+    for _, text in view.history:
+        with suppress(ValueError):
+            found.append(decode(History, text))
+    return found
 
 
 def print_json(value: Any, args: Namespace) -> None:
@@ -127,9 +147,25 @@ def print_json(value: Any, args: Namespace) -> None:
     print(json.dumps(value, indent=None if args.all else 2), flush=True)
 
 
-def width() -> int | None:
-    """Columns of what is printed: None as many as the terminal has, where there is one."""
-    return None if sys.stdout.isatty() else WIDE
+def console() -> Console:
+    """Print tables with it: as wide as the terminal, where there is one."""
+    from rich.console import Console  # noqa: PLC0415 - not loaded for --json
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """These names in a line, however many there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def seconds_of(at: object) -> float | None:
+    """A time of somebody else's, in ISO 8601, as seconds since 1970; None for what is no time."""
+    try:
+        return datetime.fromisoformat(at).timestamp() if isinstance(at, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def note(text: str) -> None:
@@ -170,76 +206,31 @@ class Job:
             )
         return seen
 
-    async def view(self) -> View:
-        """All of the job as a view, as `read` reads it."""
-        return self.view_of(await self.read())
-
     def view_of(self, seen: Snapshot) -> View:
         return view_of(seen, self.keys, Everything())
 
 
-def run(
-    made: Callable[[], options.Parser],
-    argv: Sequence[str],
-    one: Callable[[Job, Any], Awaitable[None]],
-    every: Callable[[Client, Any], Awaitable[None]],
-) -> int:
-    """Run a command that reads jobs; gives its exit code.
-
-    The command line is `argv`, which `made()` parses. `one(job, args)` is called for one job, and
-    `every(client, args)` with --all; each prints what it finds.
-    """
-
-    async def of_job(client: Client, args: Namespace) -> int:
-        await (every(client, args) if args.all else one(Job(client, args), args))
-        return 0
-
-    return with_etcd(made, argv, of_job)
-
-
-def run_on_views(
-    made: Callable[[], options.Parser],
-    argv: Sequence[str],
-    show: Callable[[dict[str, View], Any], None],
-) -> int:
-    """Run a command that reads jobs once; gives its exit code.
-
-    The command line is `argv`, which `made()` parses. `show(views, args)` gets the job, or with
-    --all each, and prints it.
-    """
-
-    async def of_views(client: Client, args: Namespace) -> int:
-        one = not args.all
-        show(
-            {args.job: await Job(client, args).view()} if one else await all_views(client, args),
-            args,
-        )
-        return 0
-
-    return with_etcd(made, argv, of_views)
-
-
 def with_etcd(
-    made: Callable[[], options.Parser],
+    made: Callable[[], parsers.Parser],
     argv: Sequence[str],
-    command: Callable[[Client, Any], Awaitable[int]],
+    command: Callable[[Client, Any], Awaitable[int | None]],
 ) -> int:
-    """Run `command(client, args)` while connected to etcd; gives the exit code that it gives.
+    """Run `command(client, args)` while connected to etcd; gives its exit code, 0 for None.
 
     The command line is `argv`, which `made()` parses. Errors of this package are printed, and give
     their exit code.
     """
 
-    async def connected(config: EtcdConfig, args: Namespace) -> int:
+    async def connected(config: EtcdConfig, args: Namespace) -> int | None:
         async with Client(config) as client:
             return await command(client, args)
 
     try:
         args = _parsed(made(), argv)
-        config = options.etcd_of(args, os.environ)
+        config = parsers.etcd_of(args, os.environ)
         if config is None:
             raise UsageError("which etcd? Give --etcd HOST:2379, or set ETCDCTL_ENDPOINTS.")
-        code = asyncio.run(connected(config, args))
+        code = asyncio.run(connected(config, args)) or 0
         sys.stdout.flush()
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
@@ -253,10 +244,11 @@ def with_etcd(
     return 0
 
 
-def _parsed(parser: options.Parser, argv: Sequence[str]) -> Namespace:
+def _parsed(parser: parsers.Parser, argv: Sequence[str]) -> Namespace:
     args = parser.parse_intermixed_args(argv)  # a flag may stand between JOB and NODE
     try:
-        args.check(args)
+        for check in parser.checks:
+            check(args)
     except ArgumentTypeError as error:
         parser.error(str(error))
     return args

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.agent import goodput
 from elastic_etcd.cli import query
-from elastic_etcd.core.schema import History, Phase, decode, plain
+from elastic_etcd.core.schema import Phase, plain
 from elastic_etcd.errors import ElasticEtcdError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
+    from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
@@ -31,7 +32,7 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd report JOB`."""
     text = "Shows a run's goodput: seconds trained, and seconds lost by their cause."
     every = "each job under --prefix, one after the other"
@@ -40,10 +41,11 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; gives the exit code."""
-    return query.run_on_views(parser, argv, _show)
+    return query.with_etcd(parser, argv, _show)
 
 
-def _show(views: dict[str, View], args: Namespace) -> None:
+async def _show(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     for job, view in views.items():
         if args.all and not worlds(view):
             query.note(f"job {job} has had no world yet")
@@ -81,25 +83,19 @@ def describe(job: str, view: View, now: float) -> dict[str, Any]:
 
 def worlds(view: View) -> list[History]:
     """Those of the newest run that are remembered, in order."""
-    entries = list(_readable(text for _, text in view.history))
+    entries = query.worlds(view)
     return [e for e in entries if e.run == entries[-1].run]
 
 
-def _readable(texts: Iterable[str]) -> Iterable[History]:
-    for text in texts:
-        try:
-            yield decode(History, text)
-        except ValueError:  # `elastic-etcd events` says so
-            continue
+def is_current(view: View, world: History) -> bool:
+    """Whether that world is the one that trains, if anybody is there."""
+    now = view.round
+    return now is not None and (now.generation, now.phase) == (world.generation, Phase.FINAL)
 
 
 def _going_on(view: View, last: History, now: float) -> float:
     """How long the world that trains has done so, by its coordinator's clock and this one's."""
-    current = view.round
-    trains = current and (current.generation, current.phase) == (last.generation, Phase.FINAL)
-    if not trains or not view.members or not last.began_at:
+    began = query.seconds_of(last.began_at)
+    if began is None or not view.members or not is_current(view, last):
         return 0.0
-    try:
-        return max(0.0, now - datetime.fromisoformat(last.began_at).timestamp())
-    except (ValueError, OverflowError):
-        return 0.0
+    return max(0.0, now - began)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_etcd.cli import query
-from elastic_etcd.cli.options import shown
+from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core import requests, suspects
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
@@ -19,9 +18,10 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _HISTORY = 8  # generations shown; --json has all
 _SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
@@ -36,7 +36,7 @@ examples:
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd status JOB`."""
     text = "Shows a job's nodes, ranks, restarts, recent history and outcome."
     every = "each job under --prefix, in a line"
@@ -45,10 +45,11 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Print a job's state; gives the exit code."""
-    return query.run_on_views(parser, argv, _show)
+    return query.with_etcd(parser, argv, _show)
 
 
-def _show(views: dict[str, View], args: Namespace) -> None:
+async def _show(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
         for state in states:
@@ -56,9 +57,7 @@ def _show(views: dict[str, View], args: Namespace) -> None:
     elif not args.all:
         _show_one(*states)
     elif states:
-        from rich.console import Console  # noqa: PLC0415 - not loaded for --json
-
-        Console(highlight=False, width=query.width()).print(jobs_table(map(in_short, states)))
+        query.console().print(jobs_table(map(in_short, states)))
 
 
 def describe(job: str, view: View) -> dict[str, Any]:
@@ -66,6 +65,8 @@ def describe(job: str, view: View) -> dict[str, Any]:
     now = view.round
     phase = now.phase.value if now else "closed" if view.outcome else "setup"
     last = view.outcome.generation if view.outcome else view.ledger.generation
+    history = [_entry(generation, text) for generation, text in view.history]
+    newest = history[-1] if history else {}
     return {
         "job": job,
         "state": _state(view),
@@ -74,12 +75,12 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "generation": now.generation if now else last,
         "reason": now.reason if now else view.outcome.reason if view.outcome else "",
         "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
-        "restarts": now.restarts if now else _restarts_of(view.history),
+        "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
-        "nodes": [*_participants(view), *_others(view)],
-        "history": [_entry(generation, text) for generation, text in view.history],
+        "nodes": list(_nodes(view)),
+        "history": history,
         "suspects": list(_suspects(view)),
         "wanted": plain(view.wanted) if view.wanted else None,
         "outcome": plain(view.outcome) if view.outcome else None,
@@ -138,32 +139,19 @@ def _suspects(view: View) -> Iterator[dict[str, Any]]:
         yield plain(suspect) | {"why": suspects.why_left_out(known, suspect.node, after)}
 
 
-def _restarts_of(history: Sequence[tuple[int, str]]) -> int:
-    """The newest world's restarts: the ledger goes when the job ends."""
-    return int(_entry(*history[-1]).get("restarts", 0)) if history else 0
-
-
-def _world(view: View) -> tuple[Participant, ...]:
-    return view.world if view.round and view.round.phase is Phase.FINAL else ()
-
-
-def _participants(view: View) -> Iterator[dict[str, Any]]:
+def _nodes(view: View) -> Iterator[dict[str, Any]]:
+    """The world's participants, then all other members."""
+    is_final = view.round is not None and view.round.phase is Phase.FINAL
     members = {member.lease: member for member in view.members}
-    for p in _world(view):
-        member = members.get(p.lease)
+    for p in view.world if is_final else ():
+        member = members.pop(p.lease, None)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
         ranks = list(range(p.first_rank, p.first_rank + p.nproc))
         yield _node(p, member, state) | {"group_rank": p.group_rank, "ranks": ranks}
-
-
-def _others(view: View) -> Iterator[dict[str, Any]]:
-    taking_part = {p.lease for p in _world(view)}
-    for member in view.members:
-        if member.lease not in taking_part:
-            spare = view.round is not None and view.round.phase is Phase.FINAL
-            state = "leaving" if member.leaving else "spare" if spare else "waiting"
-            why = "" if member.leaving else _why(view, member)
-            yield _node(member, member, state, why)
+    for member in members.values():
+        state = "leaving" if member.leaving else "spare" if is_final else "waiting"
+        why = "" if member.leaving else _why(view, member)
+        yield _node(member, member, state, why)
 
 
 def _why(view: View, member: Member) -> str:
@@ -171,8 +159,7 @@ def _why(view: View, member: Member) -> str:
     now = view.round
     if now is None or view.spec is None:
         return ""
-    ready = member.lease in {ack.lease for ack in view.acks}
-    if not ready:
+    if member.lease not in {ack.lease for ack in view.acks}:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
@@ -202,13 +189,11 @@ def _entry(generation: int, text: str) -> dict[str, Any]:
 
 
 def _show_one(state: dict[str, Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - not loaded for --json
-    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.table import Table  # noqa: PLC0415 - not loaded for --json
     from rich.text import Text  # noqa: PLC0415 - as above
 
-    console = Console(highlight=False, width=query.width())
     for line in summary(state):
-        console.print(shown(line), markup=False, soft_wrap=True)
+        print(shown(line))
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
@@ -216,12 +201,12 @@ def _show_one(state: dict[str, Any]) -> None:
             cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
             row = (node["node"], *cells, node["address"] or "-")
             table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
-        console.print(table)
+        query.console().print(table)
     for line in _reasons(state):
-        console.print(shown(line), markup=False, soft_wrap=True)
+        print(shown(line))
     for entry in state["history"][-_HISTORY:]:
         for line in _lines_of(entry):
-            console.print(shown(line), markup=False, soft_wrap=True)
+            print(shown(line))
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:
@@ -300,25 +285,18 @@ def _lines_of(entry: dict[str, Any]) -> Iterator[str]:
 
 def events(state: dict[str, Any]) -> list[str]:
     """The job's history, a short line for each world and for the end."""
-    lines, ended = [], ""
+    lines, ended = [], None
     for entry in state["history"]:
-        began = entry.get("began_at", "")
-        lost = _seconds_between(ended, began)
-        ended = entry.get("ended_at", "")
-        why = f"{entry.get('began', '')}{lost}"
-        lines.append(f"{began[11:19]} generation {entry['generation']}: {why}")
+        began = query.seconds_of(entry.get("began_at"))
+        why = entry.get("began", "")
+        if ended is not None and began is not None:
+            why += f" ({max(0.0, began - ended):.1f} s)"  # without any world
+        ended = query.seconds_of(entry.get("ended_at"))
+        at = entry.get("began_at", "")[11:19]
+        lines.append(f"{at} generation {entry['generation']}: {why}")
     if outcome := state["outcome"]:
         lines.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
     return lines
-
-
-def _seconds_between(ended: str, began: str) -> str:
-    """The seconds without any world; both times are those of coordinators."""
-    try:
-        seconds = (datetime.fromisoformat(began) - datetime.fromisoformat(ended)).total_seconds()
-    except (ValueError, TypeError):
-        return ""
-    return f" ({max(0.0, seconds):.1f} s)"
 
 
 def span(ranks: list[int]) -> str:

@@ -9,8 +9,8 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_etcd.cli import options, query, values, write_requests
-from elastic_etcd.cli.options import shown
+from elastic_etcd.cli import flag_values, parsers, query, write_requests
+from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core import requests
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
-
-_NAMED = 8  # jobs, in a line
 
 _CODES = """\
 exit codes:
@@ -72,12 +70,14 @@ examples:
 {_CODES}"""
 
 
-def drain() -> options.Parser:
+def drain() -> parsers.Parser:
     """The command line of `elastic-etcd drain JOB NODE`."""
     text = "Makes a node leave a job, and keeps it out."
     every = "from each job under --prefix in which the node is"
     parser = _parser("drain", "JOB | --all  NODE", text, _DRAIN, every)
-    parser.add_argument("node", metavar="NODE", nargs="?", type=values.printable, help="its name")
+    parser.add_argument(
+        "node", metavar="NODE", nargs="?", type=flag_values.printable, help="its name"
+    )
     parser.add_argument(
         "--self",
         action="store_true",
@@ -86,39 +86,39 @@ def drain() -> options.Parser:
     )
     parser.add_argument(
         "--deadline",
-        type=values.seconds,
+        type=flag_values.seconds,
         metavar="SECONDS",
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
-    parser.set_defaults(check=_which_node)
+    parser.checks = [_which_node]
     return parser
 
 
-def undrain() -> options.Parser:
+def undrain() -> parsers.Parser:
     """The command line of `elastic-etcd undrain JOB NODE`."""
     text = "Lets a node that was drained come back."
     every = "to each job under --prefix from which it is drained"
     parser = _parser("undrain", "JOB | --all  NODE", text, _UNDRAIN, every)
-    parser.add_argument("node", metavar="NODE", type=values.printable, help="its name")
+    parser.add_argument("node", metavar="NODE", type=flag_values.printable, help="its name")
     return parser
 
 
-def scale() -> options.Parser:
+def scale() -> parsers.Parser:
     """The command line of `elastic-etcd scale JOB NODES`."""
     parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
     parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
-        "nnodes", metavar="NODES", type=values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
+        "nnodes", metavar="NODES", type=flag_values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
     parser.add_argument(
-        "--nodes-multiple-of", type=values.count, default=1, metavar="N", help="(default: 1)"
+        "--nodes-multiple-of", type=flag_values.count, default=1, metavar="N", help="(default: 1)"
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
     return parser
 
 
-def stop() -> options.Parser:
+def stop() -> parsers.Parser:
     """The command line of `elastic-etcd stop JOB`."""
     every = "each job under --prefix that goes on; asks first"
     parser = _parser("stop", "JOB | --all", "Ends a job on all of its nodes.", _STOP, every)
@@ -130,26 +130,17 @@ def stop() -> options.Parser:
 
 def _parser(
     command: str, arguments: str, description: str, epilog: str, every: str = ""
-) -> options.Parser:
+) -> parsers.Parser:
     # With --all drain's first name is the node's.
-    as_json = "print one JSON object; with --all, one a line" if every else "print one JSON object"
-    parser = query.parser(
-        command,
-        description,
-        epilog,
-        arguments,
-        one=values.printable,
-        every=every,
-        as_json=as_json,
-    )
-    check = parser.get_default("check")
-
-    def check_job(args: Namespace) -> None:
-        check(args)
-        values.job_id(args.job or "any")
-
-    parser.set_defaults(check=check_job)
+    one = flag_values.printable
+    parser = query.parser(command, description, epilog, arguments, one=one, every=every)
+    parser.checks.append(_is_job_id)
     return parser
+
+
+def _is_job_id(args: Namespace) -> None:
+    if args.job:
+        flag_values.job_id(args.job)
 
 
 def _which_node(args: Namespace) -> None:
@@ -161,7 +152,7 @@ def _which_node(args: Namespace) -> None:
     elif not args.job:
         raise ArgumentTypeError("no job given: give its id, or --all")
     else:
-        values.job_id(args.job)
+        flag_values.job_id(args.job)
     if args.self == bool(args.node):
         raise ArgumentTypeError("which node? Give its name, or --self")
 
@@ -201,7 +192,7 @@ def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
 async def _in_all(command: str, client: Client, args: Namespace) -> int:
     """Run the command on each job that it is about; gives the highest of their exit codes."""
     about, what = _ABOUT[command]
-    views = await query.all_views(client, args)
+    views = await query.views(client, args)
     jobs = [job for job, view in views.items() if about(view, args)]
     if not jobs:
         return _nothing_to_do(command, args)
@@ -238,9 +229,8 @@ def _nothing_to_do(command: str, args: Namespace) -> int:
 
 def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
     """Say what will be done, and to whom."""
-    more = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
-    text = f"{what} {count} under {args.prefix}: {', '.join(jobs[:_NAMED])}{more}"
+    text = f"{what} {count} under {args.prefix}: {query.some_of(jobs)}"
     print(shown(text), file=sys.stderr, flush=True)
 
 
@@ -280,7 +270,7 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
 }
 
 
-COMMANDS: dict[str, tuple[Callable[[], options.Parser], Callable[..., Any]]] = {
+COMMANDS: dict[str, tuple[Callable[[], parsers.Parser], Callable[..., Any]]] = {
     "drain": (drain, write_requests.drain),
     "undrain": (undrain, write_requests.undrain),
     "scale": (scale, write_requests.scale),

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from argparse import ArgumentTypeError
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic_etcd.cli import query
-from elastic_etcd.cli.report import worlds
-from elastic_etcd.core.schema import Phase
+from elastic_etcd.cli.report import is_current, worlds
+from elastic_etcd.core.ranks import natural
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import History
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
 The times are those of report: all nodes of a world are shown with the times that its coordinator's
@@ -53,7 +52,7 @@ class Saved(NamedTuple):
     at: float
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
     text = "Writes what each node did in the newest run, as Chrome's trace."
     arguments = "JOB | --all  --out FILE | --json"
@@ -61,23 +60,22 @@ def parser() -> options.Parser:
     as_json = "print what --out FILE would have written"
     made = query.parser("timeline", text, _EPILOG, arguments, every=every, as_json=as_json)
     made.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
-    one_or_all = made.get_default("check")
-
-    def check(args: Namespace) -> None:
-        one_or_all(args)
-        if bool(args.out) == args.json:
-            raise ArgumentTypeError("where to? Give either --out FILE or --json")
-
-    made.set_defaults(check=check)
+    made.checks.append(_out_or_json)
     return made
+
+
+def _out_or_json(args: Namespace) -> None:
+    if bool(args.out) == args.json:
+        raise ArgumentTypeError("where to? Give either --out FILE or --json")
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the file; gives the exit code."""
-    return query.run_on_views(parser, argv, _write_timeline)
+    return query.with_etcd(parser, argv, _write_timeline)
 
 
-def _write_timeline(views: dict[str, View], args: Namespace) -> None:
+async def _write_timeline(client: Client, args: Namespace) -> None:
+    views = await query.views(client, args)
     spans = [
         span._replace(node=f"{job}/{span.node}") if args.all else span
         for job, view in views.items()
@@ -106,7 +104,7 @@ def of_history(view: View, now: float) -> Iterator[Span | Saved]:
     The coordinators' clocks say when worlds began, and `now` where the one that trains has come.
     """
     for entry in worlds(view):
-        began = _seconds(entry.began_at)
+        began = query.seconds_of(entry.began_at)
         if began is None:
             continue
         world = f"generation {entry.generation}: {entry.began or ''}"
@@ -116,10 +114,9 @@ def of_history(view: View, now: float) -> Iterator[Span | Saved]:
 
 def _end(view: View, entry: History, now: float) -> float | None:
     """When a world has ended, as far as is known."""
-    current = view.round
-    if current and (current.generation, current.phase) == (entry.generation, Phase.FINAL):
+    if is_current(view, entry):
         return now if view.members else None
-    return _seconds(entry.ended_at)
+    return query.seconds_of(entry.ended_at)
 
 
 def _of_world(
@@ -147,19 +144,12 @@ def _of_world(
         at += seconds
 
 
-def _seconds(text: object) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except (ValueError, OverflowError):
-        return None
-
-
 # --- as a trace ---------------------------------------------------------------------------
 
 
 def trace(spans: Sequence[Span | Saved]) -> str:
     """Chrome's trace format: a process for each node."""
-    names = sorted({span.node for span in spans}, key=_naturally)
+    names = sorted({span.node for span in spans}, key=lambda name: natural(name[:500]))
     nodes = {name: number for number, name in enumerate(names)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": node}}
@@ -179,8 +169,3 @@ def trace(spans: Sequence[Span | Saved]) -> str:
 
 def _micro(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _naturally(name: str) -> list[tuple[int, str]]:
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part[:18]), "") if part.isdecimal() else (0, part) for part in parts]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli import options, query, values
+from elastic_etcd.cli import flag_values, parsers, query
 from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
 
-_NAMED = 8  # nodes, in a line
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
 
@@ -180,8 +179,7 @@ def _meant(view: View, node: str) -> str:
     names = sorted({m.node for m in view.members})
     if near := get_close_matches(node, names, n=1):
         return f" (did you mean {near[0]}?)"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"; there are {', '.join(names[:_NAMED])}{more}" if names else "; nobody is there"
+    return f"; there are {query.some_of(names)}" if names else "; nobody is there"
 
 
 def _with(view: View, drains: list[Drain]) -> Requests:
@@ -229,7 +227,7 @@ async def undrain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 
 async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     """Do what `elastic-etcd scale` asks for; gives the object that `--json` prints."""
-    asked = values.in_multiples(args.nnodes, args.nodes_multiple_of)
+    asked = flag_values.in_multiples(args.nnodes, args.nodes_multiple_of)
     by, at = query.user(), _timestamp()
 
     def change(view: View) -> Requests:
@@ -266,8 +264,7 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 def _fits(view: View, asked: Limits) -> bool:
     """Whether a world trains that has an allowed number of nodes."""
     now = view.round
-    trains = now is not None and now.phase is Phase.FINAL
-    return trains and now is not None and asked.largest(now.nodes) == now.nodes
+    return now is not None and now.phase is Phase.FINAL and asked.largest(now.nodes) == now.nodes
 
 
 async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
@@ -301,15 +298,18 @@ def _is_over(view: View, run: str) -> bool:
 def node_of(args: Namespace) -> str:
     """The node that is meant."""
     given: str | None = args.node or os.environ.get("PET_NODE_NAME")
-    return given or options.this_node(os.environ)
+    return given or parsers.this_node(os.environ)
 
 
 def _timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-async def ask(job: SteeredJob, command: str, node: str) -> dict[str, Any]:
-    """Drain or undrain a node. Raises ElasticEtcdError where that makes no sense."""
+async def ask(job: SteeredJob, command: str, node: str) -> str:
+    """Drain or undrain a node; gives the outcome in a line."""
     args = Namespace(node=node, deadline=None, wait=False)
     args.self = False
-    return await {"drain": drain, "undrain": undrain}[command](job, args)
+    try:
+        return str((await {"drain": drain, "undrain": undrain}[command](job, args))["told"])
+    except ElasticEtcdError as error:
+        return f"error: {error}"

@@ -271,22 +271,26 @@ def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
     """The value of a key; None if it is absent, or, with a line in `bad`, can't be read."""
     if kv is None:
         return None
+    decode_once = _decode_of_node if kind.FROM_KEY else _decode_of_job
     try:
-        value: V = _decode(kind, kv)
+        value: V = decode_once(kind, kv)
     except ValueError as error:
         bad.append(f"{kv.key[:_SHOWN]}: {str(error)[:_SHOWN]}")
         return None
     return value
 
 
-# Values change far less often than views are made: each is decoded once.
-@lru_cache(maxsize=1 << 16)
 def _decode(kind: type[V], kv: KeyValue) -> V:
     if not kind.FROM_KEY:
         return decode(kind, kv.value)
     lease = unhexed(kv.key.rpartition("/")[2])
     from_key = {"lease": lease, "revision": kv.mod}
     return decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})
+
+
+# Values change far less often than views are made: each is decoded once. A job has many nodes, and
+# few keys beside theirs, whose values may be long: a page of the world.
+_decode_of_node, _decode_of_job = lru_cache(1 << 16)(_decode), lru_cache(1 << 8)(_decode)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd import launch
-from elastic_etcd.cli import options
+from elastic_etcd.cli import parsers
 from elastic_etcd.cli.flags import WITHOUT_MEANING, Flag
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
@@ -42,7 +42,7 @@ examples:
   one machine, without a file and without an etcd of your own:
     {_PROG} --nproc-per-node 2 --mixed-precision bf16 train.py
 
-{options.EXIT_CODES}"""
+{parsers.EXIT_CODES}"""
 # accelerate's names of what has no meaning here, and torchrun's, whose reasons hold.
 _WITHOUT_MEANING = {
     "machine_rank": "node_rank",
@@ -52,9 +52,9 @@ _WITHOUT_MEANING = {
 }
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd accelerate`, without what accelerate itself knows."""
-    made = options.build_parser({}, _PROG)
+    made = parsers.build_parser({}, _PROG)
     made.description = "Runs a script of accelerate's as an elastic job."
     made.epilog = _EPILOG
     config_file = Flag(
@@ -63,7 +63,7 @@ def parser() -> options.Parser:
         metavar="FILE",
         by_default="accelerate's own, if it is there",
     )
-    options.FlagGroup(made, "accelerate", {}).add(config_file)
+    parsers.add_flags(made, "accelerate", [config_file], {})
     return made
 
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         answer = _ask(argv)
         sizes, remarks = _sizes(answer, os.environ)
     except ElasticEtcdError as error:
-        print(f"error: {options.shown(str(error))}", file=sys.stderr)
+        print(f"error: {parsers.shown(str(error))}", file=sys.stderr)
         return error.exit_code
     os.environ.update(answer["environment"])
     return launch.main([*sizes, *answer["flags"], *answer["script"]], _PROG, remarks)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from elastic_etcd import launch
 from elastic_etcd.agent.agent import Agent, live
-from elastic_etcd.agent.followers.watchdog import Watchdog
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.store import bind
 from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone

@@ -105,19 +105,8 @@ class Imported(_Message, frozen=True):
     seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
 
 
-FromWorker: TypeAlias = (
-    Hello
-    | Elastic
-    | Parked
-    | TrainingDone
-    | Keep
-    | Drop
-    | Recall
-    | Share
-    | AskCurrent
-    | AskLeaving
-    | Imported
-)
+Request: TypeAlias = Keep | Recall | Share | AskCurrent | AskLeaving  # that has an answer
+FromWorker: TypeAlias = Hello | Elastic | Parked | TrainingDone | Drop | Request | Imported
 
 
 class Disconnected(Struct, frozen=True):
@@ -272,17 +261,15 @@ ToTorchrun: TypeAlias = Formed | Ended | JobOver
 
 def encode(message: Struct) -> bytes:
     """The packet of a message; a long reason or error is cut. Raises ValueError beyond LONGEST."""
-    texts = {name: _short(getattr(message, name)) for name in _TEXTS if hasattr(message, name)}
-    packet = json.encode(replace(message, **texts))
+    sent = {}
+    for name in _TEXTS:
+        if text := getattr(message, name, ""):
+            sent[name] = text[:LONGEST_TEXT].encode(errors="replace").decode()
+    packet = json.encode(replace(message, **sent))
     if len(packet) > LONGEST:
         name = type(message).__name__
         raise ValueError(f"{name} takes {len(packet)} bytes, {LONGEST} are allowed")
     return packet
-
-
-def _short(text: str) -> str:
-    """As much of a text as is sent, whatever is in it."""
-    return text[:LONGEST_TEXT].encode(errors="replace").decode()
 
 
 class Reader(Generic[M]):

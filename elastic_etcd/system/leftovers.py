@@ -76,27 +76,23 @@ class _Found:
         return f"{self.pid} ({self.name})"
 
 
-class Leftovers:
-    """`await end(generation)` when the groups of a generation's workers are empty, none parked.
+async def end_leftovers(mark: Mark, generation: int) -> None:
+    """SIGKILL to all of them; returns when none is left, however long the kernel takes.
 
-    Whatever then has the mark, and does not descend from this process, was left by a worker.
+    Call it when the groups of a generation's workers are empty, and none is parked. Whatever then
+    has the mark, and does not descend from this process, was left by a worker.
     """
 
-    def __init__(self, mark: Mark) -> None:
-        self._mark = str(mark)
+    def is_leftover(pid: int) -> bool:
+        return _is_marked(pid, str(mark)) and not _descends(pid, os.getpid())
 
-    async def end(self, generation: int) -> None:
-        """SIGKILL to all of them; returns when none is left, however long the kernel takes."""
-        while found := await _find(self._is_leftover):
-            log.warning(
-                "generation %d left processes in sessions of their own, which are killed; what is "
-                "to be kept has to be started with %s empty: %s",
-                *(generation, MARK, _names(found)),
-            )
-            await _end(found, f"generation {generation}")
-
-    def _is_leftover(self, pid: int) -> bool:
-        return _is_marked(pid, self._mark) and not _descends(pid, os.getpid())
+    while found := await _find(is_leftover):
+        log.warning(
+            "generation %d left processes in sessions of their own, which are killed; what is "
+            "to be kept has to be started with %s empty: %s",
+            *(generation, MARK, _names(found)),
+        )
+        await _end(found, f"generation {generation}")
 
 
 async def end_former_agents_leftovers(own: Mark, patience: float) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,6 +26,7 @@ from elastic_etcd.protocol.messages import encode
 from elastic_etcd.protocol.packets import receive
 from elastic_etcd.times import ANSWER_TIMEOUT
 
+A = TypeVar("A", bound=messages.Answer)
 Receiver: TypeAlias = Callable[[messages.FromAgent | messages.Gone], None]
 
 
@@ -48,7 +49,8 @@ class Channel:
         self._answered = threading.Condition()
         self.listens = False  # by a thread
         self._leaving = False  # by the messages until now
-        self._answer: tuple[messages.Answer, int] | None = None
+        # To the request that is under way, one at most, with the descriptor that came along.
+        self._answers: list[tuple[messages.Answer, int]] = []
         self._number = 0
         self._gone = ""
         try:
@@ -64,7 +66,7 @@ class Channel:
 
         It replaces what this local rank has kept by that name.
         """
-        self._request(messages.Keep(0, name), fd)
+        self._request(messages.Keep(0, name), messages.Kept, fd)
 
     def drop(self, name: str) -> None:
         """Let the agent let go of what it keeps by that name for this local rank."""
@@ -72,8 +74,8 @@ class Channel:
 
     def recall(self, name: str) -> int | None:
         """The descriptor that this local rank has kept, also before this process; now ours."""
-        answer, fd = self._request(messages.Recall(0, name))
-        if not isinstance(answer, messages.Recalled) or not answer.found:
+        answer, fd = self._request(messages.Recall(0, name), messages.Recalled)
+        if not answer.found:
             return None
         if fd < 0:
             raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
@@ -85,8 +87,8 @@ class Channel:
         The one that is returned is ours. The file outlives this process, until all local ranks that
         share it have dropped it.
         """
-        answer, shared = self._request(messages.Share(0, name), fd)
-        if not isinstance(answer, messages.Recalled) or shared < 0:
+        _, shared = self._request(messages.Share(0, name), messages.Recalled, fd)
+        if shared < 0:
             raise AgentGone(f"the agent at {self._path} did not send {name!r}")
         return shared
 
@@ -96,12 +98,12 @@ class Channel:
         Raises StaleGeneration if it is not, EtcdUnreachable without an answer in time.
         """
         try:
-            answer, _ = self._request(messages.AskCurrent(0), timeout=timeout)
+            answer, _ = self._request(messages.AskCurrent(0), messages.Current, timeout=timeout)
         except _Silent as error:
             text = f"the agent could not ask etcd within {timeout:g} s"
             raise EtcdUnreachable(f"{text} whether this generation is still current") from error
-        if not isinstance(answer, messages.Current) or answer.current is None:
-            raise EtcdUnreachable(getattr(answer, "reason", "the agent answered something else"))
+        if answer.current is None:
+            raise EtcdUnreachable(answer.reason)
         if not answer.current:
             raise StaleGeneration(f"generation {self.generation}: {answer.reason}")
 
@@ -109,8 +111,8 @@ class Channel:
         """Whether this node is leaving; while `listening` is open the answer is there already."""
         if self.listens:
             return self._leaving
-        answer, _ = self._request(messages.AskLeaving(0))
-        return isinstance(answer, messages.Leaving) and answer.leaving
+        answer, _ = self._request(messages.AskLeaving(0), messages.Leaving)
+        return answer.leaving
 
     def elastic(self) -> None:
         """From here on this worker is asked to park, not killed, when its world ends."""
@@ -181,34 +183,30 @@ class Channel:
 
     def _request(
         self,
-        request: messages.Keep
-        | messages.Recall
-        | messages.Share
-        | messages.AskCurrent
-        | messages.AskLeaving,
+        request: messages.Request,
+        kind: type[A],
         fd: int = -1,
         timeout: float = ANSWER_TIMEOUT,
-    ) -> tuple[messages.Answer, int]:
+    ) -> tuple[A, int]:
         """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
         deadline = time.monotonic() + timeout
         with self._requests:
             self._number += 1
-            self._answer = None
+            self._answers.clear()
             self.send(replace(request, id=self._number), fd)
             if self.listens:
                 left = max(0.0, deadline - time.monotonic())
                 with self._answered:
-                    self._answered.wait_for(lambda: self._answer or self._gone, left)
+                    self._answered.wait_for(lambda: self._answers or self._gone, left)
             else:
-                while self._answer is None:
+                while not self._answers:
                     self._take(*self._receive(deadline))
-            return self._result(timeout)
-
-    def _result(self, timeout: float) -> tuple[messages.Answer, int]:
-        """A method of its own, since mypy takes the answer for None where it was set to that."""
-        if self._answer is not None:
-            return self._answer
-        raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
+            if not self._answers:
+                raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
+            ((answer, sent),) = self._answers
+        if not isinstance(answer, kind):
+            raise AgentGone(f"the agent at {self._path} has answered something else")
+        return answer, sent
 
     def _listen(self, receiver: Receiver, wake: int) -> None:
         try:
@@ -225,13 +223,11 @@ class Channel:
 
     def _take(self, message: messages.FromAgent, fd: int) -> bool:
         """Whether it was an answer; one that comes too late for its request is dropped."""
-        if not isinstance(
-            message, messages.Kept | messages.Recalled | messages.Current | messages.Leaving
-        ):
+        if not isinstance(message, messages.Answer):
             return False
         with self._answered:
-            if message.id == self._number and self._answer is None:
-                self._answer = message, fd
+            if message.id == self._number and not self._answers:
+                self._answers.append((message, fd))
                 self._answered.notify_all()
             elif fd >= 0:
                 os.close(fd)

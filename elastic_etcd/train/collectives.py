@@ -32,6 +32,11 @@ def rank_and_size(*, launched: bool = True) -> tuple[int, int]:
     return 0, 1
 
 
+def generation() -> int:
+    """This process's; 0 without our launcher."""
+    return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))
+
+
 def gather(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Every rank's numbers, in rank order; collective on `group`. All ranks give as many."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
@@ -65,8 +70,8 @@ def store() -> dist.Store:
         return _store_of_this_process()
     client = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
-    generation = os.environ.get("ELASTIC_ETCD_GENERATION", restarts)
-    return dist.PrefixStore(f"ee.store/{generation}", client)
+    number = os.environ.get("ELASTIC_ETCD_GENERATION", restarts)
+    return dist.PrefixStore(f"ee.store/{number}", client)
 
 
 @cache

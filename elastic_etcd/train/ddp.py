@@ -33,9 +33,7 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.module = module
         self._options = options
         self._made: tuple[DistributedDataParallel] | None = None  # a tuple is no submodule
-        _all.add(self)
-        if not dist.is_initialized():
-            _outside.append(weakref.ref(self))
+        _all[self] = dist.is_initialized()
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -57,8 +55,8 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.ddp.no_sync()  # type: ignore[no-any-return]
 
 
-_all: "weakref.WeakSet[ElasticDDP]" = weakref.WeakSet()
-_outside: "list[weakref.ref[ElasticDDP]]" = []  # in one order on all ranks
+# Whether it was wrapped inside of a world. Those that were not are in one order on all ranks.
+_all: "weakref.WeakKeyDictionary[ElasticDDP, bool]" = weakref.WeakKeyDictionary()
 
 
 def make() -> None:
@@ -66,9 +64,8 @@ def make() -> None:
 
     At the first use it might be too late: an evaluation on rank 0 alone would wait for the others.
     """
-    _outside[:] = [each for each in _outside if each() is not None]
-    for each in _outside:
-        if module := each():
+    for module, inside in list(_all.items()):
+        if not inside:
             _ = module.ddp
 
 

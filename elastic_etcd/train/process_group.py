@@ -35,7 +35,7 @@ from elastic_etcd.train.abort import (
 from elastic_etcd.train.sync_point import SyncPoint
 
 _OURS = 2  # references to a group that nobody else holds: a list's, and who counts
-_AGAIN = 0.05  # seconds: connections made after an abort have to be shut down, too
+_ABORT_AGAIN = 0.05  # seconds: connections made after an abort have to be shut down, too
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ProcessGroup:
         self.generation = generation
         self.leaving = False  # this node leaves the job: no other generation follows
         self.broken = ""  # why
-        self.met = ""  # the same, where it was found out here
+        self.own_reason = ""  # the same, where it was found out here
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self._local_rank = int(env["LOCAL_RANK"])
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -64,7 +64,7 @@ class ProcessGroup:
         self._ending = threading.Lock()
         self._torn_down = threading.Event()
         self._aborter: threading.Thread | None = None
-        self._teller: threading.Timer | None = None
+        self._place_timer: threading.Timer | None = None
         self._nccl_watch = threading.Thread(
             target=self._watch_nccl, name="elastic_etcd NCCL", daemon=True
         )
@@ -111,13 +111,13 @@ class ProcessGroup:
             self._sync_point.interrupt(reason)
             self._aborter = threading.Thread(target=self._keep_aborting, name="elastic_etcd abort")
             self._aborter.start()
-            self._teller = threading.Timer(PARK_LATE, self._tell_place)
-            self._teller.daemon = True  # like that thread it keeps no process that ends
-            self._teller.start()
+            self._place_timer = threading.Timer(PARK_LATE, self._log_place)
+            self._place_timer.daemon = True  # like that thread it keeps no process that ends
+            self._place_timer.start()
 
     def fail(self, reason: str) -> None:
         """Interrupt the world for a reason that was met here, which the agent does not know."""
-        self.met = self.met or reason
+        self.own_reason = self.own_reason or reason
         self.interrupt(reason)
 
     def barrier(self) -> None:
@@ -154,9 +154,9 @@ class ProcessGroup:
         Only the user's objects hold it longer: then it is freed with a later world, see `_free`.
         """
         _free(self._groups)
-        if self._teller:
-            self._teller.cancel()
-            self._teller.join()
+        if self._place_timer:
+            self._place_timer.cancel()
+            self._place_timer.join()
 
     def unhook(self) -> None:
         """Before another world: torch puts the rank before each line of an error, in each anew."""
@@ -185,10 +185,10 @@ class ProcessGroup:
     def _keep_aborting(self) -> None:
         """Until it is torn down, or the script has ended: the interpreter waits for this thread."""
         self._abort()
-        while not self._torn_down.wait(_AGAIN) and threading.main_thread().is_alive():
+        while not self._torn_down.wait(_ABORT_AGAIN) and threading.main_thread().is_alive():
             self._abort()
 
-    def _tell_place(self) -> None:
+    def _log_place(self) -> None:
         """A communicator that NCCL initialises can't be aborted, nor a wait of the script's."""
         stack = traceback.extract_stack(sys._current_frames().get(self._loop))[-3:]  # noqa: SLF001
         log.warning(
@@ -212,7 +212,7 @@ class ProcessGroup:
             log.debug("NCCL could not be aborted, and will be again: %s", error)
 
 
-def init_alone(backend: str | None, options: Mapping[str, Any]) -> None:
+def init_agentless(backend: str | None, options: Mapping[str, Any]) -> None:
     """Without an agent: build the process group that torchrun describes, or else of one rank."""
     backend = _prepare(backend, int(os.environ.get("LOCAL_RANK", "0")), options)
     if "RANK" in os.environ:
@@ -221,7 +221,7 @@ def init_alone(backend: str | None, options: Mapping[str, Any]) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
 
 
-def teardown_alone() -> None:
+def teardown_agentless() -> None:
     """Destroy the process groups of a world without an agent, and free them as `release` does."""
     groups = _groups()
     dist.destroy_process_group()

@@ -18,17 +18,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import (
-    Any,
-    ClassVar,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -40,10 +30,11 @@ from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import ddp
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
-from elastic_etcd.train.process_group import ProcessGroup, init_alone, teardown_alone
+from elastic_etcd.train.process_group import ProcessGroup, init_agentless, teardown_agentless
+from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
-_NONE = -1  # not even the step that was under way
+_NO_STEP = -1  # not even the step that was under way
 _LONGEST_TRACEBACK = 3000  # characters in a report; the error stands at its end
 _RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
@@ -51,36 +42,9 @@ log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
-
-
-class Resumable(Protocol):
-    """A training's state, as `run` needs it; ElasticState is one."""
-
-    def sync(self) -> bool:
-        """Give all ranks the newest committed state among them; a collective.
-
-        It returns whether that is of another world, alike on all ranks.
-        """
-
-    def _leave(self) -> None:
-        """Commit, because the world changes as planned."""
-
-    def _rewind(self) -> None:
-        """Go back to the last commit, or the last sync."""
-
-    def _uncommitted(self) -> int:
-        """How many steps that would cost."""
-
-    def _reset(self, old: World | None, new: World) -> None:
-        """The world is another one than the state comes from."""
-
-    def _position(self) -> str:
-        """The place at which training goes on, in words."""
-
-
-S = TypeVar("S", bound=Resumable)
+S = TypeVar("S", bound=ElasticState)
 Train = Callable[Concatenate[S, P], R]
+_Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
 
 
 @overload
@@ -120,7 +84,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         return functools.partial(run, backend=backend, **options)
 
     @functools.wraps(train)
-    def elastic(state: Resumable, *args: Any, **kwargs: Any) -> Any:
+    def elastic(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
         _refuse_where_main_is_imported()
         body = functools.partial(train, state, *args, **kwargs)
         channel = agent()
@@ -147,11 +111,11 @@ class _Ended(NamedTuple):
 
     world: World | None  # this process's part in it
     at: float
-    again: int  # whole steps that are trained again, or _NONE
+    again: int  # whole steps that are trained again, or _NO_STEP
 
     def cost(self) -> str:
         """The time and the steps that it has cost until now, in words."""
-        again = {_NONE: "nothing", 0: "the step under way"}
+        again = {_NO_STEP: "nothing", 0: "the step under way"}
         steps = again.get(self.again, f"{self.again} steps and the one under way")
         return f" after {time.monotonic() - self.at:.2f} s; trained again: {steps}"
 
@@ -165,7 +129,7 @@ class _Worker:
     def __init__(
         self,
         channel: Channel,
-        state: Resumable,
+        state: ElasticState,
         body: Callable[[], R],
         name: str,
         backend: str | None,
@@ -185,7 +149,7 @@ class _Worker:
         with self._channel.listening(self._receive):
             self._channel.elastic()
             while True:
-                group, lost, again = self._group, "", _NONE
+                group, lost, again = self._group, "", _NO_STEP
                 try:
                     result = self._train(group)
                 except WorldChanged:
@@ -193,16 +157,12 @@ class _Worker:
                 except BaseException as error:
                     lost = self._why_lost(group, error)
                     if not lost:
-                        self._tell_finished()
-                        group.teardown(broken=True)
-                        group.release()
+                        self._leave_worlds(group, broken=True)
                         raise
-                    again = self._state._uncommitted() if self._begun else _NONE  # noqa: SLF001
+                    again = self._state._uncommitted() if self._begun else _NO_STEP
                 else:
                     activity.now(Doing.DONE)
-                    self._tell_finished()
-                    group.teardown(broken=False)
-                    group.release()
+                    self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
                 self._ended = _Ended(_world(group), time.monotonic(), again)
@@ -225,11 +185,11 @@ class _Worker:
         ddp.make()
         if changed:
             old = ended.world if ended else None
-            self._state._reset(old, _world(group))  # noqa: SLF001 - ours, not the user's to call
+            self._state._reset(old, _world(group))
         try:
             return self._body()
         except WorldChanged:
-            self._state._leave()  # noqa: SLF001
+            self._state._leave()
             raise
 
     def _meet(self, group: ProcessGroup) -> _Ended | None:
@@ -238,7 +198,7 @@ class _Worker:
         Raises UsageError, on all ranks, where they are in other calls of ee.run.
         """
         now, ended = time.monotonic(), self._ended
-        known = (round((now - ended.at) * 1000), ended.again) if ended else (-1, _NONE)
+        known = (round((now - ended.at) * 1000), ended.again) if ended else (-1, _NO_STEP)
         rows = gather([self._call, zlib.crc32(self._name.encode()), *known])
         calls = [row[:2] for row in rows]
         if any(call != calls[0] for call in calls):
@@ -257,14 +217,16 @@ class _Worker:
         """The line that a user reads of a change."""
         why = f" ({self._channel.reason})" if self._channel.reason else ""
         place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
-        line = f"{place} goes on from {self._state._position()}"  # noqa: SLF001
+        line = f"{place} goes on from {self._state._position()}"
         anew = "" if ended and ended.world else " in a new process"
         return f"{line}{anew}{ended.cost() if ended else ''}"
 
-    def _tell_finished(self) -> None:
-        """Before anything else is done: the agent's messages from now on have no reader."""
+    def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
+        """First of all say so: the agent's messages from now on have no reader."""
         with suppress(AgentGone):
             self._channel.finished()
+        group.teardown(broken=broken)
+        group.release()
 
     def _why_lost(self, group: ProcessGroup, error: BaseException) -> str:
         """Why the world is lost; "" when the error is the user's own.
@@ -283,9 +245,9 @@ class _Worker:
     def _park(self, group: ProcessGroup, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
         if not group.leaving:  # else the others wait for this process's end: it may save
-            self._channel.parked(group.met if group.broken else lost)
+            self._channel.parked(group.own_reason if group.broken else lost)
         if lost and self._synced:
-            self._state._rewind()  # noqa: SLF001
+            self._state._rewind()
         if group.leaving:
             raise SystemExit(0)
         match self._orders.get():
@@ -358,7 +320,7 @@ def _world(group: ProcessGroup) -> World:
 
 
 def _run_without_agent(
-    state: Resumable, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
+    state: ElasticState, body: Callable[[], Any], backend: str | None, options: Mapping[str, Any]
 ) -> Any:
     """Without an agent."""
     log.warning(
@@ -367,10 +329,10 @@ def _run_without_agent(
     )
     ours = not dist.is_initialized()
     if ours:
-        init_alone(backend, options)
+        init_agentless(backend, options)
     state.sync()
     ddp.make()
     result = body()
     if ours:
-        teardown_alone()
+        teardown_agentless()
     return result

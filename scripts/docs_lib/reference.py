@@ -11,10 +11,10 @@ from prometheus_client.core import Metric
 
 import elastic_etcd
 from elastic_etcd import launcher
-from elastic_etcd.__main__ import parsers
+from elastic_etcd.__main__ import command_parsers
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics import Metrics
-from elastic_etcd.cli import options
+from elastic_etcd.cli import parsers
 from elastic_etcd.core.schema import Limits
 
 METRICS = """\
@@ -39,13 +39,13 @@ training script uses. What it is for stands in [ElasticState](../docs/state.md),
 
 def pages() -> Iterator[tuple[str, str]]:
     """Each with its file's name."""
-    for parser in parsers():
+    for parser in command_parsers():
         yield f"{parser.prog.split()[-1]}.md", command(parser)
     yield "metrics.md", metrics()
     yield "python.md", python()
 
 
-def command(parser: options.Parser) -> str:
+def command(parser: parsers.Parser) -> str:
     """What its --help says, with a heading for each flag."""
     parts = [f"# {parser.prog}", escaped(parser.description or ""), block(parser.usage or "")]
     for group in parser._action_groups:
@@ -58,7 +58,7 @@ def command(parser: options.Parser) -> str:
     return "\n\n".join([*parts, "## Examples and exit codes", block(parser.epilog or "")]) + "\n"
 
 
-def flag(parser: options.Parser, action: argparse.Action) -> str:
+def flag(parser: parsers.Parser, action: argparse.Action) -> str:
     formatter = parser._get_formatter()
     spelt = formatter._format_action_invocation(action)
     return f"### `{spelt}`\n\n{escaped(formatter._expand_help(action))}"

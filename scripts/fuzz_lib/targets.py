@@ -31,9 +31,9 @@ from elastic_etcd.protocol.messages import (
     from_forked,
     from_worker,
 )
-from elastic_etcd.train.state import encoding, snapshot
-from elastic_etcd.train.state.body import digest_of
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state import encoding, snapshot_format
+from elastic_etcd.train.state.snapshot_bytes import digest_of
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from tests.support.spoilt import JOBS, LOCAL, acts
 
 HELLO = encode(Hello(1, 1, 0, 7))
@@ -49,7 +49,7 @@ _OBJECTS = encoding.dumps(
     )
 )
 _NAMED = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.int64)}
-_TABLE, _ = snapshot.pack({"x": {"$tensor": "a"}}, _NAMED)
+_TABLE, _ = snapshot_format.pack({"x": {"$tensor": "a"}}, _NAMED)
 _loop = asyncio.new_event_loop()
 SEEDS: dict[str, list[bytes]] = {
     "value": [value.encode() for job in JOBS for value in job.values()],
@@ -158,7 +158,7 @@ def fuzz_snapshot(data: bytes) -> None:
     """A memfd with a header whose sums are right, but nothing else need be."""
     if len(data) < 16:
         return
-    snapshot.Header.unpack(data)
+    snapshot_format.Header.unpack(data)
     objects, size = struct.unpack("<QQ", data[:16])
     body = data[16:].ljust(-(-max(len(data) - 16, 1) // 64) * 64, b"\0")
     snapshots = Snapshots([os.memfd_create("fuzz") for _ in range(2)])
@@ -166,7 +166,7 @@ def fuzz_snapshot(data: bytes) -> None:
     memfd.body(len(body)).copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     digest = digest_of(memfd.body(len(body)))
     for length in (size, len(body)):
-        memfd.set(snapshot.Header(snapshot.Version(1, 1, 1), objects, length, digest))
+        memfd.set(snapshot_format.Header(snapshot_format.Version(1, 1, 1), objects, length, digest))
         if newest := snapshots.newest_intact():
             with contextlib.suppress(MalformedState):
                 newest.load()

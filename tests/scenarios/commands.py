@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from elastic_etcd.cli.values import in_multiples, nnodes
+from elastic_etcd.cli.flag_values import in_multiples, nnodes
 from elastic_etcd.core.lifecycle import (
     Answered,
     LeaseLost,

@@ -131,7 +131,7 @@ def test_nothing_shows_a_secret(
     job.exits(wrong, 5)
     assert "password" in wrong.output
     seen = processes(job)
-    assert any("guard.py" in line for line in seen)
+    assert any("guardian_process.py" in line for line in seen)
     etcd.kill()
     job.goes_on(generation)
     job.said(n1, "etcd does not answer")

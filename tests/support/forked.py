@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_etcd.train.process_group import teardown_alone
+from elastic_etcd.train.process_group import teardown_agentless
 
 _last: list[Any] = []  # the latest group
 _forkserver = multiprocessing.get_context("forkserver")
@@ -94,7 +94,7 @@ def _to_the_end(rank: int, size: int, folder: Path, function: Callable[[int], An
     )
     torch.save(function(rank), folder / f"{rank}.pt")
     dist.barrier()
-    teardown_alone()
+    teardown_agentless()
 
 
 def _ranked(rank: int, size: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:

@@ -20,7 +20,7 @@ DDP, ELASTIC, DIGITS, TICKER, DEVICE = (
     str(TRAINERS / f"{name}.py") for name in ("ddp", "elastic", "digits", "ticker", "device")
 )
 # Programs that run on a node, by the ends of their paths.
-GUARDIAN, FORKSERVER = "children/guard.py", "children/forkserver.py"
+GUARDIAN, FORKSERVER = "children/guardian_process.py", "children/forkserver.py"
 TTL = 2
 PATIENCE = 90.0  # seconds, on a machine that does much else
 

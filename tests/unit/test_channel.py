@@ -24,7 +24,7 @@ import elastic_etcd as ee
 from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.agent import guardian, prefork
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
-from elastic_etcd.children import forkserver, guard
+from elastic_etcd.children import forkserver, guardian_process
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.messages import (
@@ -41,6 +41,7 @@ from elastic_etcd.protocol.messages import (
     Imported,
     Interrupt,
     Keep,
+    Leaving,
     NextWorld,
     Parked,
     Recall,
@@ -239,6 +240,14 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
             await asyncio.to_thread(late_then_again)
     else:
         await asyncio.to_thread(late_then_again)
+
+
+async def test_an_answer_to_another_question_is_refused(agent: Agent, worker: Channel) -> None:
+    agent.answer = None
+    (channel,) = agent.server.channels
+    channel.send(Leaving(worker._number + 1, leaving=False))
+    with pytest.raises(AgentGone, match="answered something else"):
+        await asyncio.to_thread(worker.current)
 
 
 async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> None:
@@ -472,7 +481,7 @@ def test_what_the_guardian_is_told_first_is_described() -> None:
     packet = json.loads(guardian._first_packet(EtcdConfig(("h:1",)), "mark", ("folder",)))
     more = packet.keys() - {field.name for field in fields(EtcdConfig)}
     assert set(re.findall(r"`([a-z]+)`", told)) == more
-    assert set(re.findall(r'\bconfig\.pop\("(\w+)"\)', inspect.getsource(guard))) == more
+    assert set(re.findall(r'\bconfig\.pop\("(\w+)"\)', inspect.getsource(guardian_process))) == more
 
 
 def kind_of(message: type[Struct]) -> str:

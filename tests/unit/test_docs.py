@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import elastic_etcd
-from elastic_etcd.cli.options import build_parser
+from elastic_etcd.cli.parsers import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
 from scripts.docs_lib import picture

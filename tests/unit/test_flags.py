@@ -12,7 +12,7 @@ from msgspec.structs import fields
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.cli.flags import FLAGS, SECTIONS, Flag
-from elastic_etcd.cli.options import default_in_words
+from elastic_etcd.cli.parsers import default_in_words
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.launcher import LaunchConfig
 

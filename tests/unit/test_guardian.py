@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.children import guard
+from elastic_etcd.children import guardian_process
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.retry import boottime
@@ -112,7 +112,7 @@ def waiting_guard() -> Iterator["tuple[subprocess.Popen[bytes], socket.socket]"]
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         ours.settimeout(DEADLINE)
-        command = [sys.executable, "-I", "-S", guard.__file__, "1", str(GUARD_LIFE)]
+        command = [sys.executable, "-I", "-S", guardian_process.__file__, "1", str(GUARD_LIFE)]
         with subprocess.Popen(command, stdin=theirs.fileno()) as process:
             theirs.close()
             ours.send(b'{"path": [], "folders": []}')
@@ -323,7 +323,7 @@ async def test_a_frozen_guardian_can_be_dismissed(guardian: Observed) -> None:
 def test_signals_do_not_end_the_process() -> None:
     """And it kills although it can load nothing: its path is empty."""
     with worker() as pids, waiting_guard() as (process, agent_end):
-        for number in guard.IGNORED:
+        for number in guardian_process.IGNORED:
             process.send_signal(number)
         agent_end.send(f"0 0 1 {pids[0]}".encode())
         agent_end.close()
@@ -386,8 +386,8 @@ def test_an_endpoint_that_fails_when_another_has_answered_is_no_news(
                 raise EtcdUnreachable(f"{self._name} does not answer")
 
     monkeypatch.setattr("elastic_etcd.etcd.client.Client", Endpoint)
-    assert guard._revoke({"endpoints": ["live:1", *dead]}, 7) == ""
-    assert guard._revoke({"endpoints": dead}, 7).startswith("dead:")
+    assert guardian_process._revoke({"endpoints": ["live:1", *dead]}, 7) == ""
+    assert guardian_process._revoke({"endpoints": dead}, 7).startswith("dead:")
     gc.collect()
     assert {(name, 7) for name in ("live:1", *dead)} == set(asked)
     assert caplog.records == []

@@ -107,6 +107,7 @@ class Node:
     def __init__(self, pid: int, timeout: float | None = 60.0) -> None:
         self.env: dict[str, str] = {}
         self.folder: Path | None = None
+        self.evidence_of: list[int] = []  # generations
         self.tails = chain(repeat(b""))  # of its stderr, one look after the other
         output = SimpleNamespace(err=SimpleNamespace(tail=lambda: next(self.tails)))
         spec = SimpleNamespace(rank=0, env=self.env)
@@ -126,7 +127,8 @@ class Node:
     def give_up(self, rank: int | None, *_: str) -> None:
         self.given_up.append(rank)
 
-    def evidence_file(self, *_: int) -> Path | None:
+    def evidence_file(self, generation: int, _: int) -> Path | None:
+        self.evidence_of.append(generation)
         return self.folder / "hang.txt" if self.folder else None
 
     def suspects(self) -> bool:
@@ -188,6 +190,27 @@ async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
     node.see(state(None))
     await node.until(lambda: node.said)
     assert node.said == [1]
+    task.cancel()
+
+
+async def test_evidence_is_gathered_once_and_belongs_to_its_generation(
+    dumping_pid: int,
+    quick: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node may gather it alone when the coordinator asks, and the world may begin anew."""
+    monkeypatch.setattr(evidence, "HANG_STACKS", 1.0)
+    node = Node(dumping_pid)
+    task = asyncio.create_task(node.watch.run())
+    await node.until(lambda: node.tasks)
+    node.see(state(Hang(1, 1, 70.0, evidence=True)))
+    await asyncio.sleep(0.3)
+    node.generation = 2
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
+    assert node.evidence_of == [1]
+    await node.until(lambda: node.said)
+    assert caplog.text.count("rank 0 is in step 7") == 1
     task.cancel()
 
 

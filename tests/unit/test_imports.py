@@ -52,7 +52,7 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
     "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
-    "children/guard.py": "agent/guardian.py",
+    "children/guardian_process.py": "agent/guardian.py",
     "api/run_function.py": "launcher.py",
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
@@ -78,7 +78,7 @@ CHILDREN = {
     "children/run_script.py": {"elastic_etcd.children.entry"},
     "api/run_function.py": {"cloudpickle"},
     "children/variables.py": set[str](),
-    "children/guard.py": {
+    "children/guardian_process.py": {
         "elastic_etcd.errors",
         "elastic_etcd.etcd.client",
         "elastic_etcd.etcd.access",
@@ -345,7 +345,7 @@ def test_importing_does_not_load(module: str, without: set[str]) -> None:
     ("program", "without"),
     [
         ("system/trampoline.py", {"asyncio", "socket", "signal", "json", "typing", "elastic_etcd"}),
-        ("children/guard.py", {"asyncio", "socket", "json", "typing", "elastic_etcd"}),
+        ("children/guardian_process.py", {"asyncio", "socket", "json", "typing", "elastic_etcd"}),
     ],
 )
 def test_a_program_is_small_while_it_waits(program: str, without: set[str]) -> None:

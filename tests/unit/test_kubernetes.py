@@ -9,7 +9,7 @@ import yaml
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics_server import serving
-from elastic_etcd.cli import options, steer
+from elastic_etcd.cli import parsers, steer
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.launch import parse
 from elastic_etcd.times import CHILD_GONE, KILLED, LEAVE_TIMEOUT, REVOKE_TIMEOUT
@@ -135,7 +135,7 @@ class Asked(dict[str, str]):
 @pytest.mark.parametrize("name", WITH_A_JOB)
 def test_our_launcher_reads_the_variables_also_those_in_comments(name: str) -> None:
     read = Asked()
-    options.build_parser(read)
+    parsers.build_parser(read)
     text = (FOLDER / f"{name}.yaml").read_text()
     named = set(re.findall(r"name: (PET_\w+)", text))
     assert len(re.findall(r"# - \{name: PET_", text)) == 5

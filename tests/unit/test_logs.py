@@ -349,7 +349,7 @@ async def test_a_terminal_is_written_without_blocking_and_its_mode_is_left_alone
         assert not flags & os.O_NONBLOCK
         run.start("while True: print('x' * 100)")
         await until(lambda: run.logs.stdout.writer.full)  # nobody reads the terminal
-        run.watched.workers.kill()
+        run.watched.kill()
         await run.watched.emptied()
         assert os.read(primary, 100).startswith(b"[node0 4]: xxx")
         assert fcntl.fcntl(terminal, fcntl.F_GETFL) == flags

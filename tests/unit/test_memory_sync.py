@@ -173,7 +173,7 @@ def test_the_other_workers_of_a_node_are_told(nodes: Nodes) -> None:
     with ThreadPoolExecutor(1) as threads:
         for path in (nodes.memories[0] / NEW.name, None):
             answer = threads.submit(made[1].path_from_first)
-            made[0].tell_others(path)
+            made[0].publish_path(path)
             assert answer.result(LONG) == path
             made[1]._store = made[0]._store = dist.PrefixStore("again", made[0]._store)
 
@@ -181,7 +181,7 @@ def test_the_other_workers_of_a_node_are_told(nodes: Nodes) -> None:
 def test_who_does_not_call_is_named(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_sync, "_TELL", 0.05)
+    monkeypatch.setattr(memory_sync, "_LOG_EVERY", 0.05)
     (first,) = nodes.made([0])
     with pytest.raises(UsageError, match=r"0\.1 s for group rank 1: it has to be called on every"):
         first._wait("offer/1", "group rank 1", 0.1)
@@ -220,7 +220,7 @@ def peer(say: Callable[[socket.socket], None]) -> Iterator[Offer]:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield Offer("127.0.0.1", server.getsockname()[1], "00" * 16, [(120, 3)])
+        yield Offer("127.0.0.1", server.getsockname()[1], "00" * 16, [NEW])
         thread.join()
 
 
@@ -284,11 +284,19 @@ def test_nothing_is_said_to_who_does_not_know_the_nonce(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"port": 0}, {"nonce": "x"}, {"held": [[-1, 0]]}, {"held": [[0, 0]] * 9}, {"addr": None}],
+    [
+        {"port": 0},
+        {"nonce": "x"},
+        {"held": [[-1, 0]]},
+        {"held": [[1, 2, 3]]},
+        {"held": [[1]]},
+        {"held": [[0, 0]] * 9},
+        {"addr": None},
+    ],
 )
 def test_what_is_no_offer_is_refused(change: dict[str, object]) -> None:
     whole = {"addr": "10.0.0.1", "port": 1, "nonce": "00" * 16, "held": [[1, 2]]}
-    assert memory_sync.read_offer(json.encode(whole)).held == [(1, 2)]
+    assert memory_sync.read_offer(json.encode(whole)).held == [Checkpoint(1, 2)]
     with pytest.raises(MalformedState):
         memory_sync.read_offer(json.encode(whole | change))
 

@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.metrics import Metrics, nodes, unready
 from elastic_etcd.agent.followers.metrics_server import serving
 from elastic_etcd.agent.followers.recovery import Recovery
-from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round

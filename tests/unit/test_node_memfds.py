@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_etcd.train.agent_channel
-from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshots
-from elastic_etcd.train.state.body import TensorSlice
+from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.free_memory import Free
-from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_bytes import TensorSlice
+from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from tests.support.channels import Job
 from tests.support.forked import Child, ranks
 
@@ -291,8 +291,8 @@ def test_a_rank_that_is_stopped_in_its_copy_does_not_keep_others_from_theirs(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(snapshots, "_TIMES", 0)
+    monkeypatch.setattr(snapshot_store, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshot_store, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     one, other, *_ = node.ranks()
     for count in (1, 2, 3):
@@ -323,8 +323,8 @@ def test_a_rank_that_compares_waits_for_nobody_who_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot_memfds, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(snapshots, "COPY_PATIENCE", 0.05)
-    monkeypatch.setattr(snapshots, "_TIMES", 0)
+    monkeypatch.setattr(snapshot_store, "COPY_PATIENCE", 0.05)
+    monkeypatch.setattr(snapshot_store, "_TIMES", 0)
     heard, said = Pipe(duplex=False)
     asked, ask = Pipe(duplex=False)
     one, other, *_ = node.ranks()

@@ -161,14 +161,14 @@ async def test_it_is_told_whether_all_workers_can_park(watched: Watched, tmp_pat
     await watched.emptied()
     watched.launch(one.command, two.command, generation=2)
     await watched.until(lambda: watched.elastic == [True, True])
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
     watched.elastic.clear()
     watched.launch(one.command, plain, generation=3)
     await watched.started()
     await watched.turns(lambda: any(w.channel for w in watched.workers._running.values()))
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
     assert True not in watched.elastic
 
@@ -187,7 +187,7 @@ async def test_one_that_has_hung_up_is_replaced(watched: Watched, tmp_path: Path
     assert is_gone(pid)
     assert other != pid
     assert watched.ends == [], "it was no worker of this generation"
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 
@@ -238,7 +238,7 @@ async def test_g3_a_worker_that_is_late_to_park_is_told_of(
     watched.workers.stop(0.1, Interrupt(1, "n2 is lost"), 1000)
     late = "n2 is lost: rank 0: not out of its step for 0.1 s; they will be killed"
     await watched.turns(lambda: late in caplog.text)
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 
@@ -313,7 +313,7 @@ async def test_a_parked_worker_that_dies_is_nobody_s_failure(
     watched.launch(script.command, generation=2)
     (other,) = await elastic(watched)
     assert other != pid
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
     assert [f.pid for f in watched.failures] == [other]
 
@@ -326,7 +326,7 @@ async def test_a_question_about_the_generation_goes_to_etcd(
     await watched.turns(lambda: script.hears("current"))
     answer = {"type": "current", "id": 3, "current": False, "reason": "generation 1 is over"}
     assert script.heard[1] == answer
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 
@@ -343,7 +343,7 @@ async def test_what_a_worker_of_an_older_generation_says_is_of_no_interest(
         await watched.turns(lambda: caplog.text.count("is no worker of this node") == 2)
         assert not watched.workers._parked
         assert not can_park(watched)
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 

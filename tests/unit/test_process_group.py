@@ -96,7 +96,7 @@ def test_g2_what_nccl_has_met_breaks_each_world(
         error = "TIMEOUT"
         with pytest.raises(sync_point.WorldBroken, match="NCCL has met an error: TIMEOUT"):
             train()
-        assert group.met == group.broken
+        assert group.own_reason == group.broken
         error = ""
         end(group, broken=True)
 

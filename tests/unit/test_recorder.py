@@ -1,5 +1,6 @@
 """The flight recorder: what it keeps, and that its file replays."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def test_views_of_a_large_job_take_bounded_memory(monkeypatch: pytest.MonkeyPatc
         view = View(revision, Narrow(), members=members)
         flight.record(State(Local(""), 1), 0.0, ViewChanged(view))
     assert len(flight._steps) == 2
+
+
+def test_findings_keep_no_views() -> None:
+    """A coordinator of 10,000 nodes may have another one of half a megabyte for each."""
+    flight = FlightRecorder()
+    revisions = range(10**9, 10**9 + 50)
+    for revision in revisions:
+        state = State(Local(""), 1, view=View(revision, Narrow(), members=(MEMBER,)))
+        flight.record(state, 0.0, HANG)
+    views = [each for each in gc.get_objects() if isinstance(each, View)]
+    assert sum(view.revision in revisions for view in views) == 1, "this test's own"
 
 
 HANG = Finding("hangs", Txn((Compare("/j/round", "mod", 7),), (Put("/j/hang", "{}"),)))

@@ -37,9 +37,10 @@ from elastic_etcd.protocol.messages import (
 from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
-from elastic_etcd.train.process_group import ProcessGroup, teardown_alone
+from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
 from elastic_etcd.train.run import is_communication_failure
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
 
 Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
@@ -48,13 +49,15 @@ RESET = "Read error [127.0.0.1]:9: Connection reset by peer"
 GLOO = f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] {RESET}"
 
 
-class State:
+class State(ElasticState):
     """Remembers what was asked of it. `comes_from` is the world that its snapshot is of."""
 
+    asked: list[str]
+    comes_from: str
+    worlds: list[tuple[int | None, int]]
+
     def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.comes_from = ""
-        self.worlds: list[tuple[int | None, int]] = []
+        super().__init__(asked=[], comes_from="", worlds=[])
 
     def sync(self) -> bool:
         here = os.environ.get("ELASTIC_ETCD_GENERATION", "")
@@ -669,6 +672,6 @@ def test_a_module_that_is_wrapped_once() -> None:
         assert made[-1].find_unused_parameters
         assert module.ddp is made[-1]
         forget()
-        teardown_alone()
+        teardown_agentless()
     assert made[0] is not made[1]
     assert list(module.state_dict()) == ["module.weight", "module.bias"]

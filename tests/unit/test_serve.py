@@ -320,6 +320,8 @@ async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: 
         async with jobs.viewed("j"):
             await asyncio.wait({jobs.keeper}, timeout=DEADLINE)
             assert jobs.keeper.done()
+        async with jobs.viewed("j"):
+            assert jobs.over.is_set(), "as for a page that is opened while the server ends"
         with pytest.raises(KeyError, match="a mistake"):
             jobs.keeper.result()
 

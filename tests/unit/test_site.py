@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from elastic_etcd.__main__ import parsers
-from elastic_etcd.cli import options
+from elastic_etcd.__main__ import command_parsers
+from elastic_etcd.cli import parsers
 from tests.support.chromium import chromium
 from tests.support.debian import NotToBeHad
 from tests.support.job import ROOT
@@ -113,12 +113,12 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
         assert not re.search(r"(url\(|@import)\W*(https?:)?//", style.read_text()), style
 
 
-def command(parser: options.Parser) -> str:
+def command(parser: parsers.Parser) -> str:
     return parser.prog.split()[-1]
 
 
-@pytest.mark.parametrize("parser", list(parsers()), ids=command)
-def test_each_command_has_a_page_with_its_flags(parser: options.Parser) -> None:
+@pytest.mark.parametrize("parser", list(command_parsers()), ids=command)
+def test_each_command_has_a_page_with_its_flags(parser: parsers.Parser) -> None:
     page = (SITE / "reference" / f"{command(parser)}.html").read_text()
     flags = re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", parser.format_help(), re.MULTILINE)
     assert [flag for flag in flags if flag != "--help" and flag not in page] == []

@@ -17,11 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.state.body import CHUNK, Staging, TensorSlice, digest_of, write_body
 from elastic_etcd.train.state.encoding import decode, dumps, encode
-from elastic_etcd.train.state.snapshot import Draft, Header, Version, pack, slices_of, unpack
+from elastic_etcd.train.state.snapshot_bytes import (
+    CHUNK,
+    Staging,
+    TensorSlice,
+    digest_of,
+    write_body,
+)
+from elastic_etcd.train.state.snapshot_format import Draft, Header, Version, pack, slices_of, unpack
 from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from tests.support.forked import Child
 
 DTYPES = [

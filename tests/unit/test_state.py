@@ -26,9 +26,9 @@ from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World
-from elastic_etcd.train.state import snapshots
+from elastic_etcd.train.state import snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.snapshot import Version
+from elastic_etcd.train.state.snapshot_format import Version
 from tests.support.channels import Job
 from tests.support.forked import Child, group
 
@@ -860,7 +860,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setattr(elastic_etcd.train.agent_channel, "_channel", None)
-        monkeypatch.setattr(snapshots.Snapshots, "_opened", 0)
+        monkeypatch.setattr(snapshot_store.Snapshots, "_opened", 0)
         yield job
         if channel := elastic_etcd.train.agent_channel._channel:
             channel._socket.close()
@@ -982,4 +982,4 @@ def test_of_many_values_that_differ_three_are_named(
 
 
 def test_a_process_keeps_as_many_names_as_its_agent_allows() -> None:
-    assert snapshots.MOST_NAMES == agent_end._NAMES
+    assert snapshot_store.MOST_NAMES == agent_end._NAMES

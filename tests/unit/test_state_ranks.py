@@ -18,7 +18,7 @@ from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import collectives
 from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.snapshot import Version
+from elastic_etcd.train.state.snapshot_format import Version
 from tests.support.forked import Child, group, ranks
 
 
@@ -422,20 +422,6 @@ def test_what_does_not_arrive_as_it_was_sent_is_no_snapshot(tmp_path: Path) -> N
     assert "rank 0 did not arrive" in error
     assert newest is None
     assert total == 1000
-
-
-def without_a_header(rank: int) -> str:
-    if rank == 0:
-        dist.send(torch.zeros(sync._HEADER, dtype=torch.uint8), 1)
-        return ""
-    with pytest.raises(MalformedState) as raised:
-        sync._receive_header(0)
-    return str(raised.value)
-
-
-def test_t23_what_arrives_without_a_header_is_refused(tmp_path: Path) -> None:
-    told = ranks(2, tmp_path, without_a_header)
-    assert told == ["", "rank 0 sent no header of a snapshot"]
 
 
 def of_other_names(rank: int) -> Any:

@@ -51,6 +51,29 @@ async def test_a_crash_is_raised_and_ends_everything_else() -> None:
     assert other.cancelled
 
 
+async def test_after_an_error_no_task_can_begin() -> None:
+    """Not even while the others are being cancelled."""
+    begun, seen = asyncio.Event(), list[bool]()
+
+    async def look(tasks: Tasks) -> None:
+        seen.append(tasks.ended)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(tasks.ended)
+
+    async def scope() -> None:
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            tasks.create(look(tasks))
+            await begun.wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ExceptionGroup):
+        await scope()
+    assert seen == [False, True]
+
+
 async def test_the_scope_s_own_error_comes_first() -> None:
     other = Endless()
 

@@ -1,5 +1,6 @@
 """Views: what is encoded is decoded, and whatever else is found does no harm."""
 
+import gc
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -561,3 +562,13 @@ def test_a_verdict_s_exit_code_is_that_of_the_error_for_the_user() -> None:
     assert Verdict.BUDGET_USED_UP.exit_code == BudgetUsedUp.exit_code
     assert Verdict.TOO_FEW_NODES.exit_code == RendezvousTimeout.exit_code
     assert Verdict.SUCCEEDED.exit_code == Verdict.STOPPED.exit_code == 0
+
+
+def test_the_worlds_of_a_long_run_take_bounded_memory() -> None:
+    generations = range(10**9, 10**9 + 1000)
+    for generation in generations:
+        page = Page(generation, (Participant(0xA, "n1", 1, 0, 0),))
+        kv = KeyValue(KEYS.page(0), encode(page), 1, generation, 0)
+        view_of(Snapshot(generation, {kv.key: kv}), KEYS, Narrow())
+    pages = [each for each in gc.get_objects() if isinstance(each, Page)]
+    assert sum(page.generation in generations for page in pages) < 500

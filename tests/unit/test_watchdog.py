@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_etcd.agent.followers.watchdog import Watchdog
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from tests.support.aio import elapse
 
 DEADLINE = 30.0

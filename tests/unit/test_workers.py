@@ -9,12 +9,13 @@ import textwrap
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from elastic_etcd.agent import termination
 from elastic_etcd.agent.config import LogConfig
+from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.system import exits, groups
 from elastic_etcd.system.exits import Process
@@ -162,7 +163,7 @@ async def test_a_program_that_cannot_run_is_an_exit(
     assert (failure.rank, failure.code) == (0, code)
     assert program in failure.message
     assert words in failure.message
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 
@@ -204,7 +205,7 @@ async def test_a_worker_may_use_its_grace(watched: Watched, fifo: Path) -> None:
 
 async def test_stop_at_any_moment_is_safe(watched: Watched) -> None:
     watched.workers.stop(1)  # nothing has ever run
-    watched.workers.kill()
+    watched.kill()
 
     watched.launch(*[["sleep", "1000"]] * 4)
     watched.workers.stop(1000)  # they are not even processes
@@ -220,7 +221,7 @@ async def test_stop_at_any_moment_is_safe(watched: Watched) -> None:
     watched.launch(["true"], generation=3)
     await watched.emptied()
     watched.workers.stop(1)
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
 
 
@@ -247,7 +248,7 @@ async def test_r18_a_daemon_of_a_worker_is_killed_and_awaited(
 ) -> None:
     watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
     pid = int(await line(fifo))
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
     assert not is_running(pid)
     told = [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
@@ -259,7 +260,7 @@ async def test_r18_a_daemon_without_the_mark_is_left(watched: Watched, fifo: Pat
     """As a script starts what is to outlive it."""
     watched.launch(["sh", "-c", f"{MARK}= {DAEMON.format(fifo=fifo)} exec sleep 1000"])
     pid = int(await line(fifo))
-    watched.workers.kill()
+    watched.kill()
     try:
         await watched.emptied()
         assert is_running(pid)
@@ -319,7 +320,7 @@ async def test_a_dead_child_that_nobody_reaps_delays_nothing(watched: Watched, f
     careless = int(await line(fifo))
     (leader,) = await watched.started()
     try:
-        watched.workers.kill()
+        watched.kill()
         await watched.emptied()
         os.killpg(leader, 0)  # the zombie is still there
     finally:
@@ -458,9 +459,24 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
     os.kill(pid, signal.SIGKILL)
     await watched.turns(lambda: watched.workers._termination._stuck._handle is None)
     assert watched.workers._termination._kill._handle is kill
-    watched.workers.kill()
+    watched.kill()
     await watched.emptied()
     assert stuck(caplog) == []
+
+
+async def test_a_worker_that_dies_after_its_agent_s_tasks_is_nobody_s_news(logs: Logs) -> None:
+    """An agent that leaves at once waits for none, and one with much memory takes long to die."""
+    crashes: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, crash: crashes.append(crash))
+    async with Tasks() as tasks:
+        watched = Watched(logs, tasks)
+        watched.launch(python("import time; time.sleep(100)"))
+        (pid,) = await watched.started()
+    os.kill(pid, signal.SIGKILL)
+    await watched.turns(lambda: not (watched.groups or watched.workers._termination._groups))
+    watched.workers.close()
+    await asyncio.sleep(0.1)
+    assert crashes == []
 
 
 async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
@@ -475,7 +491,7 @@ async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
         await asyncio.sleep(0)
     unkillable = watched.workers._termination._unkillable
     assert unkillable._handle is None
-    watched.workers.kill()
+    watched.kill()
     await watched.turns(lambda: unkillable._handle or watched.empties)
     await watched.emptied()
     assert unkillable._handle is None
@@ -503,7 +519,7 @@ async def test_r12_a_daemon_that_is_there_longer_is_told_too(logs: Logs, fifo: P
     async with Watched.open(logs, kill_timeout=0.1) as watched:
         watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
         pid = int(await line(fifo))
-        watched.workers.kill()
+        watched.kill()
         await watched.turns(lambda: watched.unkillable)
         assert not watched.empties, "I3: it is not gone"
         os.killpg(pid, signal.SIGKILL)

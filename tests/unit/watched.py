@@ -109,6 +109,10 @@ class Watched:
         self.empties.clear()
         self.workers.launch(generation, specs)
 
+    def kill(self) -> None:
+        """SIGKILL to all that run."""
+        self.workers._termination.kill()
+
     async def started(self) -> list[int]:
         """Wait until every worker has its process; their pids by rank."""
         await self.turns(lambda: not self.workers._starting)

@@ -68,33 +68,43 @@ class Evidence(NamedTuple):
 
 
 async def gather(
-    hanging: list[Worker], workers: Workers, logs: Logs, known: dict[int, Evidence]
+    hanging: list[Worker],
+    workers: Workers,
+    logs: Logs,
+    known: dict[int, Evidence],
+    one_at_a_time: asyncio.Lock,
 ) -> None:
     """Have written where they stand: into a file for each, and into their own output.
 
-    `known` gets the evidence by rank, as soon as it is there.
+    `known` gets the evidence by rank, as soon as it is there, and is not gathered again.
     """
-    tails = {worker.pid: worker.output.err.tail() for worker in hanging}
-    asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
-    traces = await _ask_for_traces(hanging)
-    await _await_stacks([w for w in hanging if w.pid in asked], tails)
-    now = {worker.pid: activity for worker, activity in workers.activities()}
-    hanging = [worker for worker in hanging if worker.pid in now]
-    for worker in hanging:
-        output, at = worker.output.err.tail(), now[worker.pid]
-        new = output if output != tails[worker.pid] else b""
-        known[worker.spec.rank] = Evidence(at.steps, _stack(new))
-        log.warning(
-            "rank %d is in step %d for %.0f s; its slowest of late took %.1f s (--hang-timeout)",
-            *(worker.spec.rank, at.steps + 1, at.seconds, at.slowest),
-        )
+    generation = workers.generation
+    async with one_at_a_time:
+        hanging = [worker for worker in hanging if worker.spec.rank not in known]
+        if not hanging:
+            return
+        tails = {worker.pid: worker.output.err.tail() for worker in hanging}
+        asked = {worker.pid for worker in hanging if _ask_for_stacks(worker.pid)}
+        traces = await _ask_for_traces(hanging)
+        await _await_stacks([w for w in hanging if w.pid in asked], tails)
+        now = {worker.pid: activity for worker, activity in workers.activities()}
+        hanging = [worker for worker in hanging if worker.pid in now]
+        for worker in hanging:
+            output, at = worker.output.err.tail(), now[worker.pid]
+            new = output if output != tails[worker.pid] else b""
+            known[worker.spec.rank] = Evidence(at.steps, _stack(new))
+            log.warning(
+                "rank %d is in step %d for %.0f s; its slowest of late took %.1f s "
+                "(--hang-timeout)",
+                *(worker.spec.rank, at.steps + 1, at.seconds, at.slowest),
+            )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANG_EVIDENCE):
             for worker in hanging:
-                path = logs.evidence_file(workers.generation, worker.spec.rank)
+                path = logs.evidence_file(generation, worker.spec.rank)
                 await _write_evidence(worker, path, has_handler=worker.pid in asked)
             for rank, trace in traces:
-                await _collect(rank, trace, logs.evidence_file(workers.generation, rank))
+                await _collect(rank, trace, logs.evidence_file(generation, rank))
 
 
 async def _write_evidence(worker: Worker, path: Path | None, *, has_handler: bool) -> None:

@@ -5,6 +5,7 @@ ended, nor commits, saves and what `ee.quiet` was told. The agents find out toge
 others wait for (core/hangs.py); an agent that gets no answer names its own workers.
 """
 
+import asyncio
 import logging
 import math
 from typing import TypeAlias
@@ -48,6 +49,7 @@ class HangWatch(PeriodicFollower):
         self._last_line: tuple[int, int] | None = None  # its generation and number
         self._found: Hang | None = None  # by its line, and nobody has acted on it
         self._question = (0, 0), 0.0  # the open one, as long as this agent leads, and since when
+        self._gathering = asyncio.Lock()
         self._slowest = 0.0  # of all steps of all worlds, as far as one look a second shows
         self._seen: dict[int, Activity] = {}  # by rank, at the look before
         self._begin(0)
@@ -59,7 +61,6 @@ class HangWatch(PeriodicFollower):
         self._generation = generation
         self._seen.clear()
         self._evidence: dict[int, Evidence] = {}  # by rank; of those that have not gone on
-        self._gathers = False  # evidence, while nobody asks
         self._number = 0  # of the steps that were published last
         self._published: dict[int, Reached] = {}  # where the ranks that stood were then
         self._judged: dict[int, Reached] = {}  # the same, once all were asked
@@ -142,15 +143,11 @@ class HangWatch(PeriodicFollower):
             self._suspicion = None
         elif self._suspicion is None:
             self._suspicion = self._loop.time()
-        elif self._loop.time() >= self._suspicion + HANG_ALONE and not self._gathers:
-            unknown = [worker for worker in late if worker.spec.rank not in self._evidence]
-            if unknown:
-                self._gathers = True
-                self._tasks.create(self._gather(unknown))
+        elif self._loop.time() >= self._suspicion + HANG_ALONE and not self._gathering.locked():
+            self._tasks.create(self._gather(late))
 
     async def _gather(self, hanging: list[Worker]) -> None:
-        await gather(hanging, self._workers, self._logs, self._evidence)
-        self._gathers = False
+        await gather(hanging, self._workers, self._logs, self._evidence, self._gathering)
 
     # --- all nodes together ---------------------------------------------------------------
 
@@ -182,8 +179,7 @@ class HangWatch(PeriodicFollower):
     async def _publish_steps(self, state: State, view: View, asked: Hang) -> bool:
         if asked.evidence:
             stand = [w for w, now in self._workers.activities() if _stands(w, now, asked.seconds)]
-            if unknown := [w for w in stand if w.spec.rank not in self._evidence]:
-                await self._gather(unknown)
+            await self._gather(stand)
         found = self._workers.activities()
         self._published = {
             w.spec.rank: _reached(now) for w, now in found if _stands(w, now, asked.seconds)

@@ -22,9 +22,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recovery import Histogram, Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
-from elastic_etcd.agent.followers.watchdog import Watchdog
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, Life, State
@@ -40,7 +40,7 @@ _REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 class StepCounts:
     """The numbers on the workers' pages, added up over all worlds of this agent.
 
-    A scrape in the middle of `end` would count a world twice.
+    A scrape in the middle of `follow` would count a world twice.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -49,14 +49,11 @@ class StepCounts:
         self._generation = 0  # of the world that runs here
         self._before = (0, 0, 0.0)
 
-    def begin(self, generation: int) -> None:
-        """Another world is about to start."""
-        self._generation = generation
-
-    def end(self) -> None:
-        """The world is over, and its pages are about to be used again."""
-        with self._lock:
-            self._before, self._generation = self._sum(), 0
+    def follow(self, generation: int) -> None:
+        """This world is about to start, or none (0): the pages are about to be used again."""
+        if generation != self._generation:
+            with self._lock:
+                self._before, self._generation = self._sum(), generation
 
     def read(self) -> list[Activity]:
         """The activities of this world's workers, once its pages are cleared for it."""
@@ -109,13 +106,10 @@ class Metrics(Collector):
 
     def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        del event
+        del before, event
         self._state = state
-        was, running = before.local.running, state.local.running
-        if self._steps and was and not running:
-            self._steps.end()
-        if self._steps and running != was and running:
-            self._steps.begin(running)
+        if self._steps:
+            self._steps.follow(state.local.running)
 
     # --- in any thread --------------------------------------------------------------------
 

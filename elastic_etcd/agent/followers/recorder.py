@@ -43,19 +43,20 @@ class Step(msgspec.Struct):
 class FlightRecorder:
     """The last STEPS steps, fewer if their views are of a very large job.
 
-    Findings of followers have a room of their own, so that they push nothing else out.
+    Findings of followers have a room of their own, so that they push nothing else out, and without
+    the state, which none of them changes.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[State, Step]] = deque()
-        self._findings: deque[tuple[State, Step]] = deque(maxlen=_FINDINGS)
+        self._findings: deque[Step] = deque(maxlen=_FINDINGS)
         self._members = 0
 
     def record(self, before: State, at: float, event: Event) -> Step:
         """Remember a step that is about to be made; its actions are the caller's to add."""
         step = Step(at, event)
         if isinstance(event, Finding | Published):
-            self._findings.append((before, step))
+            self._findings.append(step)
             return step
         self._steps.append((before, step))
         self._members += _size(event)
@@ -69,15 +70,15 @@ class FlightRecorder:
 
         In any thread: what is recorded meanwhile is left out.
         """
-        steps, findings = list(self._steps), list(self._findings)
-        began = steps[0][1].at if steps else 0.0
-        steps += [finding for finding in findings if finding[1].at >= began]
-        steps.sort(key=lambda pair: pair[1].at)
+        kept, findings = list(self._steps), list(self._findings)
+        head = Head(kept[0][0] if kept else None)
+        steps = [step for _, step in kept]
+        steps += [finding for finding in findings if steps and finding.at >= steps[0].at]
+        steps.sort(key=lambda step: step.at)
         descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
-        head = Head(steps[0][0] if steps else None)
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(to_json(head) + b"\n")
-            file.writelines(to_json(step) + b"\n" for _, step in steps)
+            file.writelines(to_json(step) + b"\n" for step in steps)
         return Path(name)
 
 

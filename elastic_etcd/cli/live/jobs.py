@@ -29,7 +29,7 @@ from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import LOOK_PERIOD, LOOK_TTL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.core.view import View
@@ -102,7 +102,7 @@ class Jobs:
         self.prefix = prefix
         self._root = f"{prefix}/{only}/" if only else f"{prefix}/"
         self.news = asyncio.Event()  # set by a change, which puts another one in its place
-        self.over = asyncio.Event()  # set once nobody is to hear of news any more
+        self.over = asyncio.Event()  # set once nobody is to hear of news, or the keeper fails
         self._client, self._timeout = client, timeout
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
@@ -129,6 +129,7 @@ class Jobs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.end()
         self.keeper.cancel()
         await asyncio.wait({self.keeper}, timeout=_PATIENCE)
 
@@ -189,22 +190,24 @@ class Jobs:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for work in (self._follow_etcd, self._ask, self._sample):
-                    self._tasks.create_task(work(), name=work.__name__)
+                    self._tasks.create_task(self._until_it_fails(work), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _until_it_fails(self, work: Callable[..., Awaitable[Never]], *args: str) -> Never:
+        try:
+            await work(*args)
+        except Exception:
+            self.end()  # before anybody can ask the keeper for another task
+            raise
 
     async def _follow_etcd(self) -> Never:
         """Keep the copy; begin anew what etcd refuses later. Raises EtcdError at first."""
         everything = (Get(self._root, prefix=True),)
-        read = False
+        changed, read = asyncio.Event(), False
         while True:
-            changed = asyncio.Event()
-
-            def ended(_: object, changed: asyncio.Event = changed) -> None:
-                changed.set()
-
             mirror = Mirror(self._client, everything, changed.set, _RECONCILE, MOST_KEYS)
-            mirror.failed.add_done_callback(ended)
+            mirror.failed.add_done_callback(lambda _: changed.set())
             async with mirror:
                 while not mirror.failed.done():
                     await changed.wait()
@@ -265,10 +268,13 @@ class Jobs:
 
     @asynccontextmanager
     async def viewed(self, job: str) -> AsyncIterator[None]:
-        """While this is open the job's nodes know that they are viewed."""
+        """While this is open the job's nodes know that they are viewed, unless all is over."""
+        if self.over.is_set():
+            yield
+            return
         if job not in self._viewers:
-            task = self._tasks.create_task(self._tell_nodes(job), name=f"view {job}")
-            self._viewers[job] = Viewers(task)
+            work = self._until_it_fails(self._tell_nodes, job)
+            self._viewers[job] = Viewers(self._tasks.create_task(work, name=f"view {job}"))
         viewers = self._viewers[job]
         viewers.count += 1
         try:
@@ -282,8 +288,7 @@ class Jobs:
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
         while True:
-            viewer = Viewer(self._client, keys, self._timeout)
-            try:
+            async with Viewer(self._client, keys, self._timeout) as viewer:
                 while not viewer.refused:
                     news = self.news
                     if (known := self.known(job)) and known.state["nodes"]:
@@ -291,17 +296,17 @@ class Jobs:
                     await news.wait()
                 self._notes[job] = viewer.refused
                 self._tell_news()
-                await asyncio.sleep(_AGAIN)
-            finally:
-                self._notes.pop(job, None)
-                await viewer.end()
+                try:
+                    await asyncio.sleep(_AGAIN)
+                finally:
+                    del self._notes[job]
 
 
 class Viewer:
-    """Tells a job's nodes that it is viewed, so that they say how fast they are.
+    """`async with Viewer(...) as viewer`: tells a job's nodes that it is viewed.
 
-    It does so by a key under a lease of its own. `is_heard` is set once they know, and `refused`
-    says why etcd does not let it.
+    They then say how fast they are. It is told by a key under a lease of its own, with which the
+    key goes. `is_heard` is set once they know, and `refused` says why etcd does not let it.
     """
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
@@ -311,6 +316,12 @@ class Viewer:
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
         self._scope = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._scope.aclose()
 
     async def view(self, seen: Snapshot) -> None:
         """Say so, if no other viewer does."""
@@ -342,40 +353,37 @@ class Viewer:
             return f"no answer from etcd for {now() - since:.0f} s: this may be old"
         return self.refused or self._trouble
 
-    async def end(self) -> None:
-        """The key goes with its lease."""
-        await self._scope.aclose()
+
+def describe(job: str, view: View, seen: Snapshot, keys: Keys) -> dict[str, Any]:
+    """A job as `status --json` has it, and each node's own word of its workers."""
+    state = status.describe(job, view)
+    paces = _paces(view, seen, keys)
+    for node in state["nodes"]:
+        node["pace"] = paces.get(node["node"])
+    return state
 
 
-def pace_as_json(pace: Pace | None) -> dict[str, Any] | None:
-    """A node's word of its workers, in JSON."""
-    if pace is None:
-        return None
-    return {"step": pace.step, "per_second": pace.per_second, "doing": str(pace.doing)}
-
-
-def paces(snapshot: Snapshot, keys: Keys, view: View) -> dict[str, Pace]:
-    """The nodes' own words of how fast their workers are, in the world that trains."""
+def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
+    """How fast the nodes' workers are in the world that trains, as JSON."""
     found = {}
     for member in view.members:
-        kv = snapshot.kvs.get(keys.pace(member.lease))
+        kv = seen.kvs.get(keys.pace(member.lease))
         try:
             pace = decode(Pace, kv.value, lease=member.lease) if kv else None
         except ValueError:
             continue
         if pace and pace.generation == view.trains:
-            found[member.node] = pace
+            doing = str(pace.doing)
+            found[member.node] = {"step": pace.step, "per_second": pace.per_second, "doing": doing}
     return found
 
 
 def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
-    """A job as `status --json` has it, and what `top` adds to that."""
+    """A job as pages and `top --all` show it."""
     view = view_of(seen, keys, Everything())
-    state = status.describe(job, view)
-    by_node = paces(seen, keys, view)
-    for node in state["nodes"]:
-        node["pace"] = pace_as_json(by_node.get(node["node"]))
-    rates = [pace.per_second for pace in by_node.values()]
+    state = describe(job, view, seen, keys)
+    paces = {node["node"]: node["pace"] for node in state["nodes"] if node["pace"]}
+    rates = [pace["per_second"] for pace in paces.values()]
     return state | {
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,

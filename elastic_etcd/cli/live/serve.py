@@ -9,8 +9,8 @@ import socket
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import options, query
-from elastic_etcd.cli.values import listening
+from elastic_etcd.cli import parsers, query
+from elastic_etcd.cli.flag_values import listening
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def main(argv: Sequence[str]) -> int:
     return query.with_etcd(parser, argv, _serve)
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd serve`."""
     text = "Shows all jobs under the prefix, or one, in a browser, live. Needs the extra [web]."
     every = "each job under --prefix, as without JOB"
     as_json = "say in one JSON object where it is shown"
     made = query.parser("serve", text, _EPILOG, "[JOB | --all]", every=every, as_json=as_json)
-    made.set_defaults(check=query.not_both)
+    made.checks = [query.not_both]
     made.add_argument(
         "--listen",
         type=listening,
@@ -128,7 +128,6 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
     await asyncio.wait({serving, jobs.keeper}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         server.should_exit = True
-        jobs.end()
         await serving
         jobs.keeper.result()
     serving.result()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
 import sys
 import termios
 import tty
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rich.console import Console, Group
@@ -19,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_etcd.cli import query, status, write_requests
-from elastic_etcd.cli.live.jobs import Jobs, Viewer, pace_as_json, paces
-from elastic_etcd.cli.options import shown
-from elastic_etcd.core.schema import Pace, unhexed
+from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
+from elastic_etcd.cli.parsers import shown
+from elastic_etcd.core.schema import unhexed
 from elastic_etcd.core.view import Everything, view_of
-from elastic_etcd.errors import ElasticEtcdError, EtcdError
+from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from elastic_etcd.cli import options
+    from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Keys
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.etcd.client import Client, TimeToLive
@@ -63,7 +62,7 @@ examples:
 {query.CODES}"""
 
 
-def parser() -> options.Parser:
+def parser() -> parsers.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
     every = "each job under --prefix, in a line"
@@ -75,28 +74,32 @@ def parser() -> options.Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Show a job until somebody quits; gives the exit code."""
-    return query.run(parser, argv, _top, _all_jobs)
+    return query.with_etcd(parser, argv, _show)
+
+
+async def _show(client: Client, args: Namespace) -> None:
+    if args.all:
+        await _all_jobs(client, args)
+    else:
+        await _one_job(write_requests.SteeredJob(client, args), args)
 
 
 def _is_once(args: Namespace) -> bool:
     return args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
 
 
-async def _top(job: query.Job, args: Namespace) -> None:
+async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
     once = _is_once(args)
     screen = Screen(job.name, once=once)
     seen = await job.read()
     screen.see(seen, job.keys)
-    async with AsyncExitStack() as scope:
-        changed = asyncio.Event()
-        mirror = await scope.enter_async_context(Mirror(job.client, job.ranges, changed.set))
-        viewer = Viewer(job.client, job.keys, job.timeout)
-        scope.push_async_callback(viewer.end)
-        leases = Leases(job.client, screen.lefts)
+    changed, leases = asyncio.Event(), Leases(job.client, screen.lefts)
+    async with (
+        Mirror(job.client, job.ranges, changed.set) as mirror,
+        Viewer(job.client, job.keys, job.timeout) as viewer,
+    ):
         if not once:
-            await _follow_job(
-                screen, mirror, changed, viewer, leases, write_requests.SteeredJob(job.client, args)
-            )
+            await _follow_job(screen, mirror, changed, viewer, leases, job)
             return
         await viewer.view(seen)
         await asyncio.sleep(
@@ -108,9 +111,9 @@ async def _top(job: query.Job, args: Namespace) -> None:
         with suppress(EtcdError):
             await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
         if args.json:
-            print(json.dumps(screen.as_json(), indent=2))
+            query.print_json(screen.as_json(), args)
         else:
-            Console(highlight=False, width=query.width()).print(screen.render(1 << 20))
+            query.console().print(screen.render(1 << 20))
 
 
 async def _all_jobs(client: Client, args: Namespace) -> None:
@@ -119,10 +122,9 @@ async def _all_jobs(client: Client, args: Namespace) -> None:
             await _follow_all(known)
         elif args.json:
             for job in known.in_short():
-                print(json.dumps(job))
+                query.print_json(job, args)
         else:
-            table = status.jobs_table(known.in_short())
-            Console(highlight=False, width=query.width()).print(table)
+            query.console().print(status.jobs_table(known.in_short()))
 
 
 async def _follow_all(known: Jobs) -> None:
@@ -188,7 +190,6 @@ class Screen:
         self._once = once
         self._job = job
         self._state: dict[str, Any] = {}
-        self._paces: dict[str, Pace] = {}  # by node
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
@@ -196,8 +197,7 @@ class Screen:
     def see(self, snapshot: Snapshot, keys: Keys) -> None:
         """Take note of the job's new state."""
         view = view_of(snapshot, keys, Everything())
-        self._state = status.describe(self._job, view)
-        self._paces = paces(snapshot, keys, view)
+        self._state = describe(self._job, view, snapshot, keys)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
@@ -210,7 +210,9 @@ class Screen:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
-            self._message = await _steered(job, command, asked) if key == "y" else "nothing is done"
+            self._message = "nothing is done"
+            if key == "y":
+                self._message = await write_requests.ask(job, command, asked)
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
@@ -225,14 +227,7 @@ class Screen:
 
     def as_json(self) -> dict[str, Any]:
         """That of status, with what is known of each node's pace and lease."""
-        nodes = [
-            node
-            | {
-                "pace": pace_as_json(self._paces.get(node["node"])),
-                "lease_left": self._left_of(node),
-            }
-            for node in self.nodes
-        ]
+        nodes = [node | {"lease_left": self._left_of(node)} for node in self.nodes]
         return self._state | {"nodes": nodes, "note": self.note}
 
     def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
@@ -270,15 +265,15 @@ class Screen:
         shown_rows = list(enumerate(self.nodes))[first : first + rows]
         self.visible = [unhexed(node["lease"]) for _, node in shown_rows]
         for number, node in shown_rows:
-            pace, left = self._paces.get(node["node"]), self._left_of(node)
+            pace, left = node["pace"], self._left_of(node)
             cells = [
                 ">" if number == self._chosen and not self._once else "",
                 node["node"],
                 node["state"],
                 status.span(node["ranks"]),
-                str(pace.step) if pace else "-",
-                f"{pace.per_second:.2f}" if pace else "-",
-                str(pace.doing) if pace else "-",
+                str(pace["step"]) if pace else "-",
+                f"{pace['per_second']:.2f}" if pace else "-",
+                pace["doing"] if pace else "-",
                 f"{left['seconds']}/{left['granted']} s" if left else "-",
                 node["why"],
             ]
@@ -290,14 +285,6 @@ class Screen:
 
 def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
-
-
-async def _steered(job: write_requests.SteeredJob, command: str, node: str) -> str:
-    """Drain or undrain a node; gives the outcome in a line."""
-    try:
-        return str((await write_requests.ask(job, command, node))["told"])
-    except ElasticEtcdError as error:
-        return f"error: {error}"
 
 
 class Leases:

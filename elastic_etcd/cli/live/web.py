@@ -156,30 +156,28 @@ class _Pages:
             return PlainTextResponse(text, 503, {"Retry-After": "10"})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return _Stream(self._counted(job), media_type="text/event-stream")
-
-    async def _counted(self, job: str) -> AsyncGenerator[bytes]:
-        self._streams += 1
-        try:
-            async with self._jobs.viewed(job) if job else nullcontext():
-                async for message in self._messages(job):
-                    yield message
-        finally:
-            self._streams -= 1
+        return _Stream(self._messages(job), media_type="text/event-stream")
 
     async def _messages(self, job: str) -> AsyncGenerator[bytes]:
         """Give the changes since the last message, as server-sent events."""
         sent: dict[str, bytes] = {}
-        while not self._jobs.over.is_set():
-            news, now = self._jobs.news, self._now(job)
-            changed = [_event(name, now[name]) for name in now if sent.get(name) != now[name]]
-            sent = now
-            if changed:
-                yield b"".join(changed)
-            pause = max(1.0, sum(map(len, changed)) / _PER_MESSAGE) * _SOONEST
-            await _is_set_in(self._jobs.over, pause)
-            if not await _is_set_in(news, _QUIET):
-                yield b":\n\n"
+        self._streams += 1
+        try:
+            async with self._jobs.viewed(job) if job else nullcontext():
+                while not self._jobs.over.is_set():
+                    news, now = self._jobs.news, self._now(job)
+                    changed = [
+                        _event(name, now[name]) for name in now if sent.get(name) != now[name]
+                    ]
+                    sent = now
+                    if changed:
+                        yield b"".join(changed)
+                    pause = max(1.0, sum(map(len, changed)) / _PER_MESSAGE) * _SOONEST
+                    await _is_set_in(self._jobs.over, pause)
+                    if not await _is_set_in(news, _QUIET):
+                        yield b":\n\n"
+        finally:
+            self._streams -= 1
 
     def _now(self, job: str) -> dict[str, bytes]:
         jobs = self._jobs

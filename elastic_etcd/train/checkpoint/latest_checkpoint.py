@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.protocol.messages import Number
 from elastic_etcd.train.checkpoint.memory_checkpoint import (
     CHUNK,
     LONGEST_MANIFEST,
@@ -34,7 +35,6 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
     Checkpoint,
     File,
     Manifest,
-    Number,
     check_free,
     check_intact,
     found_in,
@@ -48,9 +48,9 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
 from elastic_etcd.train.state.free_memory import shown
 
 PATIENCE = 300.0  # seconds for the other nodes' workers to get here, and for each copy of theirs
-_TELL = 10.0  # seconds of waiting or copying between two lines in the log
-_STILL = 10.0  # seconds in which not one byte comes
-_TRIED = 8  # checkpoints, the newest ones
+_LOG_EVERY = 10.0  # seconds of waiting or copying between two lines in the log
+_SILENCE = 10.0  # seconds in which not one byte comes
+_MOST_TRIED = 8  # checkpoints, the newest ones
 _CALLERS = 16  # at a time
 _HELLO = struct.Struct(">16sQQ")  # nonce, step, generation
 _LENGTH = struct.Struct(">I")
@@ -65,21 +65,13 @@ class Offer(Struct, frozen=True):
     addr: Annotated[str, Meta(max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     nonce: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    held: Annotated[list[tuple[Number, Number]], Meta(max_length=_TRIED)]
-
-
-class Candidate(Struct, frozen=True):
-    """A checkpoint and the group ranks of the nodes that have it."""
-
-    step: Number
-    generation: Number
-    nodes: list[Number]
+    held: Annotated[list[Checkpoint], Meta(max_length=_MOST_TRIED)]
 
 
 class Plan(Struct, frozen=True):
     """Which checkpoints are tried, one after the other, and who offers them, by group rank."""
 
-    candidates: list[Candidate]
+    candidates: list[tuple[Checkpoint, list[Number]]]  # with the group ranks that have it
     offers: dict[Number, Offer]
 
 
@@ -108,7 +100,7 @@ def latest_checkpoint(disk: str | os.PathLike[str] | None = None) -> Path | None
         path = node.path_from_first()
     else:
         path = node.agree()
-        node.tell_others(path)
+        node.publish_path(path)
     if path and (found := Checkpoint.named(path.name)):
         remember(memory, found.step)
     return path
@@ -123,7 +115,7 @@ def _newest_here(held: Mapping[Checkpoint, Path]) -> Path | None:
     return None
 
 
-def _none_whole(candidates: Mapping[Checkpoint, object]) -> MalformedState:
+def _none_whole(candidates: Iterable[Checkpoint]) -> MalformedState:
     names = ", ".join(checkpoint.name for checkpoint in candidates)
     return MalformedState(
         f"no checkpoint could be had whole ({names}); the log says what is wrong with each. Remove "
@@ -159,7 +151,7 @@ class Node:
         path = self._wait(f"path/{self._rank}", what, 2 * PATIENCE).decode(errors="surrogateescape")
         return Path(path) if path else None
 
-    def tell_others(self, path: Path | None) -> None:
+    def publish_path(self, path: Path | None) -> None:
         """Tell the other workers of this node."""
         self._store.set(f"path/{self._rank}", os.fsencode(path or ""))
 
@@ -170,7 +162,7 @@ class Node:
         if self._disk and self._rank == 0:
             remove_unfinished(self._disk)
         held = {**(found_in(self._disk) if self._disk else {}), **found_in(self._memory)}
-        held = dict(sorted(held.items(), reverse=True)[:_TRIED])
+        held = dict(sorted(held.items(), reverse=True)[:_MOST_TRIED])
         with Sender(self._own_address(), held) as sender:
             self._store.set(f"offer/{self._rank}", json.encode(sender.offer))
             if self._rank == 0:
@@ -193,18 +185,16 @@ class Node:
             offers[rank] = read_offer(self._wait(f"offer/{rank}", f"group rank {rank}"))
         holders: dict[Checkpoint, list[int]] = defaultdict(list)
         for rank, offer in offers.items():
-            for step, generation in offer.held:
-                holders[Checkpoint(step, generation)].append(rank)
-        newest = sorted(holders, reverse=True)[:_TRIED]
-        candidates = [Candidate(each.step, each.generation, holders[each]) for each in newest]
-        needed = {rank for candidate in candidates for rank in candidate.nodes}
+            for checkpoint in offer.held:
+                holders[checkpoint].append(rank)
+        candidates = sorted(holders.items(), reverse=True)[:_MOST_TRIED]
+        needed = {rank for _, nodes in candidates for rank in nodes}
         return Plan(candidates, {rank: offers[rank] for rank in needed})
 
     def _follow(self, plan: Plan, held: Mapping[Checkpoint, Path]) -> Path | None:
-        for number, candidate in enumerate(plan.candidates):
-            checkpoint = Checkpoint(candidate.step, candidate.generation)
+        for number, (checkpoint, nodes) in enumerate(plan.candidates):
             began = time.monotonic()
-            path = self._get(checkpoint, candidate, plan, held)
+            path = self._get(checkpoint, nodes, plan, held)
             if self._all_have_it(number, checkpoint, path):
                 assert path is not None
                 keep_only(self._memory, checkpoint)
@@ -213,17 +203,17 @@ class Node:
                         "training goes on from step %d, of generation %d: %d of %d nodes had that "
                         "(%.1f s)",
                         *(checkpoint.step, checkpoint.generation),
-                        *(len(candidate.nodes), self._nodes, time.monotonic() - began),
+                        *(len(nodes), self._nodes, time.monotonic() - began),
                     )
                 return path
         if plan.candidates:
-            raise _none_whole({Checkpoint(c.step, c.generation): c for c in plan.candidates})
+            raise _none_whole(checkpoint for checkpoint, _ in plan.candidates)
         return None
 
     def _get(
         self,
         checkpoint: Checkpoint,
-        candidate: Candidate,
+        nodes: Sequence[int],
         plan: Plan,
         held: Mapping[Checkpoint, Path],
     ) -> Path | None:
@@ -231,7 +221,7 @@ class Node:
         path = held.get(checkpoint)
         if path and _is_intact(checkpoint, path):
             return path
-        others = [rank for rank in candidate.nodes if rank != self._rank]
+        others = [rank for rank in nodes if rank != self._rank]
         first = self._rank % len(others) if others else 0  # so that each sends to some only
         for rank in others[first:] + others[:first]:
             try:
@@ -256,7 +246,7 @@ class Node:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             with suppress(dist.DistStoreError):
-                self._store.wait([key], timedelta(seconds=_TELL))
+                self._store.wait([key], timedelta(seconds=_LOG_EVERY))
                 return bytes(self._store.get(key))
             log.warning("ee.latest_checkpoint still waits for %s", what)
         raise UsageError(
@@ -284,8 +274,7 @@ class Sender:
         self._slots = threading.BoundedSemaphore(_CALLERS)
         self._thread = threading.Thread(target=self._serve, name="elastic_etcd checkpoints")
         port = self._socket.getsockname()[1]
-        names = [(checkpoint.step, checkpoint.generation) for checkpoint in held]
-        self.offer = Offer(address, port, self._nonce.hex(), names)
+        self.offer = Offer(address, port, self._nonce.hex(), list(held))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -306,11 +295,12 @@ class Sender:
     def _answer(self, caller: socket.socket) -> None:
         with caller, suppress(OSError, MalformedState):  # the caller sees the end of it
             try:
-                caller.settimeout(_STILL)
+                caller.settimeout(_SILENCE)
                 nonce, step, generation = _HELLO.unpack(_read(caller, _HELLO.size))
-                path = self._held.get(Checkpoint(step, generation))
+                checkpoint = Checkpoint(step, generation)
+                path = self._held.get(checkpoint)
                 if hmac.compare_digest(nonce, self._nonce) and path:
-                    _send(caller, path, Checkpoint(step, generation))
+                    _send(caller, path, checkpoint)
             finally:
                 self._slots.release()
 
@@ -327,11 +317,11 @@ def _send(caller: socket.socket, path: Path, checkpoint: Checkpoint) -> None:
 def _read(sock: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        data += _some(sock, size - len(data))
+        data += _read_some(sock, size - len(data))
     return bytes(data)
 
 
-def _some(sock: socket.socket, most: int) -> bytes:
+def _read_some(sock: socket.socket, most: int) -> bytes:
     chunk = sock.recv(min(most, CHUNK))
     if not chunk:
         raise ConnectionResetError("it hung up")
@@ -346,8 +336,8 @@ def pull(offer: Offer, checkpoint: Checkpoint, memory: Path) -> Path:
     """
     folder = memory / ".copied"
     rmtree(folder, ignore_errors=True)
-    with socket.create_connection((offer.addr, offer.port), _STILL) as sock:
-        sock.settimeout(_STILL)
+    with socket.create_connection((offer.addr, offer.port), _SILENCE) as sock:
+        sock.settimeout(_SILENCE)
         nonce = bytes.fromhex(offer.nonce)
         sock.sendall(_HELLO.pack(nonce, checkpoint.step, checkpoint.generation))
         (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
@@ -364,13 +354,13 @@ def pull(offer: Offer, checkpoint: Checkpoint, memory: Path) -> Path:
 
 
 def _receive(sock: socket.socket, manifest: Manifest, folder: Path) -> None:
-    tell_at = time.monotonic() + _TELL
+    log_at = time.monotonic() + _LOG_EVERY
     left = size = manifest.size
     for file in manifest.files:
         for received in _receive_file(sock, file, folder):
             left -= received
-            if time.monotonic() >= tell_at:
-                tell_at += _TELL
+            if time.monotonic() >= log_at:
+                log_at += _LOG_EVERY
                 log.warning("copying a checkpoint of %s, %s are left", shown(size), shown(left))
 
 
@@ -381,7 +371,7 @@ def _receive_file(sock: socket.socket, file: File, folder: Path) -> Iterator[int
     crc, left = 0, file.size
     with path.open("xb") as target:
         while left:
-            chunk = _some(sock, left)
+            chunk = _read_some(sock, left)
             target.write(chunk)
             crc = zlib.crc32(chunk, crc)
             left -= len(chunk)

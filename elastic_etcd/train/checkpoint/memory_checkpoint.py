@@ -21,6 +21,8 @@ from typing import Annotated, Self
 from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.protocol.messages import Number
+from elastic_etcd.train.collectives import generation
 from elastic_etcd.train.state.files import flush
 from elastic_etcd.train.state.free_memory import Free, free_memory, shown
 
@@ -30,8 +32,6 @@ CHUNK = 1 << 20
 _NAME = re.compile(r"step-([0-9]{1,18})-([0-9]{1,18})")
 _FULL = 1 << 16  # bytes: where fewer are free no more can be written
 _last: dict[Path, int] = {}  # by directory in memory: the step of what was written or read last
-
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class File(Struct, frozen=True):
@@ -55,12 +55,11 @@ class Manifest(Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, order=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """A checkpoint's identity: the newest has the most steps, then the latest generation."""
 
-    step: int
-    generation: int
+    step: Number
+    generation: Number
 
     @property
     def name(self) -> str:
@@ -175,7 +174,7 @@ def _target(
         )
     if step % every or _last.get(memory, 0) == step if memory else not due_on_disk:
         return None
-    checkpoint = Checkpoint(step, int(os.environ.get("ELASTIC_ETCD_GENERATION", "0")))
+    checkpoint = Checkpoint(step, generation())
     local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK", "0")
     first = os.environ.get("RANK", "0") == "0"
     root = Path(disk).absolute() if first and due_on_disk and disk else None

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from elastic_etcd.train.collectives import rank_and_size
 from elastic_etcd.train.data.permutation import Order
 from elastic_etcd.train.data.sampler import ElasticSampler
-from elastic_etcd.train.data.shards import Tail
+from elastic_etcd.train.data.shards import Tail, split_evenly
 
 Batches = Sequence[Sequence[int]]
 
@@ -177,12 +177,6 @@ def accumulation_steps(
         raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
     if global_batch < world_size:
         raise ValueError(f"a global batch of {global_batch} leaves ranks of {world_size} idle")
-    sizes = _split_evenly(global_batch, world_size)
+    sizes = split_evenly(global_batch, world_size)
     own = sizes[rank]
-    return Accumulation(sizes, _split_evenly(own, -(-own // micro_batch)), rank, world_size)
-
-
-def _split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Split into so many parts that differ by at most one, larger ones first."""
-    size, rest = divmod(total, parts)
-    return (size + 1,) * rest + (size,) * (parts - rest)
+    return Accumulation(sizes, split_evenly(own, -(-own // micro_batch)), rank, world_size)

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from operator import index
 from typing import Any
@@ -351,7 +352,7 @@ class StreamLoader:
             raise ValueError("persistent workers would read the first epoch again: leave them out")
         batched = batch_size is not None
         collate = arguments.pop("collate_fn", None) or (default_collate if batched else convert)
-        marking = _Collate(collate, batched=batched)
+        marking = partial(_collate_marked, collate, batched)
         self.data = data
         self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=marking, **arguments)
 
@@ -402,17 +403,13 @@ class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read 
         return self._data.read(self._data.ranges_of(_worker()))
 
 
-class _Collate:
-    """The user's collate_fn, beside which the mark of the batch goes."""
-
-    def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        self._collate, self._batched = collate, batched
-
-    def __call__(self, samples: Any) -> tuple[_Mark, Any]:
-        marked = samples if self._batched else [samples]
-        plain = [sample for _, sample in marked]
-        batch = self._collate(plain if self._batched else plain[0])
-        return (_worker(), marked[-1][0]), batch
+def _collate_marked(
+    collate: Callable[[Any], Any], batched: bool, samples: Any
+) -> tuple[_Mark, Any]:
+    """The batch that the user's collate_fn makes, behind its mark."""
+    marked = samples if batched else [samples]
+    plain = [sample for _, sample in marked]
+    return (_worker(), marked[-1][0]), collate(plain if batched else plain[0])
 
 
 def _worker() -> int:

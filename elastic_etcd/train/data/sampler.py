@@ -85,7 +85,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
         self._whole = False  # the length is the whole epoch's
         self._progress: Progress
-        self._measure()
+        self._take_length()
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
         self._shard((range(self.length),), *world, None, step=0)
 
@@ -125,7 +125,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch
-            self._measure()
+            self._take_length()
             self._shard((range(self.length),), self.rank, self.world_size, self._sizes)
         if callable(self.shuffle):
             self._compare_orders()
@@ -253,7 +253,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """
         if state["shuffle"] == self._shuffle_name() == "given":
             self._epoch, self._seed = state["epoch"], state["seed"]
-            self._measure()
+            self._take_length()
         mine = self._state(())
         for name in ("shuffle", "length", "order"):
             if state.get(name) != mine.get(name):
@@ -330,7 +330,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             return Listed(self.shuffle(epoch, seed), self._dataset_length)
         return order_of(self.shuffle, self.length, seed, epoch)
 
-    def _measure(self) -> None:
+    def _take_length(self) -> None:
         """Ask a function for this epoch's order, which says how long the epoch is."""
         if callable(self.shuffle):
             order = cast("Listed", self._order_of_epoch())

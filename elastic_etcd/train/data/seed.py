@@ -1,6 +1,5 @@
 """ee.seed_all: random numbers that differ between ranks and worlds, and can be had again."""
 
-import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_etcd.train.collectives import rank_and_size
+from elastic_etcd.train.collectives import generation, rank_and_size
 from elastic_etcd.train.state.elastic_state import ElasticState
 
 _NAME = "random_states"
@@ -30,7 +29,7 @@ def seed_all(state: ElasticState, seed: int = 0) -> None:
     nothing. "Random numbers" in docs/state.md has the details.
     """
     states = _RandomStates(seed)
-    state._values[_NAME] = states  # noqa: SLF001 - ours
+    state._values[_NAME] = states
     states.reshard(rank_and_size(launched=True)[0], 0)
 
 
@@ -58,7 +57,7 @@ class _RandomStates:
     def reshard(self, rank: int, world_size: int) -> None:
         """Reseed in another world; an ElasticState calls this at the end of each sync()."""
         del world_size
-        numbers = self._seed, int(os.environ.get("ELASTIC_ETCD_GENERATION", "0")), rank
+        numbers = self._seed, generation(), rank
         if numbers != self._seeded:
             _seed(*numbers)
             self._seeded = numbers

@@ -257,6 +257,12 @@ def slots_of(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for n in passes for rank, share in enumerate(shares) if share > n)
 
 
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Split into so many parts that differ by at most one, larger ones first."""
+    size, rest = divmod(total, parts)
+    return (size + 1,) * rest + (size,) * (parts - rest)
+
+
 def slice_ranges(
     ranges: Sequence[range], start: int, stop: int, step: int = 1
 ) -> tuple[range, ...]:

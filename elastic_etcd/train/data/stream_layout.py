@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from elastic_etcd.train.data.shards import Tail, merge_ranges, slice_ranges
+from elastic_etcd.train.data.shards import Tail, merge_ranges, slice_ranges, split_evenly
 
 _UNKNOWN = 1 << 40  # positions of a file of unknown length
 MOST_FILES = 1 << 22  # of unknown length: positions are int64
@@ -69,14 +69,14 @@ class Layout:
         if self.lengths is None:
             found = self.file_ranges(ranges)
             units = [range(f.position, f.position + f.stop - f.start) for f in found]
-            bounds = _bounds(len(units), parts)
+            bounds = accumulate(split_evenly(len(units), parts), initial=0)
             return [merge_ranges(units[start:stop]) for start, stop in pairwise(bounds)], ()
         total = sum(map(len, ranges))
         if tail == "pad":
             added = -total % parts
             ranges, total = (*ranges, range(self.end, self.end + added)), total + added
         used = total - total % parts if tail == "drop" else total
-        bounds = _bounds(used, parts)
+        bounds = accumulate(split_evenly(used, parts), initial=0)
         parted = [slice_ranges(ranges, *pair) for pair in pairwise(bounds)]
         return parted, slice_ranges(ranges, used, total)
 
@@ -90,9 +90,3 @@ def from_position(ranges: Ranges, position: int) -> Ranges:
     """The part of these ranges, which ascend, that lies at the position or after it."""
     rest = (range(max(part.start, position), part.stop) for part in ranges)
     return tuple(part for part in rest if part)
-
-
-def _bounds(count: int, parts: int) -> list[int]:
-    """The beginnings of so many parts, larger ones first, and the end."""
-    size, rest = divmod(count, parts)
-    return [part * size + min(part, rest) for part in range(parts + 1)]

@@ -1,7 +1,8 @@
 """ElasticState: the values that a training script keeps through a change of world.
 
-It knows which values there are and when they are saved. codecs.py saves a value, snapshots.py has
-the snapshots, in memory and in files, and sync.py brings the newest to all ranks.
+It knows which values there are and when they are saved. codecs.py saves a value,
+snapshot_store.py has the snapshots, in memory and in files, and sync.py brings the newest to all
+ranks.
 """
 
 import inspect
@@ -19,14 +20,14 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import sync_point
-from elastic_etcd.train.collectives import World, rank_and_size
+from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import codecs
-from elastic_etcd.train.state.body import Staging, TensorSlice
-from elastic_etcd.train.state.snapshot import Draft, Version
+from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
+from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
-from elastic_etcd.train.state.snapshots import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.state.steps import Loops, Steps
 from elastic_etcd.train.state.sync import compare_counts, even_out, gather_inventories, spread
 
@@ -61,12 +62,10 @@ class ElasticState:
         self._callbacks: list[Callable[..., Any]] = []
         self._calls = 0
         self._committed_at = 0  # the step of this world that the last commit is of
-
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
-        self._counted: tuple[Version, int] | None = (
-            None  # the last commit, and its samplers' counts
-        )
+        # The last commit, and a digest of its samplers' counts.
+        self._counted: tuple[Version, int] | None = None
 
     @cached_property
     def _snapshots(self) -> Snapshots:
@@ -113,7 +112,7 @@ class ElasticState:
                     value.agree()
             last = self._snapshots.version() or Version(0, 0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
-                self._write_snapshot(Version(_generation(), last.counter + 1, last.lineage))
+                self._write_snapshot(Version(generation(), last.counter + 1, last.lineage))
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -141,21 +140,21 @@ class ElasticState:
         snapshots, (rank, size) = self._snapshots, rank_and_size(launched=False)
         compare_counts(self._counted)
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
-        headers = [each.newest for each in inventories]
-        versions = [header.version if header else None for header in headers]
+        versions = [each.newest.version if each.newest else None for each in inventories]
         newest = max(filter(None, versions), key=Version.age, default=None)
         _report_files(newest, [each.loaded for each in inventories], rank)
         if newest is None:
             holders, loaded = [0], rank == 0
             self._save_values()  # on all ranks: what can't be kept is refused by all of them
             if rank == 0:
-                self._write_snapshot(Version(_generation(), 0, secrets.randbits(62)))
+                self._write_snapshot(Version(generation(), 0, secrets.randbits(62)))
+            inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = [r for r, version in enumerate(versions) if version == newest]
-            differing = even_out(snapshots, holders, headers)
+            differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
             loaded = self._at_commit and rank in holders and not differing
-        snapshot = spread(snapshots, holders, [each.node for each in inventories])
+        snapshot = spread(snapshots, holders, inventories)
         if loaded:
             self._drop_gradients()
         else:
@@ -165,7 +164,7 @@ class ElasticState:
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
-        return newest is not None and newest.generation != _generation()
+        return newest is not None and newest.generation != generation()
 
     def check(self) -> None:
         """Stop here if a planned change of world is under way; call it once a step on all ranks.
@@ -233,6 +232,8 @@ class ElasticState:
     def register(kind: type, codec: codecs.Codec) -> None:
         """Let `codec` save and load the values of `kind` and of its subclasses; see Codec."""
         codecs.register(kind, codec)
+
+    # For ee.run. Each begins with an underscore, since no value can have the name of a method.
 
     def _reset(self, old: World | None, new: World) -> None:
         """The world has changed: ee.run calls this after sync()."""
@@ -364,7 +365,3 @@ def _report_files(newest: Version | None, loaded: list[Version | None], rank: in
         )
     elif rank == 0:
         log.info("all go on from the file that %s; %d ranks had none", those[0], loaded.count(None))
-
-
-def _generation() -> int:
-    return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))

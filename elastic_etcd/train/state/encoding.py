@@ -34,11 +34,7 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Ove
 
 
 def encode(
-    value: Any,
-    tensors: dict[str, torch.Tensor],
-    *,
-    name: str = "value",
-    allow_pickle: bool = False,
+    value: Any, tensors: dict[str, torch.Tensor], *, name: str = "value", allow_pickle: bool = False
 ) -> Any:
     """Make a tree for `dumps` of `value`, and put its tensors into `tensors`, detached.
 
@@ -244,9 +240,7 @@ class _Decoder:
             case "$dtype":
                 return DTYPES[content]
             case "$device":
-                if (
-                    content == "cuda" and torch.cuda.is_available()
-                ):  # this process's, as for tensors
+                if content == "cuda" and torch.cuda.is_available():  # this process's own
                     return torch.device("cuda", torch.cuda.current_device())
                 return torch.device(content)
             case "$pickle":

@@ -23,7 +23,7 @@ import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.snapshot import (
+from elastic_etcd.train.state.snapshot_format import (
     Header,
     Row,
     Version,
@@ -62,12 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def save(
-    path: Path,
-    header: Header,
-    body: memoryview,
-    allowed: Callable[[], None],
-    *,
-    keep: int = 1,
+    path: Path, header: Header, body: memoryview, allowed: Callable[[], None], *, keep: int
 ) -> None:
     """Write a snapshot to `path`: a reader sees the old file or the new one, whole.
 
@@ -182,7 +177,7 @@ def _header_of(header: Header, objects: bytes) -> bytes:
     begin = 0
     rows, _ = read_objects(objects)
     for row, start, end in _in_order(rows):
-        dtype, shape = _in_file(row)
+        dtype, shape, _ = _in_file(row)
         offsets = [begin, begin := begin + end - start]
         table[row.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
@@ -222,24 +217,17 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 def _in_order(rows: list[Row]) -> Iterator[tuple[Row, int, int]]:
     """Each row with its place in the body, in the order of the file: each begins at a multiple."""
     found = [(row, start, end) for row, (start, end) in zip(rows, ranges_of(rows), strict=True)]
-    return iter(sorted(found, key=lambda each: -_bytes_of_a_number(each[0])))
+    return iter(sorted(found, key=lambda each: -_in_file(each[0])[2]))
 
 
-def _bytes_of_a_number(row: Row) -> int:
-    """As the file has it; see _in_file."""
-    if row.dtype in _TYPES or row.dtype in _PARTS:
-        size = int(DTYPES[row.dtype].itemsize)
-        return size // 2 if row.dtype in _PARTS else size
-    return 1
-
-
-def _in_file(row: Row) -> tuple[str, list[int]]:
-    """Type and shape in the file; a type that safetensors lacks is there as bytes."""
+def _in_file(row: Row) -> tuple[str, list[int], int]:
+    """Type, shape and bytes of a number in the file; a type that it lacks is there as bytes."""
+    size = int(DTYPES[row.dtype].itemsize)
     if row.dtype in _PARTS:
-        return _PARTS[row.dtype], [*row.shape, 2]
+        return _PARTS[row.dtype], [*row.shape, 2], size // 2
     if row.dtype in _TYPES:
-        return _TYPES[row.dtype], row.shape
-    return "U8", [row.size()]
+        return _TYPES[row.dtype], row.shape, size
+    return "U8", [row.size()], 1
 
 
 def _keep_older(path: Path, lineage: int, keep: int) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.times import COPY_PATIENCE
-from elastic_etcd.train.state.body import digest_of
-from elastic_etcd.train.state.snapshot import Header, Version, unpack
+from elastic_etcd.train.state.snapshot_bytes import digest_of
+from elastic_etcd.train.state.snapshot_format import Header, Version, unpack
 
 HEADER = 4096  # one page, so that the body is aligned as memory is
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: all page faults at once, a third of their time

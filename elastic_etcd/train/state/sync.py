@@ -14,84 +14,72 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
-from elastic_etcd.train.state.body import sum_of
-from elastic_etcd.train.state.snapshot import Header, Version
+from elastic_etcd.train.state.snapshot_bytes import sum_of
+from elastic_etcd.train.state.snapshot_format import Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
-from elastic_etcd.train.state.snapshots import Inventory, Snapshots
+from elastic_etcd.train.state.snapshot_store import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 BLOCK = 64 << 10  # bytes; two snapshots are compared by so many
-_HEADER = 128  # bytes; a packed header is shorter
+_HEADER = struct.Struct("<9q")  # a packed header, as numbers
 _NO_VERSION = Version(-1, -1, -1)
 
 
 def gather_inventories(mine: Inventory) -> list[Inventory]:
     """Each rank's, in rank order. Collective."""
-    _, size = rank_and_size(launched=False)
-    if size == 1:
+    if rank_and_size(launched=False)[1] == 1:
         return [mine]
-    return [_read_inventory(numbers) for numbers in gather(_numbers_of(mine))]
+    header = mine.newest.pack() if mine.newest else b""
+    words = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    rows = gather([*words, *astuple(mine.loaded or _NO_VERSION), mine.node])
+    return [_read_inventory(*row) for row in rows]
 
 
-def _numbers_of(inventory: Inventory) -> list[int]:
-    newest = inventory.newest or Header(_NO_VERSION, 0, 0, bytes(16))
-    halves = struct.unpack("<qq", newest.digest)
-    loaded = astuple(inventory.loaded or _NO_VERSION)
-    numbers = newest.objects, newest.size, *halves, *loaded, inventory.node
-    return [*astuple(newest.version), *numbers]
-
-
-def _read_inventory(numbers: Sequence[int]) -> Inventory:
-    version, loaded = Version(*numbers[:3]), Version(*numbers[7:10])
-    header = Header(version, numbers[3], numbers[4], struct.pack("<qq", *numbers[5:7]))
-    return Inventory(
-        None if version == _NO_VERSION else header,
-        None if loaded == _NO_VERSION else loaded,
-        numbers[10],
-    )
+def _read_inventory(*numbers: int) -> Inventory:
+    *words, generation, counter, lineage, node = numbers
+    loaded = Version(generation, counter, lineage)
+    newest = Header.unpack(_HEADER.pack(*words))
+    return Inventory(newest, None if loaded == _NO_VERSION else loaded, node)
 
 
 def even_out(
-    snapshots: Snapshots, holders: Sequence[int], headers: Sequence[Header | None]
+    snapshots: Snapshots, holders: Sequence[int], inventories: Sequence[Inventory]
 ) -> list[str]:
     """Give the lowest one's bytes to those of `holders` that have others. Collective.
 
     Only blocks that differ travel. It returns the names of the values that differed on this rank.
     A transfer that breaks off leaves all as it was. Raises MalformedState.
     """
-    wanted = headers[holders[0]]
+    wanted = inventories[holders[0]].newest
     assert wanted is not None
-    if all(headers[rank] == wanted for rank in holders):
+    if all(inventories[rank].newest == wanted for rank in holders):
         return []
     rank, _ = rank_and_size(launched=False)
     mine = snapshots.newest() if rank in holders else None
-    differs = mine is not None and mine.header != wanted
+    same, other = (mine, None) if mine and mine.header == wanted else (None, mine)
+    source = same.body if same else None
     sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
-    if mine is not None and not differs:
-        sums = block_sums(mine.body)
-    sums = _broadcast(sums, holders[0])
+    sums = _broadcast(sums if source is None else block_sums(source), holders[0])
     lacking = torch.zeros(len(sums), dtype=torch.uint8)
-    if mine is not None and differs:
-        ours = block_sums(mine.body)[: len(sums)]
+    if other:
+        ours = block_sums(other.body)[: len(sums)]
         lacking.fill_(1)[: len(ours)] = ours != sums[: len(ours)]
-        if mine.body.numel() != wanted.size:
+        if other.header.size != wanted.size:
             lacking[-1] = 1
     dirty = _any_rank(lacking).nonzero().flatten().tolist()
-    source = mine.body if mine is not None and not differs else None
     copy, target = None, None
-    if mine is not None and differs:
+    if other:
         copy = snapshots.clear_older(wanted.size)
         target = copy.body(wanted.size)
-        both = min(wanted.size, mine.header.size)
-        target[:both].copy_(mine.body[:both])
-    for first in range(0, len(dirty), BUCKET // BLOCK or 1):
-        _pass_on(
-            dirty[first : first + (BUCKET // BLOCK or 1)], wanted.size, holders[0], source, target
-        )
-    if mine is None or copy is None:
+        both = min(wanted.size, other.header.size)
+        target[:both].copy_(other.body[:both])
+    most = BUCKET // BLOCK or 1
+    for first in range(0, len(dirty), most):
+        _pass_on(dirty[first : first + most], wanted.size, holders[0], source, target)
+    if other is None or copy is None:
         return []
     snapshot = _set_received(copy, wanted, holders[0])
-    names = differences(mine, snapshot)
+    names = differences(other, snapshot)
     snapshots.prefer(snapshot)
     return names
 
@@ -170,25 +158,26 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
             raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
 
 
-def spread(snapshots: Snapshots, holders: Sequence[int], nodes: Sequence[int]) -> StateSnapshot:
+def spread(
+    snapshots: Snapshots, holders: Sequence[int], inventories: Sequence[Inventory]
+) -> StateSnapshot:
     """Copy the newest snapshot of the ranks in `holders` to all others; it is returned. Collective.
 
-    nodes: each rank's, if it shares snapshots, else -1. The first rank of a node gets it from
-    another node, and the others take it from that one's memory. A transfer that breaks off leaves
-    the receiver's older one as it was. Raises MalformedState for one that does not arrive as it was
-    sent.
+    The first rank of a node gets it from another node, and the others take it from that one's
+    memory. A transfer that breaks off leaves the receiver's older one as it was. Raises
+    MalformedState for one that does not arrive as it was sent.
     """
     rank, size = rank_and_size(launched=False)
+    wanted = inventories[holders[0]].newest
+    assert wanted is not None
     newest = snapshots.newest() if rank in holders else None
-    having = [*holders, *first_of_nodes(holders, nodes)]
-    newest = _transfer(snapshots, newest, transfers(holders, having))
+    having = [*holders, *first_of_nodes(holders, [each.node for each in inventories])]
+    newest = _transfer(snapshots, newest, wanted, transfers(holders, having))
     if len(having) < size:
-        inventories = gather_inventories(snapshots.inventory(trusted=True))
-        if newest is None and (wanted := inventories[holders[0]].newest):
-            newest = snapshots.take(wanted)
+        newest = newest or snapshots.take(wanted)
         found = gather([newest is not None])
         having = [other for other, (has,) in enumerate(found) if has]
-        newest = _transfer(snapshots, newest, transfers(having, range(size)))
+        newest = _transfer(snapshots, newest, wanted, transfers(having, range(size)))
     snapshots.begin_anew()
     assert newest is not None
     return newest
@@ -220,29 +209,24 @@ def transfers(holders: Sequence[int], ranks: Iterable[int]) -> Iterator[tuple[in
 
 
 def _transfer(
-    snapshots: Snapshots, newest: StateSnapshot | None, pairs: Iterable[tuple[int, int]]
+    snapshots: Snapshots,
+    newest: StateSnapshot | None,
+    wanted: Header,
+    pairs: Iterable[tuple[int, int]],
 ) -> StateSnapshot | None:
-    """The snapshot of this rank after its part of these."""
+    """The wanted snapshot, if this rank has it after its part of these."""
     rank, _ = rank_and_size(launched=False)
     for sender, receiver in pairs:
         if rank == receiver:
-            header = _receive_header(sender)
-            with snapshots.receiving(header.size) as memfd:
-                for bucket in memfd.body(header.size).split(BUCKET):
+            with snapshots.receiving(wanted.size) as memfd:
+                for bucket in memfd.body(wanted.size).split(BUCKET):
                     _receive_bucket(bucket, sender)
-                newest = _set_received(memfd, header, sender)
+                newest = _set_received(memfd, wanted, sender)
         elif rank == sender:
             assert newest is not None
-            _send_snapshot(newest, receiver)
+            for bucket in newest.body.split(BUCKET):
+                dist.send(bucket.to(device_of()), receiver)
     return newest
-
-
-def _send_snapshot(snapshot: StateSnapshot, receiver: int) -> None:
-    device = device_of()
-    header = snapshot.header.pack().ljust(_HEADER, b"\0")
-    dist.send(torch.tensor(list(header), dtype=torch.uint8, device=device), receiver)
-    for bucket in snapshot.body.split(BUCKET):
-        dist.send(bucket.to(device), receiver)
 
 
 def _set_received(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:
@@ -254,20 +238,9 @@ def _set_received(memfd: Memfd, header: Header, sender: int) -> StateSnapshot:
     return snapshot
 
 
-def _receive_header(sender: int) -> Header:
-    packed = torch.empty(_HEADER, dtype=torch.uint8, device=device_of())
-    dist.recv(packed, sender)
-    header = Header.unpack(bytes(packed.tolist()))
-    if header is None:
-        raise MalformedState(f"rank {sender} sent no header of a snapshot")
-    return header
-
-
 def _receive_bucket(bucket: torch.Tensor, sender: int) -> None:
     device = device_of()
-    if device.type == "cpu":
-        dist.recv(bucket, sender)
-    else:
-        arrived = torch.empty_like(bucket, device=device)
-        dist.recv(arrived, sender)
+    arrived = bucket if device.type == "cpu" else torch.empty_like(bucket, device=device)
+    dist.recv(arrived, sender)
+    if arrived is not bucket:
         bucket.copy_(arrived)

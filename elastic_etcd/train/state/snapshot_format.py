@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_etcd.errors import MalformedState
-from elastic_etcd.train.state.body import TensorSlice, digest_of_batches, write_body
 from elastic_etcd.train.state.encoding import DTYPES, dumps, loads
+from elastic_etcd.train.state.snapshot_bytes import TensorSlice, digest_of_batches, write_body
 
 _ALIGNED = 64
 _FIELDS = struct.Struct("<8sQQqQQ16s")

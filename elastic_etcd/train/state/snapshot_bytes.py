@@ -8,7 +8,7 @@ import ctypes
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 
 import torch
@@ -153,8 +153,21 @@ def write_body(body: torch.Tensor, batches: Iterable[Sequence[TensorSlice]]) -> 
     that copies and sums alone takes 1.3 times as long. They wait for each other once per batch.
     More at each chunk, which torch's own would do, took 9 times where others want the processors.
     """
+    sums: dict[int, bytes] = {}
     with ThreadPoolExecutor(1) as other:
-        sums = _write_batches(body, batches, other)
+        for batch in batches:
+            begin = batch[0][0] // CHUNK
+            end = batch[-1][0] + batch[-1][1].nbytes
+            middle = (begin + -(-end // CHUNK)) // 2
+            first = None
+            if (
+                middle > begin
+            ):  # else a thread would be begun for nothing, as long as a small commit
+                half = begin * CHUNK, middle * CHUNK
+                first = other.submit(_write_half, body, batch, *half)
+            sums |= _write_half(body, batch, middle * CHUNK, end)
+            if first:
+                sums |= first.result()
     return _digest_of_sums(sums[chunk] for chunk in _chunks_of(body))
 
 
@@ -201,25 +214,6 @@ def _within_chunks(
             last = min(stop, (first // CHUNK + 1) * CHUNK)
             yield first, whole[first - start : last - start]
             first = last
-
-
-def _write_batches(
-    body: torch.Tensor, batches: Iterable[Sequence[TensorSlice]], other: Executor
-) -> dict[int, bytes]:
-    """The sums of the chunks."""
-    sums: dict[int, bytes] = {}
-    for batch in batches:
-        begin = batch[0][0] // CHUNK
-        end = batch[-1][0] + batch[-1][1].nbytes
-        middle = (begin + -(-end // CHUNK)) // 2
-        first = None
-        if middle > begin:  # else a thread would be begun for nothing, as long as a small commit
-            half = body, batch, begin * CHUNK, middle * CHUNK
-            first = other.submit(_write_half, *half)
-        sums |= _write_half(body, batch, middle * CHUNK, end)
-        if first:
-            sums |= first.result()
-    return sums
 
 
 def _write_half(

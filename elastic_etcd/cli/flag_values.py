@@ -174,10 +174,7 @@ def hang_timeout(text: str) -> float | None:
 
 def straggler_factor(text: str) -> float:
     """A number above 1; 0 for off."""
-    try:
-        value = 0.0 if text == "off" else float(text)
-    except ValueError:
-        value = math.nan
+    value = 0.0 if text == "off" else _number(text)
     if value and not 1 < value < MOST_SECONDS:
         raise ArgumentTypeError(f"{text} is not a number above 1, or off")
     return value
@@ -185,13 +182,17 @@ def straggler_factor(text: str) -> float:
 
 def seconds(text: str) -> float:
     """A number of seconds of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < MOST_SECONDS:
         raise ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def key_values(text: str) -> dict[str, str]:
@@ -262,8 +263,3 @@ def truth(text: str) -> bool:
     if not re.fullmatch(r"\d+", text):
         raise ArgumentTypeError("give 1 or 0")
     return int(text) != 0
-
-
-def ignored(text: str) -> str:
-    """Any text, of a flag that has no meaning here."""
-    return text

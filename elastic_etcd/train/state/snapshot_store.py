@@ -23,7 +23,7 @@ from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.state import files
 from elastic_etcd.train.state.free_memory import check_memory
-from elastic_etcd.train.state.snapshot import Draft, Header, Version
+from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import (
     HEADER,
     MOST_RANKS,

@@ -1,11 +1,11 @@
 """The guardian's process: waits for the agent to end, then ends what the agent left behind.
 
-`python -I -S guard.py AGENT_PID LIFE`, with a socket to the agent as standard input. The first
-packet is what it takes to reach etcd, each later one what is true now: the lease, until when
-workers may train (ms of CLOCK_BOOTTIME, 0: always), how many of the process groups train, and the
-groups, those first. End of file means that the agent is gone. The kill comes first, and whatever is
-costly to load (the etcd client) after it, so that waiting takes a bare interpreter's memory and no
-more. Last it removes the agent's directories.
+`python -I -S guardian_process.py AGENT_PID LIFE`, with a socket to the agent as standard input.
+The first packet is what it takes to reach etcd, each later one what is true now: the lease, until
+when workers may train (ms of CLOCK_BOOTTIME, 0: always), how many of the process groups train, and
+the groups, those first. End of file means that the agent is gone. The kill comes first, and
+whatever is costly to load (the etcd client) after it, so that waiting takes a bare interpreter's
+memory and no more. Last it removes the agent's directories.
 """
 
 import contextlib

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
 from elastic_etcd.cli import flags
-from elastic_etcd.cli.values import truth
+from elastic_etcd.cli.flag_values import truth
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import UsageError
 from elastic_etcd.etcd.access import EtcdConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from elastic_etcd.cli.flags import Flag
 
@@ -61,6 +61,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Of flags that go together; they raise ArgumentTypeError.
+        self.checks: list[Callable[[argparse.Namespace], None]] = []
         self._ambiguous: dict[str, str] = {}
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -97,27 +99,20 @@ class Parser(argparse.ArgumentParser):
         return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
-class FlagGroup:
-    """A group of flags; each also gets its underscore form and its PET_ variable."""
-
-    def __init__(self, parser: Parser, title: str, env: Mapping[str, str]) -> None:
-        self._group = parser.add_argument_group(title)
-        self._env = env
-
-    def add(self, flag: Flag) -> None:
-        """Add a flag, whose default is what the environment says, or else its own."""
+def add_flags(parser: Parser, title: str, added: Iterable[Flag], env: Mapping[str, str]) -> None:
+    """Add flags under one title; each also gets its underscore form and its PET_ variable."""
+    group = parser.add_argument_group(title)
+    for flag in added:
         underscored = (f"--{name[2:].replace('-', '_')}" for name in flag.long)
         names = dict.fromkeys((*flag.names.split(), *underscored))
-        default, help_text = (
-            self._default(flag),
-            argparse.SUPPRESS if flag.hidden else help_of(flag),
-        )
+        default = _default_in(env, flag)
+        help_text = argparse.SUPPRESS if flag.hidden else help_of(flag)
         if flag.kind is None:
-            self._group.add_argument(
+            group.add_argument(
                 *names, action="store_true", default=default or False, help=help_text
             )
-            return
-        self._group.add_argument(
+            continue
+        group.add_argument(
             *names,
             action="extend" if flag.repeated else "store",
             type=flag.kind,
@@ -127,15 +122,17 @@ class FlagGroup:
             help=help_text,
         )
 
-    def _default(self, flag: Flag) -> Any:
-        for name in flag.long:
-            variable = f"PET_{name[2:].replace('-', '_').upper()}"
-            if text := self._env.get(variable):
-                try:
-                    return (flag.kind or truth)(text)
-                except (ValueError, ArgumentTypeError) as error:
-                    raise UsageError(f"{variable}={text} in the environment: {error}") from error
-        return default_of(flag)
+
+def _default_in(env: Mapping[str, str], flag: Flag) -> Any:
+    """The default of a flag: what the environment says, or else its own."""
+    for name in flag.long:
+        variable = f"PET_{name[2:].replace('-', '_').upper()}"
+        if text := env.get(variable):
+            try:
+                return (flag.kind or truth)(text)
+            except (ValueError, ArgumentTypeError) as error:
+                raise UsageError(f"{variable}={text} in the environment: {error}") from error
+    return default_of(flag)
 
 
 def default_of(flag: Flag) -> Any:
@@ -177,9 +174,7 @@ def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
         formatter_class=Help,
     )
     for section in flags.SECTIONS:
-        group = FlagGroup(parser, section.title, env)
-        for flag in section.flags:
-            group.add(flag)
+        add_flags(parser, section.title, section.flags, env)
     parser.add_argument("training_script", metavar="script", help="the training program")
     parser.add_argument(
         "training_script_args",

@@ -4,7 +4,6 @@ Nothing on the loop may wait, as the lease is renewed there. Something that wait
 computes for seconds, can be seen by another thread only.
 """
 
-import asyncio
 import logging
 import sys
 import threading
@@ -12,6 +11,8 @@ import traceback
 from time import monotonic
 from types import FrameType
 from typing import Self
+
+from elastic_etcd.agent.timer import Timer
 
 _DEPTH = 12
 
@@ -30,7 +31,7 @@ class Watchdog:
         self._period = ttl / 8
         self._turned = monotonic()
         self._watched = threading.get_ident()
-        self._beating: asyncio.TimerHandle | None = None
+        self._beating = Timer()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -40,8 +41,7 @@ class Watchdog:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
+        self._beating.cancel()
         self._ended.set()
 
     @property
@@ -51,7 +51,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._turned = monotonic()
-        self._beating = asyncio.get_running_loop().call_later(self._period, self._beat)
+        self._beating.start(self._period, self._beat)
 
     def _watch(self) -> None:
         woken = monotonic()
