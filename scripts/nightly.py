@@ -37,10 +37,10 @@ PARTS = {
     ),
     "mutants": Part("200 mistakes in core/ and train/", 60, ("scripts/mutants --count 200",)),
     "jobs": Part("demo, tutorials, torchrun, Prometheus, hangs of more kinds of scripts", 10),
-    "examples": Part("each example and each program of migration.md under each launcher", 3),
-    "forks": Part("compilers, spawned processes and more variables in a forked worker", 3),
-    "chaos": Part("random faults, from seeds", 5),
-    "netns": Part("networks that are cut, slow and lossy", 4),
+    "examples": Part("each example and each program of migration.md under each launcher", 2),
+    "forks": Part("compilers, spawned processes and more variables in a forked worker", 1),
+    "chaos": Part("random faults, from seeds", 3),
+    "netns": Part("networks that are cut, slow and lossy", 3),
     "compose": Part("nodes and etcd in containers", 15, ("scripts/compose-test",)),
     "python": Part("scripts/test on the newest Python", 20, ("scripts/test-newest",)),
     "torch": Part(
@@ -48,7 +48,7 @@ PARTS = {
         10,
         (f"{OLD_TORCH} scripts/test tests/etcd/test_torchrun.py tests/e2e/test_torchrun.py",),
     ),
-    "etcd": Part("other versions of etcd", 2),
+    "etcd": Part("other versions of etcd", 1),
     "frameworks": Part(
         "recipes for accelerate, Lightning, transformers and DeepSpeed",
         15,
@@ -59,12 +59,12 @@ PARTS = {
         30,
         ("TEST_FAULTS=each scripts/test tests/users",),
     ),
-    "packaging": Part("the wheel, the oldest and newest requirements, a notebook", 5),
-    "chromium": Part("the live page and the site in a browser", 2),
+    "packaging": Part("the wheel, the oldest and newest requirements, a notebook", 2),
+    "chromium": Part("the live page and the site in a browser", 1),
     "kubernetes": Part("pods made of namespaces, and manifests", 1),
-    "slurm": Part("jobs of a real Slurm", 3),
+    "slurm": Part("jobs of a real Slurm", 2),
     "fuzz": Part("what reads other people's bytes", 10, ("scripts/fuzz --seconds 60",)),
-    "gpu": Part("on GPUs where there are some, and on the CPU", 3, ("scripts/test tests/gpu",)),
+    "gpu": Part("on GPUs where there are some, and on the CPU", 1, ("scripts/test tests/gpu",)),
 }
 
 
