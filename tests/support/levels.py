@@ -47,16 +47,21 @@ def cpu() -> float:
 
 
 def _children() -> list[int]:
-    listed = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in listed for pid in path.read_text().split()]
+    threads = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for thread in threads for pid in _read(thread).split()]
 
 
 def _of_child(pid: int) -> float:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it has ended, and somebody has waited for it
-        return 0.0
+    stat = _read(Path(f"/proc/{pid}/stat"))
     return sum(map(int, stat.rpartition(")")[2].split()[11:15])) / TICKS
+
+
+def _read(file: Path) -> str:
+    """A file of /proc; "" where its process or thread has ended meanwhile."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

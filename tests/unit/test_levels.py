@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 from tests.support import levels
@@ -37,3 +39,23 @@ def test_a_child_counts_while_it_lives_and_afterwards() -> None:
         child.stdout.readline()
         alive = levels.cpu()
     assert levels.cpu() >= alive >= before + 0.25  # the kernel counts in hundredths of a second
+
+
+def test_threads_may_end_while_it_looks() -> None:
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            threads = [threading.Thread(target=time.sleep, args=(1e-4,)) for _ in range(50)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        assert all(levels.cpu() > 0 for _ in range(2000))
+    finally:
+        over.set()
+        others.join()
