@@ -156,7 +156,7 @@ async def show(endpoint: str, directory: str) -> list[str]:
         say("Two nodes, blue and green, start two workers each.")
         blue, green = await demo.add("blue"), await demo.add("green")
         epochs = await demo.epoch(world=4, at_least=KILL_AFTER)
-        say("green is killed (SIGKILL). blue goes on alone as soon as green's lease has ended.")
+        say("green is killed (SIGKILL). blue goes on alone when green's connection has ended.")
         green.process.kill()
         epochs = await demo.epoch(world=2, at_least=epochs + ADD_AFTER)
         say("green is started again, and taken in.")

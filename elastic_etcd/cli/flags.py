@@ -273,7 +273,7 @@ WORKERS = Section(
         Flag(
             "--preload",
             "modules that the fork server loads, too, so that no worker waits for them; may be "
-            "repeated. After the first restart the log says which ones would save time",
+            "repeated. After the first restart the log says which installed ones would save time",
             flag_values.modules,
             "MODULE,...",
             repeated=True,
