@@ -11,9 +11,7 @@ from elastic_etcd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elastic_etcd.train.agent_channel import current as current
-    from elastic_etcd.train.agent_channel import heartbeat as heartbeat
     from elastic_etcd.train.agent_channel import leaving as leaving
-    from elastic_etcd.train.agent_channel import quiet as quiet
     from elastic_etcd.train.checkpoint.latest_checkpoint import (
         latest_checkpoint as latest_checkpoint,
     )
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from elastic_etcd.train.data.sampler import ElasticSampler as ElasticSampler
     from elastic_etcd.train.data.seed import seed_all as seed_all
     from elastic_etcd.train.ddp import ddp as ddp
+    from elastic_etcd.train.heartbeat import heartbeat as heartbeat
+    from elastic_etcd.train.heartbeat import quiet as quiet
     from elastic_etcd.train.run import run as run
     from elastic_etcd.train.state.elastic_state import ElasticState as ElasticState
     from elastic_etcd.train.state.steps import steps_per_epoch as steps_per_epoch
@@ -41,11 +41,11 @@ _HOMES = {
     "accumulation_steps": "data.batch_sampler",
     "current": "agent_channel",
     "ddp": "ddp",
-    "heartbeat": "agent_channel",
+    "heartbeat": "heartbeat",
     "latest_checkpoint": "checkpoint.latest_checkpoint",
     "leaving": "agent_channel",
     "memory_checkpoint": "checkpoint.memory_checkpoint",
-    "quiet": "agent_channel",
+    "quiet": "heartbeat",
     "run": "run",
     "seed_all": "data.seed",
     "steps_per_epoch": "state.steps",

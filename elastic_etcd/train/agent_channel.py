@@ -1,4 +1,4 @@
-"""A worker's end of the channel to its agent, and the page of memory that the agent reads.
+"""A worker's end of the channel to its agent.
 
 Requests are answered in the calling thread. A thread reads only in `listening`, which ee.run uses,
 and hands on the messages that nobody has asked for. A process that is forked from a worker, such as
@@ -13,15 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
-from elastic_etcd.protocol import activity, messages
-from elastic_etcd.protocol.activity import Doing
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.messages import encode
 from elastic_etcd.protocol.packets import receive
 from elastic_etcd.times import ANSWER_TIMEOUT
@@ -333,33 +332,6 @@ def current() -> bool:
         raise UsageError(f"{text}, or was forked by one: call it in the worker itself")
     channel.current()
     return True
-
-
-def heartbeat() -> None:
-    """Say that a step of training has ended; call it at the same places on all ranks.
-
-        for batch in loader:
-            train(batch)
-            ee.heartbeat()
-
-    Only a script needs it that trains without an optimizer of torch's and without
-    `ElasticState.check`. After the first call in a world only these calls count as steps. It makes
-    no system call and takes about a microsecond. Without our launcher it does nothing. It raises
-    nothing. docs/hangs.md says how a hang is found.
-    """
-    activity.step()
-
-
-def quiet(what: str) -> AbstractContextManager[None]:
-    """While this is open no step is expected, so that a long pause is no hang.
-
-        with ee.quiet("evaluation"):
-            evaluate(model)
-
-    what: a word for the messages, of which 128 bytes are kept. It raises nothing, and does nothing
-    without our launcher. docs/hangs.md says how a hang is found.
-    """
-    return activity.during(Doing.QUIET, what)
 
 
 def _leave_channel_to_parent() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from elastic_etcd.children import entry
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import ActivityPages
-from elastic_etcd.train.agent_channel import heartbeat, quiet
+from elastic_etcd.train.heartbeat import heartbeat, quiet
 from elastic_etcd.train.state.elastic_state import ElasticState
 
 from .figures import grid

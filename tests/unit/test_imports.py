@@ -334,6 +334,8 @@ def loaded(code: str, *flags: str) -> set[str]:
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
+        # A handler of SIGTERM asks `ee.leaving`, also in the middle of this import.
+        ("elastic_etcd.train.heartbeat", {"torch", "elastic_etcd.train.agent_channel"}),
         ("elastic_etcd.train.agent_channel", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
     ],
 )

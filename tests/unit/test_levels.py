@@ -38,7 +38,8 @@ def test_a_child_counts_while_it_lives_and_afterwards() -> None:
         assert child.stdout
         child.stdout.readline()
         alive = levels.cpu()
-    assert levels.cpu() >= alive >= before + 0.25  # the kernel counts in hundredths of a second
+    # The kernel counts in hundredths of a second, and sums of them are not exact.
+    assert levels.cpu() + 0.001 >= alive >= before + 0.25
 
 
 def test_threads_may_end_while_it_looks() -> None:
