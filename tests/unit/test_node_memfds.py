@@ -1,9 +1,11 @@
 """One snapshot per node: each rank gets what it has committed, whoever's memory that is in."""
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import Pipe
@@ -414,6 +416,8 @@ def enter(path: str, rank: int, size: int) -> None:
     elastic_etcd.train.agent_channel._channel = None
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined] # as a worker
     Snapshots._opened = 0
+    Snapshots._kept.clear()
+    Snapshots._closed.clear()  # or the new agent would drop a name that another rank just opened
 
 
 def memory_of(state: ElasticState, *, first: bool) -> int:
@@ -432,6 +436,7 @@ def on_two_nodes(rank: int, paths: list[str]) -> Any:
 
     def recv(tensor: torch.Tensor, *args: Any) -> Any:
         received.append(tensor.numel())
+        time.sleep(0.3)  # a slow network: the others of this node wait for it
         return real(tensor, *args)
 
     dist.recv = recv
@@ -449,6 +454,8 @@ def on_two_nodes(rank: int, paths: list[str]) -> Any:
         state.commit()
         dist.barrier()  # as a step of training
     if rank > 1:
+        del state
+        gc.collect()
         enter(paths[2], rank, 2)
         state = ElasticState(data=torch.full((WORDS,), rank), epoch=0)
     synced()

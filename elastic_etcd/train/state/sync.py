@@ -174,6 +174,7 @@ def spread(
     having = [*holders, *first_of_nodes(holders, [each.node for each in inventories])]
     newest = _transfer(snapshots, newest, wanted, transfers(holders, having))
     if len(having) < size:
+        gather([newest is not None])  # the others wait until the first ranks of their nodes have it
         newest = newest or snapshots.take(wanted)
         found = gather([newest is not None])
         having = [other for other, (has,) in enumerate(found) if has]
