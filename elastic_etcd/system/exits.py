@@ -12,8 +12,8 @@ import select
 import signal
 from typing import TYPE_CHECKING, Protocol
 
-from elastic_etcd.system.groups import signal_group
 from elastic_etcd.system.pidfds import NO_DESCRIPTOR, OPEN_AGAIN
+from elastic_etcd.system.processes import signal_group
 from elastic_etcd.times import CHILD_GONE
 
 if TYPE_CHECKING:

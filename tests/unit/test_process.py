@@ -19,11 +19,11 @@ import pytest
 
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system import exits
+from elastic_etcd.system.child_process import LastWords, spawn, start
 from elastic_etcd.system.exits import ExitWatch, discard, end, exited
-from elastic_etcd.system.groups import ProcessGroups, kill_members, signal_group
 from elastic_etcd.system.pidfds import is_gone, open_if
+from elastic_etcd.system.processes import ProcessGroups, kill_members, signal_group
 from elastic_etcd.system.procfs import stat
-from elastic_etcd.system.spawn import LastWords, spawn, start
 from tests.support.aio import elapse
 from tests.support.disks import (
     disk_that_may_stand_still,
