@@ -19,7 +19,7 @@ import msgspec
 from elastic_etcd import launch
 from elastic_etcd.api.run_writer import RunWriter
 from elastic_etcd.errors import ElasticEtcdError
-from elastic_etcd.system.prctl import signal_at_parents_death
+from elastic_etcd.system.child_process import signal_at_parents_death
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

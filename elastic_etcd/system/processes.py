@@ -1,19 +1,141 @@
-"""Process groups: signalled, and killed with all that is in them."""
+"""Other processes: as /proc shows them, held by their pidfds, and killed with all of their group.
+
+A process may end between two reads of /proc, and its number may belong to another process by then.
+Such a number is never used: a process is opened as a pidfd, which is readable when the process is
+gone, and then looked at once more (`open_if`). Linux only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from elastic_etcd.system.pidfds import NO_DESCRIPTOR, OPEN_AGAIN, kill, open_if
-from elastic_etcd.system.procfs import pids, stat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+# No descriptor is free: nothing can be watched until something else is closed, and a process that
+# can't be seen may still run. So it is tried again after so many seconds.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+OPEN_AGAIN = 0.2
+
 log = logging.getLogger(__name__)
+
+
+# --- in /proc ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A process as the kernel shows it."""
+
+    name: str
+    state: str
+    parent: int
+    group: int
+    started: int  # in ticks of the kernel's clock since the boot
+
+
+def stat(pid: int) -> Stat | None:
+    """How the kernel shows a process; None if it is gone, or hidden."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return None
+    # "pid (name) state ppid pgrp ...": the name may hold anything, spaces and brackets
+    begin, end = text.index(b"("), text.rindex(b")")
+    fields = text[end + 2 :].split(maxsplit=20)
+    name = text[begin + 1 : end].decode(errors="replace")
+    return Stat(name, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[19]))
+
+
+def environment(pid: int, names: Collection[str]) -> dict[str, str]:
+    """Those of these variables that a process of this user had when it began; {} if it is gone.
+
+    Call it in a thread: the kernel makes readers wait for a process that it holds at a bad moment.
+    """
+    folder = Path(f"/proc/{pid}")
+    try:
+        own = folder.stat().st_uid == os.geteuid()
+        text = (folder / "environ").read_bytes() if own else b""
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return {}  # gone meanwhile, or hidden
+    if not any(name.encode() in text for name in names):  # most processes: there may be thousands
+        return {}
+    items = text.decode(errors="surrogateescape").split("\0")
+    pairs = (item.partition("=") for item in items)
+    return {name: value for name, _, value in pairs if name in names}
+
+
+def pids() -> Iterator[int]:
+    """The number of every process that this one may see."""
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+
+
+# --- by their pidfds --------------------------------------------------------------------
+
+
+def open_if(pid: int, wanted: Callable[[int], object]) -> int:
+    """A pidfd of this process if it is `wanted` and runs, else -1; its number may come again."""
+    if not wanted(pid):
+        return -1
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    keep = False
+    try:
+        keep = bool(wanted(pid)) and not is_gone(pidfd)
+    finally:
+        if not keep:
+            os.close(pidfd)
+    return pidfd if keep else -1
+
+
+def kill(pidfd: int) -> None:
+    """SIGKILL, if it is there and this user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+async def gone(pidfds: Collection[int], timeout: float | None) -> bool:
+    """Wait until all of these processes have ended; False if some have not after `timeout` s."""
+    loop = asyncio.get_running_loop()
+    ends = []
+
+    def note_end(pidfd: int, ended: asyncio.Future[None]) -> None:
+        loop.remove_reader(pidfd)
+        ended.set_result(None)
+
+    for pidfd in pidfds:
+        ends.append(loop.create_future())
+        loop.add_reader(pidfd, note_end, pidfd, ends[-1])
+    try:
+        return not ends or not (await asyncio.wait(ends, timeout=timeout))[1]
+    finally:
+        for pidfd in pidfds:
+            loop.remove_reader(pidfd)
+
+
+def is_gone(pidfd: int) -> bool:
+    """Whether the process has ended, with all its threads."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# --- in their groups --------------------------------------------------------------------
 
 
 class ProcessGroups:

@@ -18,12 +18,24 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system import exits
-from elastic_etcd.system.child_process import LastWords, spawn, start
-from elastic_etcd.system.exits import ExitWatch, discard, end, exited
-from elastic_etcd.system.pidfds import is_gone, open_if
-from elastic_etcd.system.processes import ProcessGroups, kill_members, signal_group
-from elastic_etcd.system.procfs import stat
+from elastic_etcd.system import child_process
+from elastic_etcd.system.child_process import (
+    ExitWatch,
+    LastWords,
+    discard,
+    end,
+    exited,
+    spawn,
+    start,
+)
+from elastic_etcd.system.processes import (
+    ProcessGroups,
+    is_gone,
+    kill_members,
+    open_if,
+    signal_group,
+    stat,
+)
 from tests.support.aio import elapse
 from tests.support.disks import (
     disk_that_may_stand_still,
@@ -278,7 +290,7 @@ def test_the_end_is_the_end() -> None:
 async def test_r19_the_loop_waits_for_no_child_that_the_kernel_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exits, "CHILD_GONE", 0.05)
+    monkeypatch.setattr(child_process, "CHILD_GONE", 0.05)
     disk = tmp_path / "disk"
     disk.mkdir()
     hear, told = os.pipe()
