@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from elastic_etcd.system.child_process import (
     spawn,
     start,
 )
+from elastic_etcd.system.memfds import memfd_with, new_memfd, sealed_memfd
 from elastic_etcd.system.processes import (
     ProcessGroups,
     is_gone,
@@ -480,3 +481,24 @@ def test_no_pidfd_stays_open_where_no_descriptor_is_left_to_look_once_more() -> 
     with pytest.raises(OSError, match="Too many"):
         open_if(os.getpid(), wanted)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: memfd_with("order", bytes(4096)),
+        lambda: new_memfd("snapshot", 4096),
+        lambda: sealed_memfd("activity", 4096),
+    ],
+)
+def test_no_file_in_memory_stays_open_that_is_longer_than_allowed(make: Callable[[], int]) -> None:
+    """`ulimit -f` counts for files in memory, too."""
+    before = set(Path("/proc/self/fd").iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert set(Path("/proc/self/fd").iterdir()) == before
