@@ -479,6 +479,31 @@ async def test_a_worker_that_dies_after_its_agent_s_tasks_is_nobody_s_news(logs:
     assert crashes == []
 
 
+async def test_a_worker_that_dies_while_its_agent_s_tasks_end_is_waited_for_no_more(
+    logs: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what it leaves behind, which the kernel may hold for ever."""
+    forever = asyncio.Event()
+
+    async def end_leftovers(*_: object) -> None:
+        await forever.wait()
+
+    async def end_late() -> None:
+        try:
+            await forever.wait()
+        finally:
+            await agents.turns(lambda: not agents.groups)
+
+    monkeypatch.setattr(termination, "end_leftovers", end_leftovers)
+    async with asyncio.timeout(30), Tasks() as tasks:
+        agents = Watched(logs, tasks)
+        agents.launch(python("import time; time.sleep(100)"))
+        await agents.started()
+        tasks.create(end_late())
+        await asyncio.sleep(0)
+        agents.workers.close()
+
+
 async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
     watched: Watched, fifo: Path
 ) -> None:
