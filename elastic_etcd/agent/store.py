@@ -39,8 +39,10 @@ def bind(address: str) -> tuple[socket.socket, int]:
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
-        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        sock = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        dual = ip.version == 6  # it may be an IPv4 address, written so
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        where = (address, 0)
+        sock = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except ValueError:
         sock = _listen_everywhere()
     except OSError as error:

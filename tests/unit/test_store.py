@@ -260,3 +260,6 @@ def test_an_ipv6_address() -> None:
     sock, port = bind("::1")
     with sock, socket.create_connection(("::1", port)):
         pass
+    sock, port = bind("::ffff:127.0.0.1")  # an IPv4 address of this machine, written so
+    with sock, socket.create_connection(("127.0.0.1", port)):
+        pass
