@@ -121,7 +121,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        self.ended = False  # the scope is left, or an error ends it: no task can begin
+        self.ended = False  # the scope is left, or a crash ends it: no task is to begin
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -135,17 +135,18 @@ class Tasks:
         error: BaseException | None,
         stack: TracebackType | None,
     ) -> None:
-        self.ended = error is not None
+        self.ended = True
         for task in self._running:
             task.cancel()
-        try:
-            await self._group.__aexit__(kind, error, stack)
-        finally:
-            self.ended = True
+        await self._group.__aexit__(kind, error, stack)
 
     def create(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin `work`."""
         task = self._group.create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self.ended = self.ended or not (task.cancelled() or task.exception() is None)

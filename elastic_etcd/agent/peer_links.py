@@ -142,7 +142,8 @@ def _listen(address: str) -> socket.socket:
     """
     found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, where = found[0]
-    return socket.create_server(where, family=family, backlog=_BACKLOG)
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
 class _Caller(asyncio.BufferedProtocol):

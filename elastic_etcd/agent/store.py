@@ -6,6 +6,7 @@ kernel until the child, which imports torch, serves them. Each generation has a 
 that is used again hands out stale NCCL ids (pytorch#135712).
 """
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -38,8 +39,10 @@ def bind(address: str) -> tuple[socket.socket, int]:
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
-        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        sock = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        dual = ip.version == 6  # it may be an IPv4 address, written so
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        where = (address, 0)
+        sock = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except ValueError:
         sock = _listen_everywhere()
     except OSError as error:
@@ -100,8 +103,8 @@ class StoreServer:
             if self._child is None or self._child.gone:
                 try:
                     self._child = _Child(self._lost)
-                except OSError as error:
-                    self._lost(_not_started(error))
+                except OSError as error:  # the generation begins when this has returned
+                    asyncio.get_running_loop().call_soon(self._lost, _not_started(error))
                     return
                 self._tasks.create(self._child.live(self._prefork))
             self._child.hand_over(generation, sock)
@@ -124,16 +127,24 @@ class StoreServer:
 
 
 class _Child:
-    """A store process, the socketpair to it and its standard error; `lost(why)` at its end."""
+    """A store process, the socketpair to it and its standard error; `lost(why)` at its end.
+
+    Raises OSError when no descriptor is free.
+    """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
         self.gone = False
         self._lost = lost
         self._process: Process | None = None
         self._watch: ExitWatch | None = None
-        stderr, self._stderr = os.pipe()
-        self._words = LastWords(stderr)
         self._channel, self._theirs = channel_pair()
+        try:
+            stderr, self._stderr = os.pipe()
+        except OSError:
+            self._channel.close()
+            self._theirs.close()
+            raise
+        self._words = LastWords(stderr)
 
     async def live(self, prefork: Prefork | None) -> None:
         """Start the process, and watch it."""

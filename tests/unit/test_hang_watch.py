@@ -116,6 +116,7 @@ class Node:
         self.generation = 1
         self.given_up: list[int | None] = []
         self.published: list[Txn] = []
+        self.answers = True  # etcd does, else it refuses whatever is written
         self.inbox = self
         self.tasks: set[asyncio.Task[None]] = set()
         self.state = state(None)
@@ -139,7 +140,14 @@ class Node:
 
     def put(self, found: Finding) -> None:
         self.published.append(found.txn)
-        self.see(self.state, Published(found.by, ok=True))
+        if self.answers:
+            self.see(self.state, Published(found.by, ok=True))
+        else:
+            self.watch._loop.call_soon(self.refuse, found)
+
+    def refuse(self, found: Finding) -> None:
+        self.see(self.state, found)
+        self.see(self.state, Published(found.by, ok=False))
 
     def see(self, now: State, event: Event | None = None) -> None:
         """The agent is in that state."""
@@ -232,6 +240,37 @@ async def test_who_waits_for_what_may_last_is_asked_about_again_later(
     node.at = HUNG._replace(seconds=140.0)
     await node.until(lambda: len(node.said) > 1)
     assert node.said == [1, 2]
+    task.cancel()
+
+
+async def test_an_etcd_that_refuses_an_answer_is_not_given_it_at_once_again(
+    pid: int, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing new has come of it: it is given again at the next look."""
+    monkeypatch.setattr(hang_watch, "_PERIOD", 0.1)
+    node = Node(pid)
+    node.answers = False
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(ASKED))
+    await asyncio.sleep(1.0)
+    assert 2 <= len(node.published) <= 20
+    task.cancel()
+
+
+async def test_a_hang_is_seen_although_news_comes_all_the_time(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(pid)
+    node.answers = False
+
+    def refuse(found: Finding) -> None:
+        Node.refuse(node, found)
+        node.see(state(ASKED))
+
+    monkeypatch.setattr(node, "refuse", refuse)
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(ASKED))
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
     task.cancel()
 
 

@@ -1,6 +1,7 @@
 """Lines, files and consoles, with real pipes, terminals and disks."""
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -276,6 +277,31 @@ async def test_the_prefix_template_is_torchruns(tmp_path: Path) -> None:
     async with logs, Watched.open(logs) as watched:
         await Run(watched).run("print('x')")
     assert (tmp_path / "o").read_text() == "trainer/4/0/7/n/$what|x\n"
+
+
+async def test_a_worker_for_whose_second_pipe_none_is_left_keeps_no_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again and again, and each time would leave fewer."""
+    pipe, pipes = os.pipe, iter([True, False])
+
+    def one_pipe() -> tuple[int, int]:
+        if next(pipes):
+            return pipe()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def descriptors() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    async with Logs.open(LogConfig(log_dir=str(tmp_path)), job="j", node="n", role="r") as logs:
+        await logs._disk.written(DEADLINE)
+        before = descriptors()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pipe", one_pipe)
+            with pytest.raises(OSError, match="Too many open files"):
+                logs.worker(1, 0, 0)
+        await logs._disk.written(DEADLINE)
+        assert descriptors() == before
 
 
 async def test_lines_of_many_workers_stay_whole_on_one_pipe() -> None:

@@ -1,6 +1,7 @@
 """What the end of a link proves, and what it does not, between one agent and others at its ends."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -317,4 +318,12 @@ async def test_a_node_that_can_not_listen_at_its_address_has_no_links(address: s
     async with Tasks() as tasks:
         links = PeerLinks(tasks, Etcd().revoke)
         assert await links.open(address) is None
+        links.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_an_ipv4_address_may_be_written_as_one_of_ipv6() -> None:
+    async with Tasks() as tasks:
+        links = PeerLinks(tasks, Etcd().revoke)
+        assert await links.open(f"::ffff:{HOME}")
         links.close()

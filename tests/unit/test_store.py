@@ -1,6 +1,7 @@
 """The store server with real torch processes."""
 
 import asyncio
+import errno
 import logging
 import os
 import select
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from elastic_etcd.agent import store
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
@@ -212,6 +214,22 @@ async def test_a_child_that_cannot_be_started_is_told(
     assert "can't be started: No such file" in await server.died()
 
 
+async def test_a_child_for_which_no_descriptor_is_left_leaves_none_open(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for lacking in ((os, "pipe"), (store, "channel_pair")):
+        sock, _ = bind("127.0.0.1")
+        with monkeypatch.context() as patched:
+            patched.setattr(*lacking, none_left)
+            server.store.serve(1, sock)
+    assert "can't be started: Too many open files" in await server.died()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
 def test_the_child_dies_with_a_killed_agent() -> None:
     agent = subprocess.Popen(
         [
@@ -259,4 +277,7 @@ def test_an_address_of_another_machine_or_a_name_means_all_interfaces() -> None:
 def test_an_ipv6_address() -> None:
     sock, port = bind("::1")
     with sock, socket.create_connection(("::1", port)):
+        pass
+    sock, port = bind("::ffff:127.0.0.1")  # an IPv4 address of this machine, written so
+    with sock, socket.create_connection(("127.0.0.1", port)):
         pass

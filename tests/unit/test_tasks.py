@@ -74,6 +74,25 @@ async def test_after_an_error_no_task_can_begin() -> None:
     assert seen == [False, True]
 
 
+async def test_after_a_crash_no_task_can_begin() -> None:
+    """Not even before the scope is left: the agent closes its lease and its mirror first."""
+    seen = list[bool]()
+
+    async def scope() -> None:
+        begun = asyncio.Event()
+        begun.set()
+        async with asyncio.timeout(DEADLINE), Tasks() as tasks:
+            tasks.create(fail(begun))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append(tasks.ended)
+
+    with pytest.raises(ExceptionGroup):
+        await scope()
+    assert seen == [True]
+
+
 async def test_the_scope_s_own_error_comes_first() -> None:
     other = Endless()
 

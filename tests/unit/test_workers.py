@@ -1,6 +1,7 @@
 """Real processes, waited for by their events; every await has the suite's deadline."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from elastic_etcd.agent import termination
+from elastic_etcd.agent import store, termination
+from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.core.schema import Limits, Participant, Phase, Round
 from elastic_etcd.system import child_process, processes
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import MARK
@@ -370,6 +373,24 @@ class NoFork:
         pass
 
 
+async def test_a_world_whose_store_can_not_even_be_begun_is_ended(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers would call there for half an hour."""
+
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    master = watched.workers.offer(1, Reached("127.0.0.1"))
+    now = Round(1, Phase.FINAL, 0xA, "why", "r", "n", 1, 1, master)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "channel_pair", none_left)
+        watched.workers.start(now, Participant(0xA, "n", 1, 0, 0), Limits(1, 1))
+    await watched.until(lambda: watched.hangs)
+    assert watched.hangs[0].hang == "the store server can't be started: Too many open files"
+    await watched.emptied()
+
+
 async def test_what_cannot_be_forked_is_executed(watched: Watched) -> None:
     server = NoFork()
     watched.workers._prefork = cast("Prefork", server)
@@ -477,6 +498,31 @@ async def test_a_worker_that_dies_after_its_agent_s_tasks_is_nobody_s_news(logs:
     watched.workers.close()
     await asyncio.sleep(0.1)
     assert crashes == []
+
+
+async def test_a_worker_that_dies_while_its_agent_s_tasks_end_is_waited_for_no_more(
+    logs: Logs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what it leaves behind, which the kernel may hold for ever."""
+    forever = asyncio.Event()
+
+    async def end_leftovers(*_: object) -> None:
+        await forever.wait()
+
+    async def end_late() -> None:
+        try:
+            await forever.wait()
+        finally:
+            await agents.turns(lambda: not agents.groups)
+
+    monkeypatch.setattr(termination, "end_leftovers", end_leftovers)
+    async with asyncio.timeout(30), Tasks() as tasks:
+        agents = Watched(logs, tasks)
+        agents.launch(python("import time; time.sleep(100)"))
+        await agents.started()
+        tasks.create(end_late())
+        await asyncio.sleep(0)
+        agents.workers.close()
 
 
 async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(

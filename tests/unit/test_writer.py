@@ -129,6 +129,21 @@ async def test_a_pipe_that_nobody_reads_is_waited_for(
     assert caplog.text.count("nobody reads stdout") == 1
 
 
+async def test_a_reader_that_paused_before_the_end_has_all_of_the_patience() -> None:
+    r, w = os.pipe()
+    writer = OutputWriter(patient=True)
+    pipe = Output(writer, "stdout", lambda: w)
+    pipe.write(LINE * 256)
+    assert not await writer.written(patience=0.2)
+    writer.moved -= DEADLINE  # so long ago
+    ending = asyncio.create_task(writer.close(patience=DEADLINE))
+    await asyncio.sleep(0.2)
+    assert not ending.done(), "nobody writes any more when the agent has ended"
+    with os.fdopen(r, "rb") as file:
+        assert await in_thread(lambda: file.read(len(LINE) * 256), DEADLINE) == LINE * 256
+    await ending
+
+
 async def test_what_takes_too_long_in_a_thread_is_left_to_itself() -> None:
     released = threading.Event()
     with pytest.raises(TimeoutError):

@@ -60,7 +60,7 @@ class PeriodicFollower(ABC):
             if self.news.is_set():
                 self.news.clear()
                 await self.hear()
-            else:
+            if self._due is not None and self._loop.time() >= self._due:  # whatever news comes
                 await self.look()
                 self.rest()
 

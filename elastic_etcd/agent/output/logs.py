@@ -38,7 +38,8 @@ class WorkerStream:
     """An output pipe of a worker, read whenever there is something in it.
 
     With `terminal` it is a terminal to the worker. All is shown as it is then, also text without a
-    line end: a debugger's prompt.
+    line end: a debugger's prompt. `file` is closed with it. Raises OSError when no descriptor is
+    free.
     """
 
     def __init__(
@@ -54,7 +55,12 @@ class WorkerStream:
         self._lines = LinePrefixer(prefix)
         self._as_it_is = terminal
         self._tail = bytearray()
-        self._read, self.child_fd = _terminal() if terminal else os.pipe()
+        try:
+            self._read, self.child_fd = _terminal() if terminal else os.pipe()
+        except OSError:
+            if file is not None:
+                file.close()
+            raise
         os.set_blocking(self._read, False)
 
     def begin(self) -> None:
@@ -248,7 +254,8 @@ class Logs:
     ) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to.
 
-        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout.
+        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout. Raises
+        OSError when no descriptor is free.
         """
         prefix = self._prefix_of(generation, rank, local_rank)
 
@@ -258,8 +265,13 @@ class Logs:
             return WorkerStream(prefix, shown, file, terminal=terminal)
 
         out = stream(Streams.OUT, self.stdout, terminal=at_terminal)
-        stdin = 0 if at_terminal else subprocess.DEVNULL
-        return WorkerLog(out, stream(Streams.ERR, self.stderr), stdin)
+        try:
+            err = stream(Streams.ERR, self.stderr)
+        except OSError:
+            out.begin()
+            out.close()
+            raise
+        return WorkerLog(out, err, 0 if at_terminal else subprocess.DEVNULL)
 
     def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
         """The worker behind `output` goes on in another generation."""

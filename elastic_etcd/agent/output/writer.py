@@ -89,13 +89,17 @@ class OutputWriter:
             self._lock.notify()
 
     async def written(self, patience: float) -> bool:
-        """Wait until all that was put is done; False if nothing moves for `patience` seconds."""
+        """Wait until all that was put is done; False if nothing moves for `patience` seconds.
+
+        They begin with this call: a reader that has paused before may go on.
+        """
         if not self._jobs:
             return True
+        began = monotonic()
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         self.put(lambda: _call_soon(loop, done.set))
         while not done.is_set():
-            left = patience - (monotonic() - self.moved)
+            left = patience - (monotonic() - max(began, self.moved))
             if left <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
