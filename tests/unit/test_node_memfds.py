@@ -341,6 +341,29 @@ def test_a_rank_that_compares_waits_for_nobody_who_does(
     assert node.memory() <= 1.02 * size_of(1)
 
 
+def receive(fds: list[Any], rank: int, said: Any, asked: Any) -> bool:
+    held = opened([fd.detach() for fd in fds], rank)
+    with held.receiving(size_of(3)) as target:
+        said.send("")
+        asked.poll(60)
+        return target in held.own
+
+
+def test_who_receives_into_memory_of_its_own_keeps_nobody_from_the_node_s(node: Node) -> None:
+    heard, said = Pipe(duplex=False)
+    asked, ask = Pipe(duplex=False)
+    one, other, *_ = node.ranks()
+    one.write(draft(1))
+    other.write(draft(2))
+    child = Child(receive, passed_on(node, 2), 2, said, asked)
+    assert heard.poll(60)
+    for memfd in one.shared:
+        with memfd.locked() as locked:
+            assert locked
+    ask.send("")
+    assert child.result() is True
+
+
 def commit_alike(fds: list[Any], rank: int, last: int) -> Any:
     held = opened([fd.detach() for fd in fds], rank)
     for count in range(1, last + 1):

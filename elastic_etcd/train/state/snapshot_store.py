@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -155,11 +155,12 @@ class Snapshots:
     @contextmanager
     def receiving(self, size: int) -> Iterator[Memfd]:
         """A memory file for a body of `size` bytes; the newest, once a snapshot is set in it."""
-        target = self._target(None) if self.shared else None
-        with target.locked() if target else nullcontext(False) as locked:
-            if target and locked and target.is_free():
+        with ExitStack() as lock:
+            target = self._target(None) if self.shared else None
+            if target and lock.enter_context(target.locked()) and target.is_free():
                 memfd = self._clear(target, size, self.shared)
             else:
+                lock.close()  # the node's is not ours to write: others may look at it
                 memfd = self.clear_older(size)
             yield memfd
             if snapshot := memfd.snapshot():
