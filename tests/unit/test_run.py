@@ -160,7 +160,7 @@ def steps(agent: Agent) -> Callable[[State], None]:
 
     def train(_: State) -> None:
         agent.worker_trains()
-        while not sync_point.check():
+        while not sync_point.current().check():
             dist.all_reduce(torch.ones(1))
         raise WorldChanged
 
