@@ -7,7 +7,6 @@ the header last; the others sum theirs and, if the whole header is the same, hol
 that differs, or would wait for long, writes to its own.
 """
 
-import fcntl
 import logging
 import os
 import time
@@ -201,10 +200,7 @@ class Snapshots:
         began = time.monotonic()
         header = draft.header()
         patience = max(COPY_PATIENCE, _TIMES * (time.monotonic() - began))
-        with target.locked(patience, fcntl.LOCK_SH) as locked:
-            if locked and target.is_of(draft.version):
-                return self._compare(target, header)
-        with target.locked(patience * locked) as locked:
+        with target.locked(patience) as locked:
             if not locked:
                 log.warning(
                     "another worker of this node has not ended its commit after %.0f s: this one's "
@@ -212,17 +208,14 @@ class Snapshots:
                     patience,
                 )
                 return False
-            if target.is_of(draft.version):
-                return self._compare(target, header)
-            return self._write_shared(target, draft)  # the rank that had the lock first could not
-
-    def _compare(self, target: SharedMemfd, header: Header) -> bool:
-        """Whether another rank has written the same; nobody writes meanwhile."""
-        there = target.snapshot()
-        self._differs = there is None or there.header != header
-        if not self._differs:
-            self._hold(target)
-        return not self._differs
+            there = target.snapshot()
+            if there is None or there.header.version != draft.version:
+                # The rank that had the lock first could not.
+                return self._write_shared(target, draft)
+            self._differs = there.header != header
+            if not self._differs:
+                self._hold(target)
+            return not self._differs
 
     def _write_shared(self, target: SharedMemfd, draft: Draft) -> bool:
         """Whether it could be written, under the lock."""
