@@ -213,9 +213,11 @@ class Snapshots:
                 # The rank that had the lock first could not.
                 return self._write_shared(target, draft)
             self._differs = there.header != header
-            if not self._differs:
-                self._hold(target)
-            return not self._differs
+            if self._differs:
+                return False
+            target.hold()
+        self._hold(target)  # memory of its own may go now, which takes time
+        return True
 
     def _write_shared(self, target: SharedMemfd, draft: Draft) -> bool:
         """Whether it could be written, under the lock."""
