@@ -91,15 +91,15 @@ class Channel:
             raise AgentGone(f"the agent at {self._path} did not send {name!r}")
         return shared
 
-    def current(self, timeout: float = ANSWER_TIMEOUT) -> None:
+    def current(self) -> None:
         """Return if this generation is still the job's: the agent asks etcd, linearizably.
 
         Raises StaleGeneration if it is not, EtcdUnreachable without an answer in time.
         """
         try:
-            answer, _ = self._request(messages.AskCurrent(0), messages.Current, timeout=timeout)
+            answer, _ = self._request(messages.AskCurrent(0), messages.Current)
         except _Silent as error:
-            text = f"the agent could not ask etcd within {timeout:g} s"
+            text = f"the agent could not ask etcd within {ANSWER_TIMEOUT:g} s"
             raise EtcdUnreachable(f"{text} whether this generation is still current") from error
         if answer.current is None:
             raise EtcdUnreachable(answer.reason)
@@ -112,18 +112,6 @@ class Channel:
             return self._leaving
         answer, _ = self._request(messages.AskLeaving(0), messages.Leaving)
         return answer.leaving
-
-    def elastic(self) -> None:
-        """From here on this worker is asked to park, not killed, when its world ends."""
-        self.send(messages.Elastic())
-
-    def parked(self, error: str = "") -> None:
-        """Nothing runs here; `error` is what made it park by itself, if nobody asked."""
-        self.send(messages.Parked(self.generation, error))
-
-    def finished(self) -> None:
-        """This worker does not park any more: from here on SIGTERM stops it."""
-        self.send(messages.TrainingDone())
 
     def send(self, message: messages.FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
@@ -180,15 +168,9 @@ class Channel:
         if isinstance(message, messages.Welcome):
             self.reason = message.reason
 
-    def _request(
-        self,
-        request: messages.Request,
-        kind: type[A],
-        fd: int = -1,
-        timeout: float = ANSWER_TIMEOUT,
-    ) -> tuple[A, int]:
+    def _request(self, request: messages.Request, kind: type[A], fd: int = -1) -> tuple[A, int]:
         """Send it with an id; gives its answer, with the descriptor that came with it or -1."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         with self._requests:
             self._number += 1
             self._answers.clear()
@@ -201,7 +183,7 @@ class Channel:
                 while not self._answers:
                     self._take(*self._receive(deadline))
             if not self._answers:
-                raise AgentGone(self._gone) if self._gone else _Silent(self._silence(timeout))
+                raise AgentGone(self._gone) if self._gone else _Silent(self._silence())
             ((answer, sent),) = self._answers
         if not isinstance(answer, kind):
             raise AgentGone(f"the agent at {self._path} has answered something else")
@@ -254,11 +236,11 @@ class Channel:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = poll.poll(None if left is None else left * 1000)
         if not ready:
-            raise _Silent(self._silence(ANSWER_TIMEOUT))
+            raise _Silent(self._silence())
         return any(fd == wake for fd, _ in ready)
 
-    def _silence(self, timeout: float) -> str:
-        return f"the agent at {self._path} did not answer within {timeout:g} s"
+    def _silence(self) -> str:
+        return f"the agent at {self._path} did not answer within {ANSWER_TIMEOUT:g} s"
 
     def _lost(self, why: str) -> AgentGone:
         self._gone = self._gone or f"the agent at {self._path} {why}"

@@ -147,7 +147,7 @@ class _Worker:
     def live(self) -> Any:
         """Train in one world after the other; the value is the last training's."""
         with self._channel.listening(self._receive):
-            self._channel.elastic()
+            self._channel.send(messages.Elastic())
             while True:
                 group, lost, again = self._group, "", _NO_STEP
                 try:
@@ -224,7 +224,7 @@ class _Worker:
     def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
         """First of all say so: the agent's messages from now on have no reader."""
         with suppress(AgentGone):
-            self._channel.finished()
+            self._channel.send(messages.TrainingDone())
         group.teardown(broken=broken)
         group.release()
 
@@ -245,7 +245,8 @@ class _Worker:
     def _park(self, group: ProcessGroup, lost: str) -> None:
         """Wait for the next world. Raises SystemExit, AgentGone."""
         if not group.leaving:  # else the others wait for this process's end: it may save
-            self._channel.parked(group.own_reason if group.broken else lost)
+            why = group.own_reason if group.broken else lost
+            self._channel.send(messages.Parked(self._channel.generation, why))
         if lost and self._synced:
             self._state._rewind()
         if group.leaving:

@@ -76,7 +76,10 @@ class SyncPoint:
         self._thread: threading.Thread | None = None
 
     def check(self) -> bool:
-        """Whether to stop here: raise WorldChanged. Raises WorldBroken."""
+        """At a step's end, on every rank: whether all ranks stop here, to raise WorldChanged.
+
+        It costs a fraction of a microsecond. Raises WorldBroken.
+        """
         self.steps += 1
         return self._hold and self._is_target()
 
@@ -102,7 +105,10 @@ class SyncPoint:
             self._thread.join()
 
     def raise_if_broken(self) -> None:
-        """Raise WorldBroken after an `interrupt`."""
+        """Raise WorldBroken after an `interrupt`: the results of a collective may be wrong.
+
+        A collective of NCCL's that is aborted ends as if it had succeeded. The flag is set before.
+        """
         if self._broken:
             raise WorldBroken(self._broken)
 
@@ -134,28 +140,12 @@ _none = SyncPoint(0, 1, dict)
 _current = _none
 
 
-def check() -> bool:
-    """At a step's end, on every rank: whether all ranks stop here; see SyncPoint.check.
-
-    It costs a fraction of a microsecond. Without ee.run it is always False.
-    """
-    return _current.check()
-
-
-def steps() -> int:
-    """How many checks this world's training has come to."""
-    return _current.steps
-
-
-def raise_if_broken() -> None:
-    """Raise WorldBroken if the results of a collective may be wrong.
-
-    A collective of NCCL's that is aborted ends as if it had succeeded. The flag is set before.
-    """
-    _current.raise_if_broken()
+def current() -> SyncPoint:
+    """This world's; without ee.run one that never stops the training."""
+    return _current
 
 
 def install(sync_point: SyncPoint | None) -> None:
-    """Let `check` and `raise_if_broken` ask this one; None: there is nothing to stop for."""
+    """Let `current` give this one; None: there is nothing to stop for."""
     global _current  # noqa: PLW0603 - one training loop per process
     _current = sync_point or _none

@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
@@ -45,6 +46,7 @@ from elastic_etcd.protocol.messages import (
     NextWorld,
     Parked,
     Recall,
+    TrainingDone,
     encode,
     from_agent,
     from_worker,
@@ -176,7 +178,7 @@ async def test_r5_who_listens_is_told_that_its_node_is_leaving(
         loop.call_soon_threadsafe(heard.put_nowait, said)
 
     with worker.listening(hear):
-        worker.elastic()
+        worker.send(Elastic())
         channel, _ = await agent.hears(Elastic)
         for leaving in (False, True):
             channel.send(Change(7, "", leaving=leaving))
@@ -200,7 +202,7 @@ async def test_workers_of_other_local_ranks_have_their_own(
 
 
 async def test_a_generation_is_current_or_not_or_nobody_knows(
-    agent: Agent, worker: Channel
+    agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.to_thread(worker.current)
     agent.answer = False, "the job is in generation 8"
@@ -210,8 +212,9 @@ async def test_a_generation_is_current_or_not_or_nobody_knows(
     with pytest.raises(EtcdUnreachable, match="etcd is away"):
         await asyncio.to_thread(worker.current)
     agent.answer = None
+    monkeypatch.setattr(worker_end, "ANSWER_TIMEOUT", 0.01)
     with pytest.raises(EtcdUnreachable, match=r"within 0\.01 s"):
-        await asyncio.to_thread(worker.current, 0.01)
+        await asyncio.to_thread(worker.current)
 
 
 def test_r7_who_is_no_worker_can_t_ask_for_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +228,10 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
     agent: Agent, worker: Channel, listens: bool
 ) -> None:
     def late_then_again() -> None:
-        with pytest.raises(EtcdUnreachable):
-            worker.current(0.01)
+        with pytest.MonkeyPatch.context() as impatient:
+            impatient.setattr(worker_end, "ANSWER_TIMEOUT", 0.01)
+            with pytest.raises(EtcdUnreachable):
+                worker.current()
         agent.answer = True, ""
         channel = next(iter(agent.server.channels))
         stale = Current(worker._number, False, "stale")
@@ -260,7 +265,7 @@ async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> No
     fd = memory(b"mine")
     change = Change(7, "n3 joins", leaving=False)
     with worker.listening(hear):
-        worker.elastic()
+        worker.send(Elastic())
         channel, _ = await agent.hears(Elastic)
         assert (channel.pid, channel.local_rank, channel.generation) == (os.getpid(), 0, 7)
         channel.send(change)
@@ -269,7 +274,7 @@ async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> No
         assert again is not None
         assert os.pread(again, 4, 0) == b"mine"
         assert await heard.get() == change
-        worker.parked("a lone surrogate \ud800" + "x" * 10000)
+        worker.send(Parked(worker.generation, "a lone surrogate \ud800" + "x" * 10000))
         _, parked = await agent.hears(Parked)
         assert parked.error == ("a lone surrogate ?" + "x" * 10000)[:4096]
         world = NextWorld(8, "n3 joins", {"RANK": "0"})
@@ -290,7 +295,7 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
     with worker.listening(hear):
         agent.server.close()
         assert isinstance(await heard.get(), Gone)
-        for ask in (worker.current, worker.elastic, worker.parked):
+        for ask in (worker.current, partial(worker.send, Elastic())):
             with pytest.raises(AgentGone, match="has hung up"):
                 await asyncio.to_thread(ask)
     with pytest.raises(AgentGone, match="no agent answers"):
@@ -300,18 +305,19 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
 async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Agent) -> None:
     forked = """
         import os
+        from elastic_etcd.protocol.messages import Elastic
         from elastic_etcd.train import agent_channel as channel
         mine = channel.agent()
         if os.fork() == 0:
             assert channel.agent() is None
             try:
-                mine.elastic()
+                mine.send(Elastic())
             except channel.AgentGone as error:
                 print(error, flush=True)
             os._exit(0)
         os.wait()
         mine.current()
-        mine.elastic()
+        mine.send(Elastic())
     """
     assert "this process was forked from a worker" in await process(forked)
     await agent.hears(Elastic)
@@ -439,9 +445,9 @@ async def test_the_document_shows_what_is_sent(
     await asyncio.to_thread(again.share, "state0.node0", memory(b""))
     await asyncio.to_thread(again.current)
     await asyncio.to_thread(again.leaving)
-    again.elastic()
-    again.parked("")
-    again.finished()
+    again.send(Elastic())
+    again.send(Parked(again.generation, ""))
+    again.send(TrainingDone())
     again.drop("state0.0")
     channel, _ = await agent.hears(Elastic)
     for told in (Change(7, "", leaving=False), Interrupt(7, ""), NextWorld(8, "", {}), Bye("")):

@@ -92,7 +92,7 @@ def test_g2_what_nccl_has_met_breaks_each_world(
     for generation in (1, 2):
         group = alone(store, generation)
         group.init("gloo", {})
-        assert not sync_point.check()
+        assert not sync_point.current().check()
         error = "TIMEOUT"
         with pytest.raises(sync_point.WorldBroken, match="NCCL has met an error: TIMEOUT"):
             train()
@@ -102,7 +102,7 @@ def test_g2_what_nccl_has_met_breaks_each_world(
 
 
 def train() -> None:
-    while not sync_point.check():
+    while not sync_point.current().check():
         time.sleep(0.01)
 
 

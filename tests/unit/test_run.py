@@ -160,7 +160,7 @@ def steps(agent: Agent) -> Callable[[State], None]:
 
     def train(_: State) -> None:
         agent.worker_trains()
-        while not sync_point.check():
+        while not sync_point.current().check():
             dist.all_reduce(torch.ones(1))
         raise WorldChanged
 
@@ -400,11 +400,12 @@ async def test_g1_the_agent_hears_of_it_when_the_group_s_threads_are_gone(
 ) -> None:
     """What a group leaves, a DDP module in its cycles holds."""
     before, at_parked = len(gloo_threads()), list[int]()
-    parked = agent_channel.Channel.parked
+    send = agent_channel.Channel.send
 
-    def park(self: agent_channel.Channel, error: str = "") -> None:
-        at_parked.append(len(gloo_threads()))
-        parked(self, error)
+    def park(self: agent_channel.Channel, message: FromWorker, fd: int = -1) -> None:
+        if isinstance(message, Parked):
+            at_parked.append(len(gloo_threads()))
+        send(self, message, fd)
 
     def train(state: State) -> None:
         module = DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -412,7 +413,7 @@ async def test_g1_the_agent_hears_of_it_when_the_group_s_threads_are_gone(
         assert len(gloo_threads()) > before
         steps(agent)(state)
 
-    monkeypatch.setattr(agent_channel.Channel, "parked", park)
+    monkeypatch.setattr(agent_channel.Channel, "send", park)
     worker = begin(State(), train)
     await agent.hears(Elastic)
     await agent.trains.wait()

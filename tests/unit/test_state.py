@@ -546,7 +546,7 @@ def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     state = ElasticState(step=3)
     state.check()
     assert state._snapshots.version() is None
-    monkeypatch.setattr(sync_point, "check", lambda: True)
+    monkeypatch.setattr(sync_point.current(), "check", lambda: True)
     with pytest.raises(sync_point.WorldChanged):
         state.check()
     state.step = 4  # in a `finally` block

@@ -180,7 +180,7 @@ def test_what_a_broken_world_has_computed_is_not_committed(connects: list[Connec
     point = SyncPoint(0, 2, connects[0])
     sync_point.install(point)
     try:
-        sync_point.raise_if_broken()
+        sync_point.current().raise_if_broken()
         point.interrupt("n2 is lost")
         with pytest.raises(WorldBroken, match="n2 is lost"):
             state.commit()
@@ -191,13 +191,13 @@ def test_what_a_broken_world_has_computed_is_not_committed(connects: list[Connec
 
 
 def test_without_a_world_there_is_nothing_to_stop_for(connects: list[Connect]) -> None:
-    assert not sync_point.check()
+    assert not sync_point.current().check()
     alone = SyncPoint(0, 1, connects[0])
     sync_point.install(alone)
     try:
-        assert not sync_point.check()
+        assert not sync_point.current().check()
         alone.stop()
-        assert sync_point.check()
+        assert sync_point.current().check()
     finally:
         sync_point.install(None)
-    assert not sync_point.check()
+    assert not sync_point.current().check()

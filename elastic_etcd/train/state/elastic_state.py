@@ -160,7 +160,7 @@ class ElasticState:
         else:
             self._load_snapshot(snapshot)
         self._at_commit, self._calls = False, 0
-        self._committed_at = sync_point.steps()
+        self._committed_at = sync_point.current().steps
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
@@ -175,7 +175,7 @@ class ElasticState:
         """
         self._at_commit = False
         activity.step()
-        if sync_point.check():
+        if sync_point.current().check():
             raise sync_point.WorldChanged
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, keep: int = 1) -> None:
@@ -255,7 +255,7 @@ class ElasticState:
 
     def _uncommitted(self) -> int:
         """How many whole steps of this world are in no commit, if each checks after it commits."""
-        return max(0, sync_point.steps() - self._committed_at)
+        return max(0, sync_point.current().steps - self._committed_at)
 
     def _position(self) -> str:
         """The place where training goes on: the last commit, and the numbers among the values."""
@@ -268,7 +268,7 @@ class ElasticState:
         parts, tensors = self._save_values()
         self._snapshots.write(Draft(version, parts, tensors, self._staged))
         self._calls = 0
-        self._committed_at = sync_point.steps() + 1
+        self._committed_at = sync_point.current().steps + 1
         counts = [parts[name] for name in self._samplers()]
         self._counted = version, zlib.crc32(repr(counts).encode())
 
@@ -290,7 +290,7 @@ class ElasticState:
     def _staged(self, slices: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         """Raises WorldBroken instead of the end: the results of an abort must not be kept."""
         yield from self._staging.through(slices)
-        sync_point.raise_if_broken()
+        sync_point.current().raise_if_broken()
 
     def _load_snapshot(self, snapshot: StateSnapshot, *, strict: bool = True) -> str:
         """Set the values; if not `strict`, the names that one of the two sides lacks, in words."""

@@ -131,13 +131,18 @@ def sum_of(tensor: torch.Tensor) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
+def sums_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """The sum of each."""
+    return [sum_of(tensor) for tensor in tensors]
+
+
 def digest_of(body: torch.Tensor) -> bytes:
     """The digest of a body as it is; reads all of it, with two threads."""
-    chunks = _chunks_of(body)
+    chunks = body.split(CHUNK)
     middle = len(chunks) // 2
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(_sum_chunks, body, chunks[:middle])
-        second = _sum_chunks(body, chunks[middle:])
+        first = other.submit(sums_of, chunks[:middle])
+        second = sums_of(chunks[middle:])
         return _digest_of_sums(first.result() + second)
 
 
@@ -160,28 +165,19 @@ def write_body(body: torch.Tensor, batches: Iterable[Sequence[TensorSlice]]) -> 
             end = batch[-1][0] + batch[-1][1].nbytes
             middle = (begin + -(-end // CHUNK)) // 2
             first = None
-            if (
-                middle > begin
-            ):  # else a thread would be begun for nothing, as long as a small commit
+            # Else a thread would be begun for nothing, as long as a small commit.
+            if middle > begin:
                 half = begin * CHUNK, middle * CHUNK
                 first = other.submit(_write_half, body, batch, *half)
             sums |= _write_half(body, batch, middle * CHUNK, end)
             if first:
                 sums |= first.result()
-    return _digest_of_sums(sums[chunk] for chunk in _chunks_of(body))
-
-
-def _chunks_of(body: torch.Tensor) -> range:
-    return range(-(-body.nbytes // CHUNK))
+    return _digest_of_sums(sums[chunk] for chunk in sorted(sums))
 
 
 def _sum_chunk(body: torch.Tensor, chunk: int) -> bytes:
     """The sum of a body's chunk; the last one may be shorter."""
     return sum_of(body[chunk * CHUNK : (chunk + 1) * CHUNK])
-
-
-def _sum_chunks(body: torch.Tensor, chunks: Sequence[int]) -> list[bytes]:
-    return [_sum_chunk(body, chunk) for chunk in chunks]
 
 
 def _digest_of_sums(sums: Iterable[bytes]) -> bytes:

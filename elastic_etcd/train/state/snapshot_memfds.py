@@ -176,24 +176,23 @@ class SharedMemfd(Memfd):
         return super().clear(size)
 
     @contextmanager
-    def locked(self, patience: float = 0.0, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    def locked(self, patience: float = 0.0) -> Iterator[bool]:
         """Whether it could be locked in so many seconds, and then until the end of this.
 
-        With LOCK_SH nobody writes it; others may read it, too.
         The lock is the process's: the kernel takes it from one that dies. It is of a byte of a file
         of its own, since to close any descriptor of a file ends it, as mmap does with its copy.
         """
-        had = self._lock(time.monotonic() + patience, how)
+        had = self._lock(time.monotonic() + patience)
         try:
             yield had
         finally:
             if had:
                 fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._byte)
 
-    def _lock(self, deadline: float, how: int) -> bool:
+    def _lock(self, deadline: float) -> bool:
         while True:
             try:
-                fcntl.lockf(self._lock_fd, how | fcntl.LOCK_NB, 1, self._byte)
+                fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._byte)
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     return False

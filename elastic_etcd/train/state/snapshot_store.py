@@ -7,13 +7,12 @@ the header last; the others sum theirs and, if the whole header is the same, hol
 that differs, or would wait for long, writes to its own.
 """
 
-import fcntl
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -155,11 +154,12 @@ class Snapshots:
     @contextmanager
     def receiving(self, size: int) -> Iterator[Memfd]:
         """A memory file for a body of `size` bytes; the newest, once a snapshot is set in it."""
-        target = self._target(None) if self.shared else None
-        with target.locked() if target else nullcontext(False) as locked:
-            if target and locked and target.is_free():
+        with ExitStack() as lock:
+            target = self._target(None) if self.shared else None
+            if target and lock.enter_context(target.locked()) and target.is_free():
                 memfd = self._clear(target, size, self.shared)
             else:
+                lock.close()  # the node's is not ours to write: others may look at it
                 memfd = self.clear_older(size)
             yield memfd
             if snapshot := memfd.snapshot():
@@ -200,10 +200,7 @@ class Snapshots:
         began = time.monotonic()
         header = draft.header()
         patience = max(COPY_PATIENCE, _TIMES * (time.monotonic() - began))
-        with target.locked(patience, fcntl.LOCK_SH) as locked:
-            if locked and target.is_of(draft.version):
-                return self._compare(target, header)
-        with target.locked(patience * locked) as locked:
+        with target.locked(patience) as locked:
             if not locked:
                 log.warning(
                     "another worker of this node has not ended its commit after %.0f s: this one's "
@@ -211,17 +208,16 @@ class Snapshots:
                     patience,
                 )
                 return False
-            if target.is_of(draft.version):
-                return self._compare(target, header)
-            return self._write_shared(target, draft)  # the rank that had the lock first could not
-
-    def _compare(self, target: SharedMemfd, header: Header) -> bool:
-        """Whether another rank has written the same; nobody writes meanwhile."""
-        there = target.snapshot()
-        self._differs = there is None or there.header != header
-        if not self._differs:
-            self._hold(target)
-        return not self._differs
+            there = target.snapshot()
+            if there is None or there.header.version != draft.version:
+                # The rank that had the lock first could not.
+                return self._write_shared(target, draft)
+            self._differs = there.header != header
+            if self._differs:
+                return False
+            target.hold()
+        self._hold(target)  # memory of its own may go now, which takes time
+        return True
 
     def _write_shared(self, target: SharedMemfd, draft: Draft) -> bool:
         """Whether it could be written, under the lock."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
-from elastic_etcd.train.state.snapshot_bytes import sum_of
+from elastic_etcd.train.state.snapshot_bytes import sums_of
 from elastic_etcd.train.state.snapshot_format import Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Inventory, Snapshots
@@ -86,8 +86,7 @@ def even_out(
 
 def block_sums(body: torch.Tensor) -> torch.Tensor:
     """The sum of each block, as the digest has it of a chunk."""
-    sums = b"".join(map(sum_of, body.view(torch.int64).split(BLOCK // 8)))
-    return torch.frombuffer(bytearray(sums), dtype=torch.int64)
+    return torch.frombuffer(bytearray(b"".join(sums_of(body.split(BLOCK)))), dtype=torch.int64)
 
 
 def _pass_on(
