@@ -128,6 +128,9 @@ def _default_in(env: Mapping[str, str], flag: Flag) -> Any:
     for name in flag.long:
         variable = f"PET_{name[2:].replace('-', '_').upper()}"
         if text := env.get(variable):
+            if flag.choices and text not in flag.choices:  # argparse does not check defaults
+                choices = ", ".join(flag.choices)
+                raise UsageError(f"{variable}={text} in the environment: give one of {choices}")
             try:
                 return (flag.kind or truth)(text)
             except (ValueError, ArgumentTypeError) as error:

@@ -74,7 +74,9 @@ def drain() -> parsers.Parser:
     """The command line of `elastic-etcd drain JOB NODE`."""
     text = "Makes a node leave a job, and keeps it out."
     every = "from each job under --prefix in which the node is"
-    parser = _parser("drain", "JOB | --all  NODE", text, _DRAIN, every)
+    # With --all the first name is the node's.
+    one = flag_values.printable
+    parser = query.parser("drain", text, _DRAIN, "JOB | --all  NODE", one=one, every=every)
     parser.add_argument(
         "node", metavar="NODE", nargs="?", type=flag_values.printable, help="its name"
     )
@@ -99,14 +101,14 @@ def undrain() -> parsers.Parser:
     """The command line of `elastic-etcd undrain JOB NODE`."""
     text = "Lets a node that was drained come back."
     every = "to each job under --prefix from which it is drained"
-    parser = _parser("undrain", "JOB | --all  NODE", text, _UNDRAIN, every)
+    parser = query.parser("undrain", text, _UNDRAIN, "JOB | --all  NODE", every=every)
     parser.add_argument("node", metavar="NODE", type=flag_values.printable, help="its name")
     return parser
 
 
 def scale() -> parsers.Parser:
     """The command line of `elastic-etcd scale JOB NODES`."""
-    parser = _parser("scale", "JOB NODES", "Changes how many nodes a job trains on.", _SCALE)
+    parser = query.parser("scale", "Changes how many nodes a job trains on.", _SCALE, "JOB NODES")
     parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
         "nnodes", metavar="NODES", type=flag_values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
@@ -121,26 +123,11 @@ def scale() -> parsers.Parser:
 def stop() -> parsers.Parser:
     """The command line of `elastic-etcd stop JOB`."""
     every = "each job under --prefix that goes on; asks first"
-    parser = _parser("stop", "JOB | --all", "Ends a job on all of its nodes.", _STOP, every)
+    parser = query.parser("stop", "Ends a job on all of its nodes.", _STOP, every=every)
     parser.add_argument("--yes", action="store_true", help="--all: do not ask")
     parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
     parser.add_argument("--wait", action="store_true", help="return when the job has ended")
     return parser
-
-
-def _parser(
-    command: str, arguments: str, description: str, epilog: str, every: str = ""
-) -> parsers.Parser:
-    # With --all drain's first name is the node's.
-    one = flag_values.printable
-    parser = query.parser(command, description, epilog, arguments, one=one, every=every)
-    parser.checks.append(_is_job_id)
-    return parser
-
-
-def _is_job_id(args: Namespace) -> None:
-    if args.job:
-        flag_values.job_id(args.job)
 
 
 def _which_node(args: Namespace) -> None:

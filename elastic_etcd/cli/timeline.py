@@ -6,7 +6,7 @@ import json
 import time
 from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import query
 from elastic_etcd.cli.report import is_current, worlds
@@ -35,23 +35,6 @@ Open the file in ui.perfetto.dev or chrome://tracing.
 {query.CODES}"""
 
 
-class Span(NamedTuple):
-    """A time in which a node does one thing."""
-
-    node: str
-    doing: str
-    begin: float  # seconds since 1970
-    end: float
-    world: str  # its generation, and why it began
-
-
-class Saved(NamedTuple):
-    """The last commit of a world."""
-
-    node: str
-    at: float
-
-
 def parser() -> parsers.Parser:
     """The command line of `elastic-etcd timeline JOB`."""
     text = "Writes what each node did in the newest run, as Chrome's trace."
@@ -76,30 +59,39 @@ def main(argv: Sequence[str]) -> int:
 
 async def _write_timeline(client: Client, args: Namespace) -> None:
     views = await query.views(client, args)
-    spans = [
-        span._replace(node=f"{job}/{span.node}") if args.all else span
+    events = [
+        (f"{job}/{node}" if args.all else node, event)
         for job, view in views.items()
-        for span in of_history(view, time.time())
+        for node, event in of_history(view, time.time())
     ]
-    if not spans and args.all:
+    if not events and args.all:
         raise ElasticEtcdError(f"no job under {args.prefix} has had a world yet")
-    if not spans:
+    if not events:
         raise ElasticEtcdError(f"job {args.job} has had no world yet")
     if args.json:
-        print(trace(spans))
+        print(trace(events))
         return
     try:
-        args.out.write_text(trace(spans))
+        args.out.write_text(trace(events))
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from error
-    print(query.in_one_line(f"{args.out}: {len({span.node for span in spans})} nodes"))
+    print(query.in_one_line(f"{args.out}: {len({node for node, _ in events})} nodes"))
 
 
-# --- what each node did -------------------------------------------------------------------
+def trace(events: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Chrome's trace format, of events with the node of each: a process for each node."""
+    names = sorted({node for node, _ in events}, key=lambda name: natural(name[:500]))
+    pids = {node: pid for pid, node in enumerate(names)}
+    processes = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": node}}
+        for node, pid in pids.items()
+    ]
+    of_nodes = [event | {"pid": pids[node], "tid": 0} for node, event in events]
+    return json.dumps({"traceEvents": [*processes, *of_nodes], "displayTimeUnit": "ms"})
 
 
-def of_history(view: View, now: float) -> Iterator[Span | Saved]:
-    """Give the spans of the newest run's worlds, those that nobody measured from begin to end.
+def of_history(view: View, now: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give each node's events in the newest run; a world that nobody measured is one span.
 
     The coordinators' clocks say when worlds began, and `now` where the one that trains has come.
     """
@@ -107,9 +99,8 @@ def of_history(view: View, now: float) -> Iterator[Span | Saved]:
         began = query.seconds_of(entry.began_at)
         if began is None:
             continue
-        world = f"generation {entry.generation}: {entry.began or ''}"
-        for node in entry.nodes or ():
-            yield from _of_world(entry, node, began, world, _end(view, entry, now))
+        events = list(_of_world(entry, began, _end(view, entry, now)))
+        yield from ((node, event) for node in entry.nodes or () for event in events)
 
 
 def _end(view: View, entry: History, now: float) -> float | None:
@@ -119,15 +110,21 @@ def _end(view: View, entry: History, now: float) -> float | None:
     return query.seconds_of(entry.ended_at)
 
 
-def _of_world(
-    entry: History, node: str, began: float, world: str, ended: float | None
-) -> Iterator[Span | Saved]:
+def _of_world(entry: History, began: float, ended: float | None) -> Iterator[dict[str, Any]]:
+    """A world's events, which are the same on each of its nodes."""
+    world = {"world": f"generation {entry.generation}: {entry.began or ''}"}
+
+    def span(doing: str, begin: float, end: float) -> dict[str, Any]:
+        ts = _micro(begin)
+        of = {"ts": ts, "dur": _micro(end) - ts, "name": doing, "args": world}
+        return {"ph": "X", "cat": "world"} | of
+
     spent = entry.spent or None
     if spent is None or spent.unknown:
         if ended is not None and ended > began:
-            yield Span(node, "unknown" if entry.ended else "training", began, ended, world)
+            yield span("unknown" if entry.ended else "training", began, ended)
         return
-    yield Span(node, "waiting", began - spent.rendezvous, began, world)
+    yield span("waiting", began - spent.rendezvous, began)
     at = began
     for doing, seconds in (
         ("starting", spent.start + spent.first_step),
@@ -137,34 +134,11 @@ def _of_world(
         ("hang", spent.hang),
         ("stopping", spent.stop),
     ):
-        if doing == "trained again" and seconds:
-            yield Saved(node, at)
+        if doing == "trained again" and seconds:  # since the last commit
+            yield {"ph": "i", "name": "saved", "s": "p", "ts": _micro(at)}
         if seconds:
-            yield Span(node, doing, at, at + seconds, world)
+            yield span(doing, at, at + seconds)
         at += seconds
-
-
-# --- as a trace ---------------------------------------------------------------------------
-
-
-def trace(spans: Sequence[Span | Saved]) -> str:
-    """Chrome's trace format: a process for each node."""
-    names = sorted({span.node for span in spans}, key=lambda name: natural(name[:500]))
-    nodes = {name: number for number, name in enumerate(names)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": node}}
-        for node, pid in nodes.items()
-    ]
-    for span in spans:
-        at = {"pid": nodes[span.node], "tid": 0}
-        if isinstance(span, Saved):
-            events.append({"ph": "i", "name": "saved", "s": "p", "ts": _micro(span.at), **at})
-        else:
-            took = _micro(span.end) - _micro(span.begin)
-            args = {"args": {"world": span.world}}
-            of = {"ts": _micro(span.begin), "dur": took, "name": span.doing, **args}
-            events.append({"ph": "X", "cat": "world", **of, **at})
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _micro(seconds: float) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_etcd import launch
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
-from elastic_etcd.cli.flags import WITHOUT_MEANING, Flag
+from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING, Flag
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import UsageError
 from elastic_etcd.times import STOP_PATIENCE
@@ -195,6 +195,10 @@ def test_pet_variables(parse: Parse) -> None:
         parse(PET_STANDALONE="yes")
     with pytest.raises(UsageError, match=r"PET_NNODES=4:2 in the environment: .* 2:4"):
         parse(PET_NNODES="4:2")
+    for flag in (flag for flag in FLAGS if flag.choices):
+        variable = f"PET_{flag.dest.upper()}"
+        with pytest.raises(UsageError, match=f"{variable}=STOP in the environment: give one of "):
+            parse(**{variable: "STOP"})
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_etcd.cli.timeline import Saved, Span, of_history, trace
+from elastic_etcd.cli.timeline import of_history, trace
 from elastic_etcd.core.schema import Keys
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FIRST, HOSTILE, KEYS, OVER, RUNNING, SECOND, view
@@ -26,10 +27,17 @@ FIRST_WORLD = [
 ]
 
 
-def done(spans: list[Span | Saved], node: str) -> list[tuple[str, float, float]]:
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def since_it_began(microseconds: int) -> float:
+    return round(microseconds / 1e6 - BEGAN, 3)
+
+
+def done(events: Events, node: str) -> list[tuple[str, float, float]]:
     """What a node did, and when, since the first world began."""
-    own = [s for s in spans if isinstance(s, Span) and s.node == node]
-    return [(s.doing, round(s.begin - BEGAN, 3), round(s.end - BEGAN, 3)) for s in own]
+    own = [e for whose, e in events if whose == node and e["ph"] == "X"]
+    return [(e["name"], since_it_began(e["ts"]), since_it_began(e["ts"] + e["dur"])) for e in own]
 
 
 def test_of_what_etcd_holds() -> None:
@@ -37,7 +45,7 @@ def test_of_what_etcd_holds() -> None:
     assert done(spans, "n2") == FIRST_WORLD
     assert done(spans, "n1") == [*FIRST_WORLD, ("training", 63.5, 73.5)]
     assert done(spans, HOSTILE) == [("training", 63.5, 73.5)]
-    saved = [(s.node, round(s.at - BEGAN, 3)) for s in spans if isinstance(s, Saved)]
+    saved = [(node, since_it_began(e["ts"])) for node, e in spans if e["name"] == "saved"]
     assert saved == [("n1", 61.1), ("n2", 61.1)]
     over = done(list(of_history(view(OVER), 0.0)), "n1")
     assert over[-2:] == [("starting", 63.5, 64.25), ("training", 64.25, 183.25)]

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from array import array
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Never, Self
@@ -83,14 +84,6 @@ class Known(Struct, frozen=True):
     text: bytes  # the same as JSON
 
 
-class Viewers:
-    """How many people view a job, and the task that tells its nodes so."""
-
-    def __init__(self, task: asyncio.Task[Never]) -> None:
-        self.count = 0
-        self.task = task
-
-
 class Jobs:
     """`async with Jobs(client, prefix, timeout) as jobs`: as they are in etcd, while this is open.
 
@@ -108,7 +101,8 @@ class Jobs:
         self._jobs: dict[str, dict[str, KeyValue]] = {}
         self._known: dict[str, Known] = {}
         self._series: dict[str, Series] = {}
-        self._viewers: dict[str, Viewers] = {}
+        self._viewers: Counter[str] = Counter()  # by job, how many people view it
+        self._tellers: dict[str, asyncio.Task[Never]] = {}  # by job, what tells its nodes so
         self._notes: dict[str, str] = {}  # by job, why its nodes do not hear of viewers
         self._charts: dict[str, bytes] = {}
         self._overview = b""
@@ -272,18 +266,17 @@ class Jobs:
         if self.over.is_set():
             yield
             return
-        if job not in self._viewers:
+        if not self._viewers[job]:
             work = self._until_it_fails(self._tell_nodes, job)
-            self._viewers[job] = Viewers(self._tasks.create_task(work, name=f"view {job}"))
-        viewers = self._viewers[job]
-        viewers.count += 1
+            self._tellers[job] = self._tasks.create_task(work, name=f"view {job}")
+        self._viewers[job] += 1
         try:
             yield
         finally:
-            viewers.count -= 1
-            if not viewers.count:
+            self._viewers[job] -= 1
+            if not self._viewers[job]:
                 del self._viewers[job]
-                viewers.task.cancel()
+                self._tellers.pop(job).cancel()
 
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)

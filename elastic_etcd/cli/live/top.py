@@ -93,13 +93,13 @@ async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
     screen = Screen(job.name, once=once)
     seen = await job.read()
     screen.see(seen, job.keys)
-    changed, leases = asyncio.Event(), Leases(job.client, screen.lefts)
+    changed = asyncio.Event()
     async with (
         Mirror(job.client, job.ranges, changed.set) as mirror,
         Viewer(job.client, job.keys, job.timeout) as viewer,
     ):
         if not once:
-            await _follow_job(screen, mirror, changed, viewer, leases, job)
+            await _follow_job(screen, mirror, changed, viewer, job)
             return
         await viewer.view(seen)
         await asyncio.sleep(
@@ -109,7 +109,8 @@ async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
             screen.see(snapshot, job.keys)
         screen.note = viewer.note
         with suppress(EtcdError):
-            await leases.ask([unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]])
+            leases = [unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]]
+            screen.lefts = await _lefts(job.client, leases)
         if args.json:
             query.print_json(screen.as_json(), args)
         else:
@@ -155,7 +156,6 @@ async def _follow_job(
     mirror: Mirror,
     changed: asyncio.Event,
     viewer: Viewer,
-    leases: Leases,
     job: write_requests.SteeredJob,
 ) -> None:
     mirror.failed.add_done_callback(lambda _: changed.set())
@@ -173,7 +173,7 @@ async def _follow_job(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(leases.follow(lambda: screen.visible), name="leases")
+            asking = tasks.create_task(_follow_leases(job.client, screen), name="leases")
             await _run_screen(changed, screen.render, press, refresh)
             asking.cancel()
     except ExceptionGroup as errors:
@@ -287,30 +287,24 @@ def _line(text: str) -> Text:
     return Text(shown(text), no_wrap=True, overflow="ellipsis")
 
 
-class Leases:
-    """Asks etcd how long leases still are, and puts it into `lefts`."""
+async def _lefts(client: Client, leases: Sequence[int]) -> dict[int, TimeToLive]:
+    """How long these leases still are. Raises EtcdError."""
+    found = await asyncio.gather(*(client.left_of(lease, LOOK_ASK) for lease in leases))
+    return dict(zip(leases, found, strict=True))
 
-    def __init__(self, client: Client, lefts: dict[int, TimeToLive]) -> None:
-        self._client, self._lefts = client, lefts
 
-    async def follow(self, visible: Callable[[], Sequence[int]]) -> Never:
-        """Ask of those that are visible, some at a time, in turn."""
-        at = 0
-        while True:
-            leases = visible()
-            at = at + _ASKED if at + _ASKED < len(leases) else 0
-            for gone in self._lefts.keys() - set(leases):
-                del self._lefts[gone]
-            try:
-                await self.ask(leases[at : at + _ASKED])
-            except EtcdError:
-                self._lefts.clear()
-            await asyncio.sleep(LOOK_ASK)
-
-    async def ask(self, leases: Sequence[int]) -> None:
-        """Raises EtcdError."""
-        found = await asyncio.gather(*(self._client.left_of(lease, LOOK_ASK) for lease in leases))
-        self._lefts |= zip(leases, found, strict=True)
+async def _follow_leases(client: Client, screen: Screen) -> Never:
+    """Ask etcd for the leases that are visible, some at a time, in turn."""
+    at = 0
+    while True:
+        leases = screen.visible
+        at = at + _ASKED if at + _ASKED < len(leases) else 0
+        try:
+            known = screen.lefts | await _lefts(client, leases[at : at + _ASKED])
+            screen.lefts = {lease: known[lease] for lease in leases if lease in known}
+        except EtcdError:
+            screen.lefts = {}
+        await asyncio.sleep(LOOK_ASK)
 
 
 # --- the terminal -------------------------------------------------------------------------

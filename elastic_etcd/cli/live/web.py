@@ -53,13 +53,13 @@ def application(jobs: Jobs, hosts: Iterable[str]) -> ASGIApp:
     """For requests to `hosts`, and to the address of the connection."""
     pages = _Pages(jobs)
     routes = [
-        Route("/", pages.overview),
-        Route("/jobs/{job}", pages.job),
+        Route("/", pages.page),
+        Route("/jobs/{job}", pages.page),
         *(Route(f"/{name}", _file(name, kind)) for name, kind in _FILES.items()),
         Route("/api/jobs", pages.api_jobs),
         Route("/api/events", pages.api_events),
         Route("/api/jobs/{job}", pages.api_job),
-        Route("/api/jobs/{job}/events", pages.api_job_events),
+        Route("/api/jobs/{job}/events", pages.api_events),
     ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False
@@ -122,14 +122,12 @@ class _Pages:
         self._html = _read_page("page.html")
         self._streams = 0
 
-    async def overview(self, request: Request) -> Response:
-        del request
-        return Response(self._html.replace("{root}", "./"), media_type="text/html")
-
-    async def job(self, request: Request) -> Response:
-        name = request.path_params["job"]
-        found = 200 if self._jobs.known(name) else 404
-        return Response(self._html.replace("{root}", "../"), found, media_type="text/html")
+    async def page(self, request: Request) -> Response:
+        """The page of all jobs, or of the one that the path names."""
+        job = request.path_params.get("job", "")
+        html = self._html.replace("{root}", "../" if job else "./")
+        found = 404 if job and not self._jobs.known(job) else 200
+        return Response(html, found, media_type="text/html")
 
     async def api_jobs(self, request: Request) -> Response:
         del request
@@ -142,15 +140,10 @@ class _Pages:
         return Response(known.text, media_type="application/json")
 
     async def api_events(self, request: Request) -> Response:
-        return self._stream(request, "")
-
-    async def api_job_events(self, request: Request) -> Response:
-        job = request.path_params["job"]
-        if not valid_job(job):
+        """The changes of all jobs, or of the one that the path names, as they come."""
+        job = request.path_params.get("job", "")
+        if job and not valid_job(job):
             return PlainTextResponse("a job can't be called so\n", 404)
-        return self._stream(request, job)
-
-    def _stream(self, request: Request, job: str) -> Response:
         if self._streams >= MOST_STREAMS:
             text = f"{MOST_STREAMS} pages are open: no more are followed\n"
             return PlainTextResponse(text, 503, {"Retry-After": "10"})
