@@ -68,7 +68,7 @@ class Mutant:
 
 def mutants() -> list[Mutant]:
     """All that can be made of these rooms."""
-    files = sorted(f for room in ROOMS for f in (ROOT / "elastic_etcd" / room).glob("*.py"))
+    files = sorted(f for room in ROOMS for f in (ROOT / "elastic_etcd" / room).rglob("*.py"))
     found = [(file.relative_to(ROOT), *each) for file in files for each in changes(file)]
     return [Mutant(place, *each) for place, each in enumerate(found)]
 
