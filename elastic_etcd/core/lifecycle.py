@@ -385,6 +385,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     The rules know nothing of followers, whose findings change no state.
     """
     match event:
+        case Finding() if isinstance(state.ending, Outdated):
+            return state, []  # I9; its follower ends with the agent
         case Finding(by, txn):
             return state, [Publish(by, txn)]
         case Published() | JobEnded():

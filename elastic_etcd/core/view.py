@@ -102,11 +102,11 @@ class View(Struct, frozen=True):
     newer: int = 0  # a format version above ours that any of the keys has or asks for
 
     @property
-    def last(self) -> tuple[int, int]:
-        """The generation of the last world, and how many nodes it has."""
+    def last(self) -> int:
+        """The generation of the last world."""
         if self.round and self.round.phase is Phase.FINAL:
-            return self.round.generation, self.round.nodes
-        return self.ledger.final, self.ledger.nodes
+            return self.round.generation
+        return self.ledger.final
 
     @property
     def trains(self) -> int:
@@ -196,13 +196,12 @@ def _members(
 def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]) -> View:
     """The view with the world, acks, reports, steps and history, for the coordinator only."""
     now, found = view.round, _by_generation(kvs, keys)
-    final, _ = view.last
     ready = found["acks"].get(now.generation, []) if now else []
     steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
     acks, no_acks = _read_all(Ready, ready, bad)
-    reports, no_reports = _read_all(Report, found["reports"].get(final, []), bad)
+    reports, no_reports = _read_all(Report, found["reports"].get(view.last, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
     return replace(
         view,
@@ -225,7 +224,7 @@ def _world(
     """The last world from all of its pages, in rank order, without what is left of older ones."""
     on = takewhile(kvs.__contains__, map(keys.page, count()))
     found = (_value(Page, kvs[key], bad) for key in on)
-    pages = [page for page in found if page and page.generation == view.last[0]]
+    pages = [page for page in found if page and page.generation == view.last]
     world = [participant for page in pages for participant in page.participants]
     return tuple(sorted(world, key=_BY_RANK))
 

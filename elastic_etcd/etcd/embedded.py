@@ -34,34 +34,29 @@ log = logging.getLogger(__name__)
 class EmbeddedEtcd:
     """`async with EmbeddedEtcd() as etcd`: `etcd.endpoint` answers inside the scope.
 
-    The data is in `directory`, or in a temporary one in `parent` that is removed at the end; the
-    log of a server that has failed stays. The server
+    The data is in a temporary directory in `parent` that is removed at the end; the log of a
+    server that has failed stays. The server
     dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
     does not start. `failed` gets that as its exception when it has ended again and again.
     """
 
-    def __init__(self, directory: str | None = None, parent: str = "") -> None:
+    failed: asyncio.Task[Never]  # from the scope's begin on
+
+    def __init__(self, parent: str = "") -> None:
         self.endpoint = ""
-        self._given = directory
         self._parent = parent or None
         self._directory = Path()
         self._peer_url = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self.failed: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         program = find_program()
-        self._directory = Path(
-            self._given or tempfile.mkdtemp(prefix="elastic_etcd-", dir=self._parent)
-        )
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory = Path(tempfile.mkdtemp(prefix="elastic_etcd-", dir=self._parent))
         try:
             for _ in range(PORT_TRIES):
                 if await self._start(program):
-                    self._supervisor = asyncio.create_task(self._supervise(program))
-                    self._supervisor.add_done_callback(self._supervised)
+                    self.failed = asyncio.create_task(self._supervise(program))
                     return self
         except BaseException:
             await self._stop()
@@ -75,13 +70,13 @@ class EmbeddedEtcd:
 
     def _kept_log(self) -> Path:
         """The log, where it stays."""
-        if self._given:
-            return self._log
         file, path = tempfile.mkstemp(prefix="elastic_etcd-", suffix=".log")
         os.close(file)
         return Path(shutil.move(self._log, path))
 
     async def __aexit__(self, *_: object) -> None:
+        self.failed.cancel()
+        await asyncio.wait({self.failed})
         await self._stop()
 
     async def _start(self, program: str) -> bool:
@@ -108,8 +103,8 @@ class EmbeddedEtcd:
         await self._stop_process()
         return False
 
-    async def _supervise(self, program: str) -> None:
-        """Start it again whenever it ends, until it has ended too often."""
+    async def _supervise(self, program: str) -> Never:
+        """Start it again whenever it ends. Raises EtcdUnreachable when it has ended too often."""
         loop = asyncio.get_running_loop()
         ends: deque[float] = deque(maxlen=_ENDS)
         while True:
@@ -119,24 +114,14 @@ class EmbeddedEtcd:
                 await exited(self._process)
             ends.append(loop.time())
             if len(ends) == _ENDS and ends[-1] - ends[0] < EMBEDDED_ENDS:
-                self._give_up()
-                return
+                said = complaint(self._log.read_text(errors="replace"))
+                how_often = f"{_ENDS} times in {EMBEDDED_ENDS:.0f} s"
+                raise EtcdUnreachable(
+                    f"the embedded etcd has ended {how_often}; its last words: {said}\n"
+                    f"See its log, {self._kept_log()}."
+                )
             log.warning("the embedded etcd has ended; it is started again, see %s", self._log)
             await self._launch(program)
-
-    def _supervised(self, supervisor: asyncio.Task[None]) -> None:
-        if not supervisor.cancelled() and (error := supervisor.exception()):
-            self.failed.set_exception(error)
-
-    def _give_up(self) -> None:
-        said = complaint(self._log.read_text(errors="replace"))
-        how_often = f"{_ENDS} times in {EMBEDDED_ENDS:.0f} s"
-        self.failed.set_exception(
-            EtcdUnreachable(
-                f"the embedded etcd has ended {how_often}; its last words: {said}\n"
-                f"See its log, {self._kept_log()}."
-            )
-        )
 
     async def _spawn(
         self, program: str, output: IO[bytes], notify: socket.socket
@@ -170,12 +155,8 @@ class EmbeddedEtcd:
             await exited(process)
 
     async def _stop(self) -> None:
-        if self._supervisor:
-            self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})
         await self._stop_process()
-        if self._given is None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def notification_socket() -> socket.socket:

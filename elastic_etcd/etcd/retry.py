@@ -52,7 +52,7 @@ def refused_pause(number: int) -> float:
 class Attempts:
     """Attempts at one piece of work, until one succeeds.
 
-    An attempt that ends with an exception of `on` is repeated after `pause(number)` seconds.
+    An attempt that ends with Unanswered is repeated after `pause(number)` seconds.
     From `deadline` on, by `now`, its exception is raised instead. Any other exception is raised
     at once.
     """
@@ -61,13 +61,12 @@ class Attempts:
         self,
         deadline: float = math.inf,
         *,
-        on: tuple[type[Exception], ...] = (Unanswered,),
         pause: Callable[[int], float] = short_pause,
     ) -> None:
         self.deadline = deadline
         self._number = 0
         self._retrying = AsyncRetrying(
-            retry=retry_if_exception_type(on),
+            retry=retry_if_exception_type(Unanswered),
             stop=lambda _: now() >= deadline,
             wait=lambda _: min(pause(self._number), max(0.0, deadline - now())),
             reraise=True,

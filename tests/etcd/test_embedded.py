@@ -87,13 +87,6 @@ async def test_two_at_once(prefix: str) -> None:
 
 
 @asynchronous
-async def test_a_given_directory_stays(tmp_path: Path) -> None:
-    async with EmbeddedEtcd(str(tmp_path / "etcd")):
-        pass
-    assert (tmp_path / "etcd" / "data").is_dir()
-
-
-@asynchronous
 async def test_a_port_that_somebody_else_took(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,11 +120,18 @@ def test_the_kernel_may_give_all_ports_away(monkeypatch: pytest.MonkeyPatch, fir
 
 
 @asynchronous
-async def test_it_cannot_start(tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("not a directory")
-    with pytest.raises(EtcdUnreachable, match=r"did not start: .*\n.*etcd\.log"):
-        async with EmbeddedEtcd(str(tmp_path)):
+async def test_it_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, kept = tmp_path / "etcd", tmp_path / "kept"
+    folder.mkdir()
+    kept.mkdir()
+    (folder / "data").write_text("not a directory")
+    monkeypatch.setattr("tempfile.tempdir", str(kept))
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(folder))
+    with pytest.raises(EtcdUnreachable, match=rf"did not start: .*\n.*{kept}/elastic_etcd-.*\.log"):
+        async with EmbeddedEtcd():
             pass
+    assert not folder.exists()
+    assert len(list(kept.iterdir())) == 1
 
 
 @asynchronous

@@ -201,6 +201,26 @@ async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
     task.cancel()
 
 
+async def test_a_hang_is_found_without_etcd_after_another_was_told(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that etcd gives nothing is no news of a line that was there before."""
+    node = Node(pid)
+    loop = asyncio.get_running_loop()
+
+    def fail_later(found: Finding) -> None:
+        node.published.append(found.txn)
+        failed = Published(found.by, ok=False)
+        loop.call_later(0.05, lambda: node.see(node.state, failed))
+
+    monkeypatch.setattr(node, "put", fail_later)
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(WAITS))
+    await node.until(lambda: "its stacks are in its stderr" in caplog.text)
+    assert node.said[:2] == [2, 2]
+    task.cancel()
+
+
 async def test_evidence_is_gathered_once_and_belongs_to_its_generation(
     dumping_pid: int,
     quick: None,

@@ -164,6 +164,14 @@ def test_what_a_worker_said_is_recorded_whatever_it_is() -> None:
     assert read.failure.message == "no file ?\n"
 
 
+@pytest.mark.parametrize("now", STATES)
+def test_a_finding_is_written_and_changes_nothing(now: State) -> None:
+    """I9: but not in a job of a newer format, whatever it is."""
+    outdated = structs.replace(now, life=Life.LEAVING, ending=Outdated(2))
+    assert step(now, Finding("hangs", TOLD), 1.0) == (now, [Publish("hangs", TOLD)])
+    assert step(outdated, Finding("hangs", TOLD), 1.0) == (outdated, [])
+
+
 def test_a_record_replays() -> None:
     """The same events lead through the same actions to the same state."""
     first = State(Local("r", A, 2, 2), 1, Life.MEMBER, limits=Limits(1, 2, settle=0.0))

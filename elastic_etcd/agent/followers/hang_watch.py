@@ -79,7 +79,7 @@ class HangWatch(PeriodicFollower):
         if found and self._last_line is not None and key > self._last_line:
             self._found = found
         self._last_line = max(key, self._last_line or key)
-        if state is not before and (view.hang or view.steps):  # an answer of etcd's is no news
+        if view is not before.view and (view.hang or view.steps):
             self.news.set()
 
     def pause(self) -> float:
