@@ -18,7 +18,10 @@ from elastic_etcd.train.process_group import teardown_agentless
 
 _last: list[Any] = []  # the latest group
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["torch.distributed", "elastic_etcd.train.state.elastic_state"])
+# All that tests which fork import: a module that is missing here costs each child its import again.
+_forkserver.set_forkserver_preload(
+    ["tests.support.forked", "elastic_etcd.train.state.elastic_state", "hypothesis"]
+)
 
 
 class Child:

@@ -15,6 +15,7 @@ from elastic_etcd.agent.worker import through_run_script
 from elastic_etcd.system.child_process import Process, exited, spawn
 
 DEADLINE = 120.0
+TORCH = ("torch", "torch/distributed", "torch/nn", "torch/nn/parallel", "torch/_dynamo")
 Start = Callable[[Sequence[str], Mapping[str, str], int, int], Awaitable[Process]]
 
 
@@ -34,11 +35,25 @@ async def exit_of(process: Process) -> int:
         return await exited(process)
 
 
-class BothWays:
-    """A fork server in an event loop of its own, for tests that aren't coroutines."""
+def put_torch(folder: Path) -> None:
+    """A stand-in, for what isn't about torch: the real one costs a second to import and to end."""
+    for name in TORCH:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    stand_in = "class default_generator:\n    seed = staticmethod(lambda: 0)\n"
+    (folder / "torch" / "__init__.py").write_text(stand_in)
 
-    def __init__(self, folder: Path, preload: Sequence[str] = ()) -> None:
+
+class BothWays:
+    """A fork server in an event loop of its own, for tests that aren't coroutines.
+
+    Without `torch` it has a stand-in, and so have all that it runs.
+    """
+
+    def __init__(self, folder: Path, preload: Sequence[str] = (), *, torch: bool = True) -> None:
         self.folder = folder
+        if not torch:
+            put_torch(folder)
         self.env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
         paths = [str(folder), *filter(None, sys.path)]
         self.env["PYTHONPATH"] = os.pathsep.join(paths)

@@ -68,14 +68,15 @@ def given(tmp_path: Path) -> BothWays:
     return given
 
 
-async def told_by(given: BothWays, argv: list[str], *, time_imports: bool) -> list[Imported]:
-    """What a worker that runs `argv` tells of its imports."""
-    told: list[Imported] = []
+async def told_by(given: BothWays, argv: list[str]) -> tuple[list[Imported], list[Imported]]:
+    """What workers of one fork server that run `argv` tell: one that is asked, one that isn't."""
+    told: dict[bool, list[Imported]] = {True: [], False: []}
+    asked = True
     gone = asyncio.Event()
 
     def heard(_: WorkerChannel, message: FromWorker | Disconnected) -> None:
         if isinstance(message, Imported):
-            told.append(message)
+            told[asked].append(message)
         elif isinstance(message, Disconnected):
             gone.set()
 
@@ -87,22 +88,24 @@ async def told_by(given: BothWays, argv: list[str], *, time_imports: bool) -> li
     try:
         async with asyncio.timeout(DEADLINE):
             await prefork.imported()
-            worker = await prefork.fork(argv, env, 1, 2, time_imports=time_imports)
+            worker = await prefork.fork(argv, env, 1, 2, time_imports=True)
             assert await exited(worker) == 0
-            if time_imports:
-                await gone.wait()
+            await gone.wait()
+            asked = False
+            worker = await prefork.fork(argv, env, 1, 2, time_imports=False)
+            assert await exited(worker) == 0
     finally:
         prefork.close()
         channels.close()
-    return told
+    return told[True], told[False]
 
 
 async def test_a_worker_that_is_asked_tells_at_its_first_step(given: BothWays) -> None:
     argv = given.script(IMPORTS)
-    (told,) = await told_by(given, argv, time_imports=True)
+    (told,), untold = await told_by(given, argv)
     assert list(told.seconds) == ["large", "of_mine", "after_it", "large.later"]
     assert told.seconds["large"] >= 0.5, "with what it imports itself"
-    assert await told_by(given, argv, time_imports=False) == []
+    assert untold == []
 
 
 def test_a_script_that_is_timed_sees_what_another_sees(given: BothWays) -> None:

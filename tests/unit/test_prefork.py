@@ -19,7 +19,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.system.child_process import Process
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet
-from tests.unit.prefork import DEADLINE, exit_of, python
+from tests.unit.prefork import DEADLINE, exit_of, put_torch, python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,17 +58,7 @@ async def forking(
     """A started one; `torch` is a stand-in where a test isn't about it, so that it's quick."""
     whole = {**os.environ, "PYTHONPATH": str(folder), **env}
     if not torch:
-        for name in (
-            "torch",
-            "torch/distributed",
-            "torch/nn",
-            "torch/nn/parallel",
-            "torch/_dynamo",
-        ):
-            (folder / name).mkdir()
-            (folder / name / "__init__.py").touch()
-        stand_in = "class default_generator:\n    seed = staticmethod(lambda: 0)\n"
-        (folder / "torch" / "__init__.py").write_text(stand_in)
+        put_torch(folder)
     started = Prefork(python(folder / "script.py"), whole, preload, size, asyncio.create_task)
     started.start()
     try:

@@ -32,6 +32,26 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
             yield ways
 
 
+# As torch.jit._state: it reads a variable when it is imported.
+READS_JIT = """\
+import os
+class _enabled:
+    enabled = os.environ.get("PYTORCH_JIT", "1") == "1"
+"""
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    """With a stand-in for torch: for how a change is noticed, whoever reads the variable."""
+    folder = tmp_path_factory.mktemp("quick")
+    (folder / "preloaded.py").write_text(PRELOADED)
+    ways = BothWays(folder, ["preloaded", "torch.jit._state"], torch=False)
+    (folder / "torch" / "jit").mkdir()
+    (folder / "torch" / "jit" / "_state.py").write_text(READS_JIT)
+    with ways:
+        yield ways
+
+
 def forked(ways: BothWays, text: str, env: dict[str, str] | None = None) -> Outcome:
     """What becomes of the script forked: it prints the same as executed."""
     argv, env = ways.script(text), {**ways.env, **(env or {})}
@@ -81,25 +101,25 @@ print({seen})
     ],
 )
 def test_t19_also_by_a_module_that_the_script_imports(
-    ways: BothWays, change: str, found: str
+    quick: BothWays, change: str, found: str
 ) -> None:
-    (ways.folder / "settings.py").write_text(f"import os\n{change}\n")
+    (quick.folder / "settings.py").write_text(f"import os\n{change}\n")
     text = "import settings\nfrom torch.jit import _state\nprint(_state._enabled.enabled)"
-    done = forked(ways, text)
+    done = forked(quick, text)
     assert done.out == f"{found}\n"
     assert "changes PYTORCH_JIT before" in done.err
 
 
-def test_t19_what_a_script_unsets_counts(ways: BothWays) -> None:
+def test_t19_what_a_script_unsets_counts(quick: BothWays) -> None:
     text = "import os\ndel os.environ['PYTORCH_JIT']\nfrom torch.jit import _state\n"
     text += "print(_state._enabled.enabled)"
     # The fork server has not seen this 0, which is another matter: it comes from the shell.
-    assert forked(ways, text, {"PYTORCH_JIT": "0"}).out == "True\n"
+    assert forked(quick, text, {"PYTORCH_JIT": "0"}).out == "True\n"
 
 
-def test_t19_what_a_preloaded_module_reads_counts(ways: BothWays) -> None:
+def test_t19_what_a_preloaded_module_reads_counts(quick: BothWays) -> None:
     text = "import os\nos.environ['PRELOADED_HOME'] = 'away'\nimport preloaded\n"
-    assert forked(ways, f"{text}print(preloaded.home)").out == "away\n"
+    assert forked(quick, f"{text}print(preloaded.home)").out == "away\n"
 
 
 def test_t19_what_is_set_later_or_read_later_starts_nothing_anew(ways: BothWays) -> None:
@@ -124,7 +144,7 @@ def test_t19_what_has_torch_is_as_good_as_torch(ways: BothWays, first: str) -> N
     assert ways.same(ways.script(text)).out == "once\n"
 
 
-def test_t19_a_child_of_the_script_does_not_begin_anew(ways: BothWays) -> None:
+def test_t19_a_child_of_the_script_does_not_begin_anew(quick: BothWays) -> None:
     text = """\
 import os
 child = os.fork()
@@ -133,7 +153,7 @@ if child == 0:
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert ways.same(ways.script(text)).out == "7\n"
+    assert quick.same(quick.script(text)).out == "7\n"
 
 
 def test_t19_who_begins_anew_finds_the_process_as_it_was(ways: BothWays, tmp_path: Path) -> None:
@@ -158,15 +178,15 @@ print(torch.__spec__.name, sys.meta_path, [n for n in sys.modules if n == "torch
     ways.same(ways.script(text))
 
 
-def test_an_error_before_the_import_shows_no_frame_of_ours(ways: BothWays) -> None:
-    done = ways.fork(ways.script("import os, no_such_module\nimport torch"))
-    theirs = ways.exec(ways.script("import os, no_such_module\nimport torch"))
+def test_an_error_before_the_import_shows_no_frame_of_ours(quick: BothWays) -> None:
+    done = quick.fork(quick.script("import os, no_such_module\nimport torch"))
+    theirs = quick.exec(quick.script("import os, no_such_module\nimport torch"))
     assert done == theirs
     assert done.code == 1
 
 
-def test_t20_what_a_preloaded_module_set_in_the_environment_stays(ways: BothWays) -> None:
+def test_t20_what_a_preloaded_module_set_in_the_environment_stays(quick: BothWays) -> None:
     text = "import os\nprint(os.environ.get('SET_BY_IMPORT'))\nimport preloaded\n"
     text += "print(os.environ['SET_BY_IMPORT'], os.popen('echo $SET_BY_IMPORT').read())"
-    assert forked(ways, text).out == "None\nFALSE FALSE\n\n"
-    assert forked(ways, text, {"SET_BY_IMPORT": "TRUE"}).out == "TRUE\nTRUE TRUE\n\n"
+    assert forked(quick, text).out == "None\nFALSE FALSE\n\n"
+    assert forked(quick, text, {"SET_BY_IMPORT": "TRUE"}).out == "TRUE\nTRUE TRUE\n\n"

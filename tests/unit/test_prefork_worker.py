@@ -18,7 +18,7 @@ from elastic_etcd.protocol.activity import DUMP_STACKS
 from tests.unit.prefork import BothWays, Outcome, python
 
 pytestmark = pytest.mark.timeout(600)
-NIGHTLY = pytest.mark.nightly(part="forks")  # each such case costs two imports of torch
+NIGHTLY = pytest.mark.nightly(part="forks")  # each costs ends or imports of torch
 
 # Everything about a process that a script can see, but for numbers of its own.
 FACTS = '''\
@@ -93,6 +93,13 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
         yield ways
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    """Without torch: for what is a matter of how a script is found, read and run."""
+    with BothWays(tmp_path_factory.mktemp("quick"), torch=False) as ways:
+        yield ways
+
+
 def facts_of(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text)
     return found
@@ -125,33 +132,33 @@ def test_a_script_finds_the_same_process(ways: BothWays) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["{}", "./{}", ".//{}", "tests/../{}"])
-def test_a_script_by_a_relative_path(ways: BothWays, spelling: str) -> None:
-    there = os.path.relpath(ways.script(FACTS)[-1])
-    check_facts(ways, python(spelling.format(there)))
+def test_a_script_by_a_relative_path(quick: BothWays, spelling: str) -> None:
+    there = os.path.relpath(quick.script(FACTS)[-1])
+    check_facts(quick, python(spelling.format(there)))
 
 
-def test_a_link_to_a_script_in_another_folder(ways: BothWays, tmp_path: Path) -> None:
-    target = Path(ways.script(FACTS, "facts.py")[-1])
+def test_a_link_to_a_script_in_another_folder(quick: BothWays, tmp_path: Path) -> None:
+    target = Path(quick.script(FACTS, "facts.py")[-1])
     (tmp_path / "link.py").symlink_to(os.path.relpath(target, tmp_path))
-    check_facts(ways, python(tmp_path / "link.py"))
+    check_facts(quick, python(tmp_path / "link.py"))
 
 
-def test_a_folder_an_archive_and_compiled_code(ways: BothWays, tmp_path: Path) -> None:
+def test_a_folder_an_archive_and_compiled_code(quick: BothWays, tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(FACTS)
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         archive.write(tmp_path / "__main__.py", "__main__.py")
     py_compile.compile(str(tmp_path / "__main__.py"), str(tmp_path / "facts.pyc"))
     for entry in (tmp_path, tmp_path / "all.zip", tmp_path / "facts.pyc"):
-        check_facts(ways, python(entry, "a"))
+        check_facts(quick, python(entry, "a"))
 
 
 @pytest.mark.parametrize("name", ["of_facts", "of_facts.more", "alone"])
-def test_modules_and_packages(ways: BothWays, name: str) -> None:
-    (ways.folder / "of_facts").mkdir(exist_ok=True)
+def test_modules_and_packages(quick: BothWays, name: str) -> None:
+    (quick.folder / "of_facts").mkdir(exist_ok=True)
     for file in ("of_facts/__main__.py", "of_facts/more.py", "alone.py"):
-        (ways.folder / file).write_text(FACTS)
-    (ways.folder / "of_facts" / "__init__.py").write_text("")
-    check_facts(ways, python("-m", name, "-m", "--", "a"))
+        (quick.folder / file).write_text(FACTS)
+    (quick.folder / "of_facts" / "__init__.py").write_text("")
+    check_facts(quick, python("-m", name, "-m", "--", "a"))
 
 
 @pytest.mark.parametrize(
@@ -214,16 +221,28 @@ ENDS = {
     "exc": "import sys, traceback\ntry:\n    1/0\nexcept ZeroDivisionError: traceback.print_exc()",
     "pdb": "import sys\ntry:\n    1/0\nfinally: print(hasattr(sys, 'last_traceback'))",
 }
+# Those by which a process ends with all that torch has put into it: hooks, threads, objects.
+WITH_TORCH = {
+    *("end", "_exit", "kill", "term", "int", "usr1", "segv", "raise", "hook", "atexit raises"),
+    *("raise in thread", "thread goes on", "daemon", "del", "warn"),
+}
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_it_ends_alike(ways: BothWays, end: str) -> None:
+def test_it_ends_alike(quick: BothWays, end: str) -> None:
+    quick.same(quick.script(ENDS[end]))
+
+
+@pytest.mark.parametrize(
+    "end", [end if end in WITH_TORCH else pytest.param(end, marks=NIGHTLY) for end in ENDS]
+)
+def test_it_ends_alike_with_torch(ways: BothWays, end: str) -> None:
     ways.same(ways.script(ENDS[end]))
 
 
-def test_exit_codes_and_signals_are_what_they_were(ways: BothWays) -> None:
+def test_exit_codes_and_signals_are_what_they_were(quick: BothWays) -> None:
     def code(end: str) -> int:
-        return ways.fork(ways.script(ENDS[end])).code
+        return quick.fork(quick.script(ENDS[end])).code
 
     assert code("137") == 137
     assert code("kill") == -signal.SIGKILL
@@ -232,32 +251,32 @@ def test_exit_codes_and_signals_are_what_they_were(ways: BothWays) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["/nowhere/at_all.py"], ["-m", "no_such_module"]])
-def test_what_is_not_there(ways: BothWays, arguments: list[str]) -> None:
-    assert ways.same(python(*arguments)).code
+def test_what_is_not_there(quick: BothWays, arguments: list[str]) -> None:
+    assert quick.same(python(*arguments)).code
 
 
-def test_sources_in_other_encodings(ways: BothWays) -> None:
-    script = ways.folder / "latin.py"
+def test_sources_in_other_encodings(quick: BothWays) -> None:
+    script = quick.folder / "latin.py"
     script.write_bytes("# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))\n".encode("latin-1"))
-    assert ways.same(python(script)).out == "'\\xe9'\n"
+    assert quick.same(python(script)).out == "'\\xe9'\n"
     script.write_bytes(b"\xef\xbb\xbfprint(1)\r\n")
-    assert ways.same(python(script)).out == "1\n"
+    assert quick.same(python(script)).out == "1\n"
 
 
 @pytest.mark.parametrize("first", ["print('first')", "print('' is '')", "print('"])
 def test_a_script_that_was_compiled_ahead_may_be_edited(tmp_path: Path, first: str) -> None:
     (tmp_path / "script.py").write_text(f"{first}\n")
-    with BothWays(tmp_path) as ways:
+    with BothWays(tmp_path, torch=False) as ways:
         for text in (first, "print('second'), 1/0", 'print("', "'' is ''", first):
             ways.same(ways.script(f"{text}\n"))
         (tmp_path / "script.py").unlink()
         ways.same(python(tmp_path / "script.py"))
 
 
-def test_a_script_may_be_a_pipe(ways: BothWays, tmp_path: Path) -> None:
+def test_a_script_may_be_a_pipe(quick: BothWays, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     write = partial((tmp_path / "pipe").write_text, "print(1)\n")
-    for run in (ways.exec, ways.fork):
+    for run in (quick.exec, quick.fork):
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         assert run(python(tmp_path / "pipe")) == Outcome(0, "1\n", "")
@@ -278,7 +297,7 @@ def test_a_script_is_compiled_before_its_workers_are_forked(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text("print(1)\n")
     (tmp_path / "says.py").write_text(SAYS_COMPILED)
-    with BothWays(tmp_path, preload=["says"]) as ways:
+    with BothWays(tmp_path, preload=["says"], torch=False) as ways:
         assert ways.fork(python(script)) == Outcome(0, "1\n", "")
         script.write_text("print(2)\n")
         assert ways.fork(python(script)) == Outcome(0, "2\n", f"compiled {script}\n")
@@ -300,7 +319,7 @@ def test_what_was_loaded_ahead_is_finalised_at_exit(tmp_path: Path) -> None:
             circle = Circle()
         """)
     )
-    with BothWays(tmp_path, preload=["circle"]) as ways:
+    with BothWays(tmp_path, preload=["circle"], torch=False) as ways:
         assert ways.same(ways.script("import circle")) == Outcome(0, "finalised\n", "")
 
 
@@ -319,6 +338,6 @@ def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_several_in_turn_are_different_processes(ways: BothWays) -> None:
-    script = ways.script("import os; print(os.getpid())")
-    assert len({ways.fork(script).out for _ in range(5)}) == 5
+def test_several_in_turn_are_different_processes(quick: BothWays) -> None:
+    script = quick.script("import os; print(os.getpid())")
+    assert len({quick.fork(script).out for _ in range(5)}) == 5
