@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
@@ -67,7 +68,16 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    Failure,
+    History,
+    Limits,
+    Master,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+)
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -574,12 +584,21 @@ class Agent:
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
-        """Log how the time of the run was spent, if etcd answers soon."""
-        from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
-
+        """Log how the time of the run was spent, if etcd and this package's disk answer soon."""
         entry = await self._membership.history(self._state.local.ran)
-        for line in at_end(entry) if entry else ():
-            log.info("%s", line)
+        if entry is None:
+            return
+        try:
+            for line in await in_thread(partial(_lines_at_end, entry), LEAVE_TIMEOUT):
+                log.info("%s", line)
+        except (ImportError, OSError) as error:  # a TimeoutError is one
+            log.debug("no report: %s", error)
+
+
+def _lines_at_end(entry: History) -> list[str]:
+    from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
+
+    return [*at_end(entry)]
 
 
 def _tell_embedded(config: AgentConfig, endpoint: str) -> None:

@@ -40,11 +40,11 @@ sys.exit(code)
 FAILS_ONCE = "mkdir failed 2> /dev/null && exit 3; exit 0"
 
 
-def run(etcd: EtcdServer, tmp_path: Path) -> list[str]:
+def run(etcd: EtcdServer, tmp_path: Path, before: str = "") -> list[str]:
     """The lines of an agent whose workers fail, and succeed when they are started again."""
     argv = ["--etcd", etcd.endpoint, "--nproc-per-node", "2", "--no-python", "sh", "-c", FAILS_ONCE]
     done = subprocess.run(
-        [sys.executable, "-c", AGENT, *argv],
+        [sys.executable, "-c", before + AGENT, *argv],
         cwd=tmp_path,
         env=os.environ | {"LOGLEVEL": "INFO"},
         capture_output=True,
@@ -67,3 +67,9 @@ def test_a_default_job_loads_no_more_than_it_needs_and_nothing_at_a_failure(
     assert {name for name in later if name.startswith("elastic_etcd")} == {
         "elastic_etcd.agent.goodput"  # for the last lines of the log
     }
+
+
+def test_a_job_succeeds_whose_package_is_gone_at_the_end(etcd: EtcdServer, tmp_path: Path) -> None:
+    """It was upgraded or removed, while the job trained for days."""
+    gone = "import sys; sys.modules['elastic_etcd.agent.goodput'] = None\n"
+    assert len(run(etcd, tmp_path, gone)) == 2
