@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, Unpack
 
-from elastic_etcd.system import trampoline
 from elastic_etcd.system.exits import discard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+_TRAMPOLINE = str(Path(__file__).with_name("trampoline.py"))
 _TAIL = 1 << 13  # bytes of a line that are kept
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def spawn(
     `session` a session of its own.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *command],
+        [sys.executable, "-I", "-S", _TRAMPOLINE, str(os.getpid()), "--", *command],
         env=dict(env),
         stdin=stdin,
         stdout=stdout,

@@ -16,7 +16,7 @@ NOT_BY_DEFAULT = {
     *("agent.followers.metrics", "agent.followers.metrics_server", "agent.followers.notices"),
     *("agent.followers.straggler_watch", "core.stragglers", "etcd.embedded"),
     *("children.entry", "children.forkserver", "children.guardian_process"),
-    *("children.run_script", "children.store_server", "children.variables"),
+    *("children.run_script", "children.store_server", "children.variables", "system.trampoline"),
     *("api", "cli.query", "cli.steer", "frameworks", "launcher", "plugin", "train"),
 }
 AGENT = """
