@@ -22,7 +22,7 @@ from rich.console import Console
 from elastic_etcd.agent.output.logs import WorkerLog
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.worker import WorkerSpec, execute
-from elastic_etcd.system.exits import Process, end
+from elastic_etcd.system.child_process import Process, end
 from tests.support.processes import proportional
 
 from .figures import grid
