@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
-from elastic_etcd.agent.devices import count_devices
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import flag_values, parsers
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
@@ -126,13 +126,14 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         argv=argv,
         node=args.node_name,
         limits=limits,
+        has_peers=limits.max_nodes > 1 or job == args.job,
         no_python=_no_python(args),
         prefork=args.start_method != "exec" and not _no_python(args),
         preload=tuple(args.preload),
         log=LogConfig(**parsers.fields_of(args, "log")),
         log_level=args.log_level,
         timer_file=_timer_file(env),
-        nproc=count_devices(args.nproc_per_node, env),  # last, as it may take seconds
+        nproc=_nproc(args.nproc_per_node, env),  # last, as it may take seconds
         **parsers.fields_of(args),
     )
 
@@ -178,6 +179,14 @@ def _job(args: Namespace, most: int, etcd: EtcdConfig | None) -> str:
             "Add --job ID, the same on every node, for example --job resnet-7"
         )
     return f"run-{os.urandom(4).hex()}"  # nobody else has to know it
+
+
+def _nproc(spec: str, env: Mapping[str, str]) -> int:
+    if re.fullmatch(r"[1-9][0-9]*", spec):
+        return int(spec)
+    from elastic_etcd.agent.devices import count_devices  # noqa: PLC0415 - only for gpu, cpu, auto
+
+    return count_devices(spec, env)
 
 
 def _no_python(args: Namespace) -> bool:

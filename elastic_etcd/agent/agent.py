@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
@@ -21,7 +22,6 @@ from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
-from elastic_etcd.agent.followers.straggler_watch import StragglerWatch
 from elastic_etcd.agent.followers.throughput import Throughput
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.agent.guardian import Guardian
@@ -68,7 +68,16 @@ from elastic_etcd.core.lifecycle import (
     Write,
 )
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
-from elastic_etcd.core.schema import Failure, Limits, Master, Outcome, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    Failure,
+    History,
+    Limits,
+    Master,
+    Outcome,
+    Participant,
+    Phase,
+    Round,
+)
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -78,7 +87,6 @@ from elastic_etcd.errors import (
 )
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.protocol.messages import Change, Interrupt
 from elastic_etcd.system.leftovers import Mark
 from elastic_etcd.system.threads import in_thread
@@ -86,6 +94,8 @@ from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
+    from elastic_etcd.agent.followers.periodic import PeriodicFollower
+    from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 _CUT_OFF = "this node is cut off from etcd"
 
@@ -124,7 +134,7 @@ class Resources(NamedTuple):
     logs: Logs
     client: Client
     guardian: Guardian
-    embedded: EmbeddedEtcd | None  # where no other etcd was given
+    embedded: "EmbeddedEtcd | None"  # where no other etcd was given
     memory: str  # the node's directory for checkpoints, "" if it has none
     folder: str  # for its socket
 
@@ -141,11 +151,14 @@ async def _run_agent(
             workers = Workers(config, logs, tasks, membership, guardian, memory, folder)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
-            looking = (
+            looking: list[PeriodicFollower] = [
                 HangWatch(config.hang_timeout, membership.keys, workers, logs, tasks),
-                StragglerWatch(membership.keys, workers, tasks),
                 Throughput(membership.keys, workers, tasks),
-            )
+            ]
+            if config.has_peers:
+                from elastic_etcd.agent.followers import straggler_watch  # noqa: PLC0415 - not for one node alone
+
+                looking.append(straggler_watch.StragglerWatch(membership.keys, workers, tasks))
             for each in looking:
                 tasks.create(each.run())
             followers: list[Follower] = [accounting, *looking]
@@ -181,6 +194,8 @@ async def _open_resources(
     scope.callback(remove_folder)
     etcd, embedded = config.etcd, None
     if etcd is None:
+        from elastic_etcd.etcd.embedded import EmbeddedEtcd  # noqa: PLC0415 - only without --etcd
+
         embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder))
         etcd = EtcdConfig((embedded.endpoint,))
         _tell_embedded(config, embedded.endpoint)
@@ -569,12 +584,21 @@ class Agent:
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:
-        """Log how the time of the run was spent, if etcd answers soon."""
-        from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
-
+        """Log how the time of the run was spent, if etcd and this package's disk answer soon."""
         entry = await self._membership.history(self._state.local.ran)
-        for line in at_end(entry) if entry else ():
-            log.info("%s", line)
+        if entry is None:
+            return
+        try:
+            for line in await in_thread(partial(_lines_at_end, entry), LEAVE_TIMEOUT):
+                log.info("%s", line)
+        except (ImportError, OSError) as error:  # a TimeoutError is one
+            log.debug("no report: %s", error)
+
+
+def _lines_at_end(entry: History) -> list[str]:
+    from elastic_etcd.agent.goodput import at_end  # noqa: PLC0415 - once, at the end
+
+    return [*at_end(entry)]
 
 
 def _tell_embedded(config: AgentConfig, endpoint: str) -> None:

@@ -61,6 +61,7 @@ class AgentConfig:
     role: str = "default"
     topology_label: str = ""
     lease_ttl: int = LEASE_TTL
+    has_peers: bool = True  # or is one node, whose job nobody has named: no other agent knows it
     rerun: bool = False  # a job that has succeeded is run once more
     proof_of_death: bool = True  # a node that dies is looked for as soon as its connection ends
     hang_timeout: float | None = None  # in one step; None is found out, infinity is for ever

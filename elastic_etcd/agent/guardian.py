@@ -20,15 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.timer import Respawn
-from elastic_etcd.children import guardian_process
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.child_process import ExitWatch, discard, end
 from elastic_etcd.system.leftovers import GUARDS
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import GUARD_LIFE, GUARDIAN_QUIET, GUARDIAN_SLOWEST
+
+_PROGRAM = Path(children.__file__).with_name("guardian_process.py")
 
 _Spawned: TypeAlias = tuple[subprocess.Popen[bytes], socket.socket]
 
@@ -155,7 +157,7 @@ class Guardian:
 def _first_packet(etcd: EtcdConfig, mark: str, folders: tuple[str, ...]) -> bytes:
     """The first packet: secrets go this way, never by argument or environment."""
     # The last entry is for an installation that Python finds by a hook and not by the path.
-    path = [*map(os.path.abspath, sys.path), str(Path(guardian_process.__file__).parents[2])]
+    path = [*map(os.path.abspath, sys.path), str(_PROGRAM.parents[2])]
     more = {"path": path, "mark": mark, "folders": folders}
     return json.dumps({**dataclasses.asdict(etcd), **more}).encode()
 
@@ -167,7 +169,7 @@ def _spawn(mark: str) -> _Spawned:
     with theirs:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guardian_process.__file__, *arguments],
+                [sys.executable, "-I", "-S", str(_PROGRAM), *arguments],
                 env={**without_secrets(os.environ), GUARDS: mark},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec import UNSET, structs
 
@@ -16,7 +16,6 @@ from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, MirrorChanged, Tasks
-from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
@@ -67,6 +66,9 @@ from elastic_etcd.times import (
 )
 from elastic_etcd.version import __version__
 
+if TYPE_CHECKING:
+    from elastic_etcd.agent.peer_links import PeerLinks
+
 # In each TTL. Where workers have to be gone with the lease, silence has to be known sooner: half of
 # the time until they are stopped is left for another endpoint.
 RENEWALS, RENEWALS_STRICT = 3, 6
@@ -94,7 +96,12 @@ class Membership:
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
         self._limits = config.limits  # the job's, as soon as they are known
-        self._links = PeerLinks(tasks, partial(client.revoke, timeout=REVOKE_TIMEOUT))
+        self._links: PeerLinks | None = None
+        if config.has_peers:
+            from elastic_etcd.agent import peer_links  # noqa: PLC0415 - not for one node alone
+
+            revoke = partial(client.revoke, timeout=REVOKE_TIMEOUT)
+            self._links = peer_links.PeerLinks(tasks, revoke)
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
         self._mirror: Mirror | None = None
@@ -114,7 +121,8 @@ class Membership:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
-        self._links.close()
+        if self._links:
+            self._links.close()
         await self._mirror_scope.aclose()
         await self._session_scope.aclose()
 
@@ -198,7 +206,8 @@ class Membership:
     def see(self, before: State, event: Event, state: State) -> None:
         """Keep the link to the coordinator that this agent sees, and the lease in safe hands."""
         del before, event
-        self._links.follow(state.view, state.local.lease)
+        if self._links:
+            self._links.follow(state.view, state.local.lease)
         if self._guardian and self._config.etcd:  # an etcd of one's own ends with the agent
             self._guardian.guard(lease=state.local.lease)
 
@@ -301,7 +310,7 @@ class Membership:
         self.reached = await own_address(config, self._client.endpoint, self.reached)
         address = self.reached.address
         called = config.proof_of_death and config.limits.max_nodes > 1
-        contact = await self._links.open(address) if called else None
+        contact = await self._links.open(address) if self._links and called else None
         session = Session(
             self._client,
             config.lease_ttl,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -20,7 +21,6 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
@@ -29,7 +29,6 @@ from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.agent.store import StoreServer
 from elastic_etcd.agent.termination import Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
-from elastic_etcd.core import stragglers
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
     WorkersElastic,
@@ -56,6 +55,9 @@ from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
+
+if TYPE_CHECKING:
+    from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 _ENDING = 1.0  # from the end of a worker's connection to its own, if it ends
@@ -139,8 +141,10 @@ class Workers:
     async def prestart(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises UsageError."""
         if self._config.timer_file is not None:
+            from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
+
             path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
-            self._timers = FileTimers(path, self._timer_expired)
+            self._timers = file_timers.FileTimers(path, self._timer_expired)
         if self._prefork:
             await self._prefork.imported()
 
@@ -225,7 +229,7 @@ class Workers:
                 worker.kill()
         self._inbox.put(WorkersHang(self.generation, failure))
 
-    def _timer_expired(self, session: int, timer: FileTimerRequest, seconds: float) -> None:
+    def _timer_expired(self, session: int, timer: "FileTimerRequest", seconds: float) -> None:
         """By its own timer a script hangs, and is to end by the timer's signal."""
         worker = self._running.get(session)
         if worker is None or worker.killed:
@@ -297,7 +301,7 @@ class Workers:
             error_file=error_file,
             interface=self._interface,
             socket=self._socket,
-            activity=self._pages.begin(local_rank, measured=stragglers.are_told(limits, now)),
+            activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
             memory=self._memory,
             timer_file=self._timers.path if self._timers else "",

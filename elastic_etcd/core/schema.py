@@ -281,6 +281,10 @@ class Limits(Sizes, frozen=True):
         sizes = {name: getattr(of, name) for name in Sizes.__struct_fields__}
         return msgspec.structs.replace(self, **sizes)
 
+    def seek_stragglers(self, nodes: int) -> bool:
+        """Whether the nodes of a world of so many are compared."""
+        return self.straggler_factor > 0 and nodes > 1
+
     def differing(self, own: "Limits") -> str:
         """The flags whose values here a node has asked for otherwise, "" if there is none."""
         both = ((flag, getattr(self, n), getattr(own, n)) for n, flag in _POLICY.items())

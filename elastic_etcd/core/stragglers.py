@@ -6,10 +6,9 @@ it until it is as fast as the others again.
 """
 
 from collections.abc import Sequence
-from statistics import median_low
 from typing import NamedTuple
 
-from elastic_etcd.core.schema import MOST_STRAGGLERS, Limits, Round, StepTime, Stragglers
+from elastic_etcd.core.schema import MOST_STRAGGLERS, StepTime, Stragglers
 from elastic_etcd.core.view import View
 
 NAMED = 3  # nodes of many, in a line
@@ -24,11 +23,6 @@ class NodeTimes(NamedTuple):
     name: str
     outside: float
     whole: float
-
-
-def are_told(limits: Limits, now: Round) -> bool:
-    """Whether nodes are compared in the world of this round."""
-    return limits.straggler_factor > 0 and now.nodes > 1
 
 
 def is_same(time: StepTime, before: StepTime) -> bool:
@@ -55,8 +49,8 @@ def compared(
     between that and the median: a node at the border is named once. The median of two nodes is the
     faster one.
     """
-    median = median_low(node.outside for node in nodes)
     by_time = sorted(nodes, key=lambda node: -node.outside)
+    median = by_time[len(nodes) // 2].outside  # of an even number the faster one of the two
     slow = [n for n in by_time if n.name not in known.nodes and _is_slow(n, median, factor)]
     names = {node.name for node in nodes if node.outside > median * (1 + factor) / 2}
     still = tuple(name for name in known.nodes if name in names)

@@ -17,15 +17,16 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
-from elastic_etcd.system import trampoline
 from elastic_etcd.system.processes import NO_DESCRIPTOR, OPEN_AGAIN, signal_group
 from elastic_etcd.times import CHILD_GONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+_TRAMPOLINE = str(Path(__file__).with_name("trampoline.py"))
 # A dead child that is being debugged can't be reaped until the debugger has seen its end.
 _REAP_AGAIN = 0.05
 _TAIL = 1 << 13  # bytes of a line that are kept
@@ -70,7 +71,7 @@ def spawn(
     `session` a session of its own.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *command],
+        [sys.executable, "-I", "-S", _TRAMPOLINE, str(os.getpid()), "--", *command],
         env=dict(env),
         stdin=stdin,
         stdout=stdout,

@@ -262,8 +262,8 @@ def test_defaults(parse: Parse) -> None:
     assert re.fullmatch("run-[0-9a-f]{8}", config.job)
     assert (config.limits.min_nodes, config.limits.max_nodes, config.nproc) == (1, 1, 1)
     # The data class and the flags agree on every default.
-    told = AgentConfig(None, config.job, config.argv, config.node, 1, Limits(1, 1))
-    assert config == told
+    of = None, config.job, config.argv, config.node, 1, Limits(1, 1)
+    assert config == AgentConfig(*of, has_peers=False)
     assert config.log.redirects == StreamChoice(Streams.NONE)
 
 
@@ -311,6 +311,13 @@ def test_job_id_is_needed_where_others_must_know_it(parse: Parse) -> None:
     assert parse("--nnodes=2").job.startswith("run-")  # an embedded etcd prints it
     with pytest.raises(UsageError, match="Add --job ID"):
         parse("--nnodes=2", ETCDCTL_ENDPOINTS="e:1")
+
+
+def test_a_node_has_peers_where_there_are_others_or_they_know_its_job(parse: Parse) -> None:
+    assert parse("--etcd=e:1", "--job=j").has_peers
+    assert parse("--nnodes=1:2").has_peers
+    assert not parse("--etcd=e:1").has_peers
+    assert not parse("--standalone", "--job=j").has_peers
 
 
 def test_rdzv_conf(parse: Parse) -> None:

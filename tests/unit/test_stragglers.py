@@ -153,9 +153,9 @@ def test_more_than_half_of_the_nodes_have_told() -> None:
 
 
 def test_nodes_are_compared_where_there_are_some() -> None:
-    assert stragglers.are_told(Limits(1, 4), NOW)
-    assert not stragglers.are_told(Limits(1, 4, straggler_factor=0.0), NOW)
-    assert not stragglers.are_told(Limits(1, 4), replace(NOW, nodes=1))
+    assert Limits(1, 4).seek_stragglers(2)
+    assert not Limits(1, 4, straggler_factor=0.0).seek_stragglers(2)
+    assert not Limits(1, 4).seek_stragglers(1)
 
 
 def test_the_line_is_in_the_history_and_fenced() -> None:

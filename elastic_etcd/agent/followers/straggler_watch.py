@@ -56,7 +56,7 @@ class StragglerWatch(PeriodicFollower):
         if factor and leads(state) and (found := stragglers.lead(view, factor)):
             await self.publish(writes.put_stragglers(self._keys, view, state.local, found))
         now = view.round
-        if now and stragglers.are_told(state.limits, now) and self._loop.time() >= self._next:
+        if now and state.limits.seek_stragglers(now.nodes) and self._loop.time() >= self._next:
             self._next = self._loop.time() + now.nodes / _A_SECOND * random.uniform(0.5, 1)  # noqa: S311
             await self._publish_step_time(state)
 
