@@ -11,19 +11,18 @@ FOLDERS = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
 GENERATED = ("elastic_etcd_rpc_pb2.py", "elastic_etcd_rpc_pb2.pyi")
 SUFFIXES = {"", ".cfg", ".json", ".md", ".proto", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml"}
 INSIDE = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()]
-TEXTS = sorted(
+AT_ROOT = [file for file in ROOT.iterdir() if file.is_file() and file.name != ".git"]
+LEFT_OUT = {*GENERATED, Path(__file__).name}
+TEXTS = [
     file
-    for file in [
-        *INSIDE,
-        *(file for file in ROOT.iterdir() if file.is_file()),
-        ROOT / ".ci" / "run",
-    ]
-    if file.suffix in SUFFIXES and file.name not in (*GENERATED, ".git", Path(__file__).name)
-)
+    for file in [*AT_ROOT, ROOT / ".ci" / "run", *INSIDE]
+    if file.suffix in SUFFIXES and file.name not in LEFT_OUT
+]
 ROOMS = [str(init.parent.relative_to(PACKAGE)) for init in PACKAGE.rglob("*/__init__.py")]
-PATH = re.compile(
-    rf"(?<![\w/.-])((?:{'|'.join([*FOLDERS, *ROOMS])})/[\w/-]+\.(?:py|md|sh|ya?ml))\b"
-)
+BEGUN = "|".join([*FOLDERS, *ROOMS])
+PATH = re.compile(rf"(?<![\w/.-])((?:{BEGUN})/[\w/-]+\.(?:py|md|sh|ya?ml))\b")
+TEST = re.compile(r"(?<![\w/.-])test_\w+\.py\b")  # a page names most of them without a folder
+TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 DOTTED = re.compile(r"(?<![\w/.-])elastic_etcd((?:\.[A-Za-z_]\w*)+)")
 # Others that begin like one of ours: a file of a checkpoint, the server's messages, torch's events.
 OTHERS = {"__file__", "json", "rpc", *("drain", "hang", "malformed", "scale", "stop", "straggler")}
@@ -50,10 +49,11 @@ def leads_somewhere(dotted: str) -> bool:
 
 
 def wrong(text: str) -> set[str]:
-    """The paths and modules in it that are not there."""
+    """The paths, modules and tests in it that are not there."""
     paths = {path for path in PATH.findall(text) if not is_there(path)}
     dotted = {name for name in DOTTED.findall(text) if not leads_somewhere(name)}
-    return paths - INVENTED | {name for name in dotted if name.split(".")[1] not in OTHERS}
+    tests = {name for name in TEST.findall(text) if name not in TESTS}
+    return tests | paths - INVENTED | {name for name in dotted if name.split(".")[1] not in OTHERS}
 
 
 def test_paths_and_modules_that_are_named_exist() -> None:
@@ -70,8 +70,10 @@ def test_files_that_the_package_names_without_a_folder_exist() -> None:
 
 
 def test_a_name_that_leads_nowhere_is_found() -> None:
-    assert (
-        wrong("elastic_etcd.core.rules.decide, agent/agent.py, tests/unit/test_names.py") == set()
-    )
-    for name in (".core.no_such", ".core.rules.no_such", "agent/no_such.py", "scripts/no/such.sh"):
-        assert wrong(f"of {'elastic_etcd' if name[0] == '.' else ''}{name}, and others") == {name}
+    assert wrong("elastic_etcd.core.rules.decide, agent/agent.py, test_names.py") == set()
+    assert wrong("elastic_etcd.core.no_such, elastic_etcd.core.rules.no_name") == {
+        ".core.no_such",
+        ".core.rules.no_name",
+    }
+    missing = {"agent/no_such.py", "scripts/no/such.sh", "tests/unit/test_no.py", "test_none.py"}
+    assert wrong(f"of {', '.join(missing)}, and others") == missing
