@@ -211,8 +211,9 @@ def run_tests(tests: list[str], plugin: object, *options: str) -> int:
     """Runs pytest in this process, on the tree that it is in."""
     hypothesis.settings.register_profile("same", derandomize=True, database=None)
     hypothesis.settings.load_profile("same")  # what tests/conftest.py registers goes on from there
-    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    return pytest.main([*quiet, *options, *tests], [plugin])
+    quiet = "-q -p no:cacheprovider -W ignore::pytest.PytestAssertRewriteWarning"
+    chosen = ["-m", "not nightly", *quiet.split()]
+    return pytest.main([*chosen, *options, *tests], [plugin])
 
 
 def recorded(tests: list[str], page: Path) -> Record:

@@ -25,7 +25,7 @@ from elastic_etcd.agent.timer import Respawn
 from elastic_etcd.children import guardian_process
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system.exits import ExitWatch, discard, end
+from elastic_etcd.system.child_process import ExitWatch, discard, end
 from elastic_etcd.system.leftovers import GUARDS
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import GUARD_LIFE, GUARDIAN_QUIET, GUARDIAN_SLOWEST

@@ -32,10 +32,16 @@ from elastic_etcd.protocol.messages import (
     from_forked,
 )
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system.exits import ExitWatch, Process, discard, end
+from elastic_etcd.system.child_process import (
+    ExitWatch,
+    LastWords,
+    Process,
+    adopt_orphans,
+    discard,
+    end,
+    start,
+)
 from elastic_etcd.system.memfds import memfd_with
-from elastic_etcd.system.prctl import adopt_orphans
-from elastic_etcd.system.spawn import LastWords, start
 
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")
 # What was used up is forked anew when the generation that used it has had its start.

@@ -22,8 +22,7 @@ from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system.exits import ExitWatch, Process, discard, end
-from elastic_etcd.system.spawn import LastWords, start
+from elastic_etcd.system.child_process import ExitWatch, LastWords, Process, discard, end, start
 
 _PROGRAM = Path(children.__file__).with_name("store_server.py")
 _BACKLOG = 2048

@@ -16,8 +16,8 @@ from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.protocol.messages import Change, Interrupt
-from elastic_etcd.system.groups import ProcessGroups
 from elastic_etcd.system.leftovers import Mark, end_leftovers
+from elastic_etcd.system.processes import ProcessGroups
 from elastic_etcd.times import STUCK
 
 _LATE = 10.0  # seconds until the log names those that do not stop; then twice as many, and so on

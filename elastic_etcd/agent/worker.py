@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from elastic_etcd import children
 from elastic_etcd.agent.output.logs import WorkerLog
 from elastic_etcd.protocol.messages import FromAgent, NextWorld
-from elastic_etcd.system.exits import ExitWatch, Process
-from elastic_etcd.system.groups import signal_group
-from elastic_etcd.system.spawn import start
+from elastic_etcd.system.child_process import ExitWatch, Process, start
+from elastic_etcd.system.processes import signal_group
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.channel import WorkerChannel

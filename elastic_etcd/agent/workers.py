@@ -52,7 +52,7 @@ from elastic_etcd.protocol.messages import (
     Parked,
     TrainingDone,
 )
-from elastic_etcd.system.exits import Process
+from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
 from elastic_etcd.system.threads import begin
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE

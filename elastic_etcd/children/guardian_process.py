@@ -144,8 +144,8 @@ def _remove(folders: list[str]) -> None:
 
 def _kill_the_rest(groups: list[int], mark: str) -> set[int]:
     """Kill also what has left the groups; gives pidfds of all that is dying."""
-    from elastic_etcd.system.groups import kill_members
     from elastic_etcd.system.leftovers import kill_marked
+    from elastic_etcd.system.processes import kill_members
 
     leftovers = kill_marked(mark) if mark else []
     return {*leftovers, *(pidfd for pidfds in kill_members(groups).values() for pidfd in pidfds)}

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
-from elastic_etcd.system.exits import exited
-from elastic_etcd.system.spawn import start
+from elastic_etcd.system.child_process import exited, start
 from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it

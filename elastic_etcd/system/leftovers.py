@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Self
 
 from elastic_etcd.errors import ElasticEtcdError
-from elastic_etcd.system.pidfds import OPEN_AGAIN, gone, is_gone, kill, open_if
-from elastic_etcd.system.procfs import environment, pids, stat
+from elastic_etcd.system.processes import (
+    OPEN_AGAIN,
+    environment,
+    gone,
+    is_gone,
+    kill,
+    open_if,
+    pids,
+    stat,
+)
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import STUCK
 

@@ -2,13 +2,17 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def new_memfd(name: str, size: int = 0) -> int:
     """A new file of `size` bytes, all 0; no child inherits its descriptor. Raises OSError."""
-    return _create(name, size, os.MFD_CLOEXEC)
+    with _memfd(name, os.MFD_CLOEXEC) as fd:
+        os.ftruncate(fd, size)
+    return fd
 
 
 def sealed_memfd(name: str, size: int) -> int:
@@ -16,25 +20,27 @@ def sealed_memfd(name: str, size: int) -> int:
 
     Memory that was mapped and is cut off by another process would end this one by a SIGBUS.
     """
-    fd = _create(name, size, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    with _memfd(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) as fd:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd
 
 
 def memfd_with(name: str, content: bytes) -> int:
     """A new file with this content, of which a reader begins at the start. Raises OSError."""
-    fd = new_memfd(name)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
+    with _memfd(name, os.MFD_CLOEXEC) as fd:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
-def _create(name: str, size: int, flags: int) -> int:
+@contextmanager
+def _memfd(name: str, flags: int) -> Iterator[int]:
+    """An empty file, which is closed if this block raises: `ulimit -f` counts for it, too."""
     fd = os.memfd_create(name, flags)
     try:
-        os.ftruncate(fd, size)
-    except OSError:
+        yield fd
+    except BaseException:
         os.close(fd)
         raise
-    return fd

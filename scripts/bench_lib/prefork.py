@@ -20,8 +20,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from elastic_etcd.agent.prefork import Prefork
-from elastic_etcd.system.exits import Process, end
-from elastic_etcd.system.spawn import start
+from elastic_etcd.system.child_process import Process, end, start
 from tests.support.processes import proportional
 
 from .figures import grid

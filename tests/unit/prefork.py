@@ -12,8 +12,7 @@ from typing import Self
 
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.worker import through_run_script
-from elastic_etcd.system.exits import Process, exited
-from elastic_etcd.system.spawn import spawn
+from elastic_etcd.system.child_process import Process, exited, spawn
 
 DEADLINE = 120.0
 Start = Callable[[Sequence[str], Mapping[str, str], int, int], Awaitable[Process]]

@@ -18,7 +18,7 @@ from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.pidfds import is_gone
+from elastic_etcd.system.processes import is_gone
 from tests.unit.watched import DEADLINE, Watched
 
 LATER = 1000.0

@@ -20,7 +20,7 @@ from elastic_etcd.children import guardian_process
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.retry import boottime
-from elastic_etcd.system.exits import discard
+from elastic_etcd.system.child_process import discard
 from elastic_etcd.times import GUARD_LIFE
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet

@@ -10,7 +10,7 @@ import pytest
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.protocol.messages import Disconnected, FromWorker, Imported
-from elastic_etcd.system.exits import exited
+from elastic_etcd.system.child_process import exited
 from tests.unit.prefork import DEADLINE, BothWays
 
 pytestmark = pytest.mark.timeout(600)

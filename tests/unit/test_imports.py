@@ -47,7 +47,7 @@ IN_OTHER_PROGRAMS = {
 }
 # The programs that are run by their path, which no import shows, and who runs them.
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
-    "system/trampoline.py": "system/spawn.py",
+    "system/trampoline.py": "system/child_process.py",
     "frameworks/accelerate_environment.py": "frameworks/accelerate.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
     "children/variables.py": "children/forkserver.py",
@@ -62,8 +62,8 @@ RUN_BY_NAME = {
     "api/child.py": "launcher.py",
     "plugin/torchrun_agent.py": "plugin/torchrun.py",
 }
-# Who starts a child without the trampoline says why; all others call system/spawn.py.
-STARTERS = {"system/spawn.py", "agent/guardian.py", "launcher.py", "plugin/torchrun.py"}
+# Who starts a child without the trampoline says why; all others call system/child_process.py.
+STARTERS = {"system/child_process.py", "agent/guardian.py", "launcher.py", "plugin/torchrun.py"}
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
@@ -82,7 +82,7 @@ CHILDREN = {
         "elastic_etcd.errors",
         "elastic_etcd.etcd.client",
         "elastic_etcd.etcd.access",
-        "elastic_etcd.system.groups",
+        "elastic_etcd.system.processes",
         "elastic_etcd.system.leftovers",
         "elastic_etcd.times",
     },
@@ -322,7 +322,7 @@ def loaded(code: str, *flags: str) -> set[str]:
         ("elastic_etcd.errors", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
         ("elastic_etcd.times", {"torch", "grpc", "asyncio", "msgspec", "logging"}),
         ("elastic_etcd.protocol.messages", {"torch", "grpc", "asyncio", "socket", "logging"}),
-        ("elastic_etcd.system.spawn", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
+        ("elastic_etcd.system.child_process", {"torch", "grpc", "msgspec", "elastic_etcd.etcd"}),
         ("elastic_etcd.launch", {"torch", "grpc", "rich", "asyncio"}),
         ("elastic_etcd.launcher", {"torch", "grpc", "asyncio", "elastic_etcd.agent"}),
         ("elastic_etcd.cli.flags", {"torch", "grpc", "asyncio", "rich", "elastic_etcd.agent"}),

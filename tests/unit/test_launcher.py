@@ -16,8 +16,8 @@ from torch.distributed.launcher import api as torchs
 from elastic_etcd import launch
 from elastic_etcd.agent.config import StreamChoice, Streams
 from elastic_etcd.api import functions, run_function
+from elastic_etcd.api.child import RunWriter
 from elastic_etcd.api.child_failed import child_failed
-from elastic_etcd.api.run_writer import RunWriter
 from elastic_etcd.core.lifecycle import JobEnded, State, Tick
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Failure, Ledger, Outcome

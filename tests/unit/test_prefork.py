@@ -16,7 +16,7 @@ from elastic_etcd.agent import prefork
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.exits import Process
+from elastic_etcd.system.child_process import Process
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet
 from tests.unit.prefork import DEADLINE, exit_of, python

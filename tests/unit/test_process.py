@@ -12,18 +12,31 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system import exits
-from elastic_etcd.system.exits import ExitWatch, discard, end, exited
-from elastic_etcd.system.groups import ProcessGroups, kill_members, signal_group
-from elastic_etcd.system.pidfds import is_gone, open_if
-from elastic_etcd.system.procfs import stat
-from elastic_etcd.system.spawn import LastWords, spawn, start
+from elastic_etcd.system import child_process
+from elastic_etcd.system.child_process import (
+    ExitWatch,
+    LastWords,
+    discard,
+    end,
+    exited,
+    spawn,
+    start,
+)
+from elastic_etcd.system.memfds import memfd_with, new_memfd, sealed_memfd
+from elastic_etcd.system.processes import (
+    ProcessGroups,
+    is_gone,
+    kill_members,
+    open_if,
+    signal_group,
+    stat,
+)
 from tests.support.aio import elapse
 from tests.support.disks import (
     disk_that_may_stand_still,
@@ -278,7 +291,7 @@ def test_the_end_is_the_end() -> None:
 async def test_r19_the_loop_waits_for_no_child_that_the_kernel_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exits, "CHILD_GONE", 0.05)
+    monkeypatch.setattr(child_process, "CHILD_GONE", 0.05)
     disk = tmp_path / "disk"
     disk.mkdir()
     hear, told = os.pipe()
@@ -468,3 +481,24 @@ def test_no_pidfd_stays_open_where_no_descriptor_is_left_to_look_once_more() -> 
     with pytest.raises(OSError, match="Too many"):
         open_if(os.getpid(), wanted)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: memfd_with("order", bytes(4096)),
+        lambda: new_memfd("snapshot", 4096),
+        lambda: sealed_memfd("activity", 4096),
+    ],
+)
+def test_no_file_in_memory_stays_open_that_is_longer_than_allowed(make: Callable[[], int]) -> None:
+    """`ulimit -f` counts for files in memory, too."""
+    before = set(Path("/proc/self/fd").iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert set(Path("/proc/self/fd").iterdir()) == before

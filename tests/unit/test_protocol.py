@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_etcd.children import forkserver
 from elastic_etcd.protocol import messages as protocol
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -234,6 +235,11 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
         encode(NextWorld(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(NextWorld(8, "", {"NAME": ""})))
     assert len(encode(NextWorld(8, "", {"NAME": "x" * longest}))) == LONGEST
+
+
+def test_limits_that_stand_in_several_files_are_equal() -> None:
+    """Programs that are run by their path may not import each other's reader."""
+    assert forkserver.MOST_IMPORTED == protocol.MOST_IMPORTED
 
 
 def test_no_child_inherits_a_descriptor_that_is_received() -> None:

@@ -17,10 +17,10 @@ from elastic_etcd.agent import termination
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
-from elastic_etcd.system import exits, groups
-from elastic_etcd.system.exits import Process
+from elastic_etcd.system import child_process, processes
+from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import MARK
-from elastic_etcd.system.pidfds import is_gone
+from elastic_etcd.system.processes import is_gone
 from elastic_etcd.times import STUCK
 from tests.unit.watched import Watched
 
@@ -407,8 +407,8 @@ class Lingering:
     """Processes that a worker leaves in its group don't die by SIGKILL: the kernel holds them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._signal_group = groups.signal_group
-        for module in (exits, groups):
+        self._signal_group = processes.signal_group
+        for module in (child_process, processes):
             patch.setattr(module, "signal_group", self._but_not_kill)
         patch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what kill_members does
 

@@ -22,7 +22,7 @@ from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.protocol.activity import DUMP_STACKS
-from elastic_etcd.system.groups import members_of
+from elastic_etcd.system.processes import members_of
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import HANG_ASK, HANG_EVIDENCE, HANG_STACKS
 

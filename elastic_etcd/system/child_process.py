@@ -1,0 +1,283 @@
+"""Children of this process: how they are started, read, awaited and ended, and what ends with whom.
+
+A child dies with the process that starts it. Its exit is an event, and nothing is polled: a process
+is gone when its pidfd is readable, even if nobody ever reaps it (in a container without an init,
+orphans stay zombies for ever).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
+
+from elastic_etcd.system import trampoline
+from elastic_etcd.system.processes import NO_DESCRIPTOR, OPEN_AGAIN, signal_group
+from elastic_etcd.times import CHILD_GONE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+# A dead child that is being debugged can't be reaped until the debugger has seen its end.
+_REAP_AGAIN = 0.05
+_TAIL = 1 << 13  # bytes of a line that are kept
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+log = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """A child of this process."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal; None while it runs."""
+
+
+class Given(TypedDict):
+    """The descriptors of a child, and whether it leads a session."""
+
+    stdout: int
+    stderr: int
+    stdin: NotRequired[int]  # /dev/null if nothing else is said
+    pass_fds: NotRequired[Collection[int]]
+    session: NotRequired[bool]
+
+
+def spawn(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: int,
+    stderr: int,
+    stdin: int = subprocess.DEVNULL,
+    pass_fds: Collection[int] = (),
+    session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start `command` as a child that dies with this process. Raises OSError.
+
+    It leads a process group of its own, out of the reach of the terminal's Ctrl-C, or with
+    `session` a session of its own.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", *command],
+        env=dict(env),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=tuple(pass_fds),
+        bufsize=0,
+        start_new_session=session,
+        process_group=None if session else 0,
+    )
+
+
+async def start(
+    command: Sequence[str], env: Mapping[str, str], **given: Unpack[Given]
+) -> subprocess.Popen[bytes]:
+    """As `spawn`, while the event loop goes on: the program may be on a disk that stands still.
+
+    The kernel ties the child to the thread that has started it, so that one stays as long as it.
+    While it waits the others don't, from Python 3.11.4 on (python/cpython#104372).
+    """
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
+
+    def give(process: subprocess.Popen[bytes]) -> None:
+        if started.done():  # who wanted it has gone
+            discard(process)
+        else:
+            started.set_result(process)
+
+    def fail(error: Exception) -> None:
+        if not started.done():
+            started.set_exception(error)
+
+    def run() -> None:
+        try:
+            process = spawn(command, env, **given)
+        except Exception as error:  # noqa: BLE001 - who waits gets it, whatever it is
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(fail, error)
+            return
+        try:
+            loop.call_soon_threadsafe(give, process)
+        except RuntimeError:  # the loop is closed
+            process.kill()
+        with contextlib.suppress(ChildProcessError):  # reaped already
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    threading.Thread(target=run, name="starter", daemon=True).start()
+    return await started
+
+
+class ExitWatch:
+    """Calls `ended(code)` once, from the event loop, when the child has exited and is reaped.
+
+    With `group` the child leads a process group, of which all else is killed then: before the
+    child is reaped, so that its number can't be another group's. While no descriptor is free it
+    tries again.
+    """
+
+    def __init__(
+        self, process: Process, ended: Callable[[int], None], *, group: bool = False
+    ) -> None:
+        self._process = process
+        self._ended = ended
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        self._again: asyncio.TimerHandle | None = None
+        self._open()
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _open(self) -> None:
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            self._again = self._loop.call_later(OPEN_AGAIN, self._open)
+        else:
+            self._loop.add_reader(self._pidfd, self._on_readable)
+
+    def _on_readable(self) -> None:
+        if self._group:
+            signal_group(self._process.pid, signal.SIGKILL)
+        code = self._process.poll()
+        if code is None:
+            self._loop.remove_reader(self._pidfd)
+            self._loop.call_later(_REAP_AGAIN, self._look_again)
+            return
+        self.close()
+        self._ended(code)
+
+    def _look_again(self) -> None:
+        if self._pidfd >= 0:
+            self._on_readable()
+
+
+async def exited(process: Process) -> int:
+    """Wait for a child's exit, without a thread; gives its status. It may be reaped already."""
+    if (known := process.poll()) is not None:
+        return known
+    code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    watch = ExitWatch(process, code.set_result)
+    try:
+        return await code
+    finally:
+        watch.close()
+
+
+def end(process: Process) -> int | None:
+    """SIGKILL a child of an agent that ends, and reap it; gives its status.
+
+    A child that the kernel holds is left to it: then None.
+    """
+    if (code := process.poll()) is None:
+        pidfd = _killed(process)
+        select.select([pidfd], [], [], CHILD_GONE)
+        os.close(pidfd)
+        code = process.poll()
+    return code
+
+
+def discard(process: Process) -> None:
+    """SIGKILL a child, which is reaped when it is dead; the event loop goes on."""
+    if process.poll() is None:
+        os.close(_killed(process))
+        ExitWatch(process, lambda _: None)
+
+
+def _killed(process: Process) -> int:
+    """A pidfd of this child, which has got SIGKILL."""
+    pidfd = os.pidfd_open(process.pid)
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    return pidfd
+
+
+class LastWords:
+    """Reads what a child writes into a pipe, line by line; owns the descriptor until `close`.
+
+    With a `label` each line that is not empty goes to the log, behind it.
+    """
+
+    def __init__(self, fd: int, label: str = "") -> None:
+        self.last = "it said nothing"
+        self._fd = fd
+        self._label = label
+        self._rest = b""
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def drain(self) -> str:
+        """Read what lies in the pipe now; gives the last line."""
+        while self._fd >= 0 and self._read():
+            pass
+        rest, self._rest = self._rest, b""
+        self._take_line(rest)
+        return self.last
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> bool:
+        """Whether there was anything to read."""
+        try:
+            chunk = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.close()
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = rest[-_TAIL:]
+        for line in lines:
+            self._take_line(line)
+        return bool(chunk)
+
+    def _take_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").strip()
+        if text:
+            self.last = text
+            if self._label:
+                log.info("%s: %s", self._label, text)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Get this signal when the thread that has started this process ends. Raises OSError."""
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans(*, wanted: bool) -> None:
+    """Get the orphans of this process's children as children, instead of init. Raises OSError."""
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+def _prctl(name: str, option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({name}): {os.strerror(number)}")
