@@ -12,6 +12,16 @@ ROOT = Path(__file__).parents[1]
 NOT_HAD = 77  # the exit code of a script that can't be run here and has said why
 INTERRUPTED = 130
 OLD_TORCH = "VENV=.venv-torch-2.6 TORCH=2.6.0"
+BENCHMARKS = (  # so short that they measure little: it is seen whether they still run
+    "activity --calls 1000 --repeat 1",
+    "state --megabytes 32 --repeat 1 --ranks 1 2",
+    "sampler --quick",
+    "idle --pairs 1 --seconds 5",
+    "prefork --repeats 1 --workers 1",
+    "imports --repeats 1 --only torch",
+    "recovery --quick --only 'in process'",
+    "gpu --device cpu --sizes 0.05 --repeat 1 --kills 1",
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,11 @@ PARTS = {
         "whole training scripts, each fault by itself",
         30,
         ("TEST_FAULTS=each scripts/test tests/users",),
+    ),
+    "bench": Part(
+        "the benchmarks that no test runs, each in a short form",
+        5,
+        tuple(f"scripts/bench {each}" for each in BENCHMARKS),
     ),
     "packaging": Part("the wheel, the oldest and newest requirements, a notebook", 2),
     "chromium": Part("the live page and the site in a browser", 1),

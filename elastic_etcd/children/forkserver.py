@@ -3,7 +3,8 @@
 `python -u forkserver.py CHANNEL MODULES COMMAND...` is started by agent/prefork.py, by its
 path, with the interpreter and the environment of the workers; COMMAND is what they run, `python -u
 train.py ...`. A worker is forked ahead of its use and waits for its order. Standard library, torch
-and MODULES; its messages are those of protocol.py, which this interpreter need not have.
+and MODULES; its messages are those of protocol/messages.py, which this interpreter need
+not have.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def is_ours(name: str) -> bool:
 
 
 def say(channel: socket.socket, kind: str, **fields: object) -> None:
-    """Send the agent one of the messages of protocol.py."""
+    """Send the agent one of the messages of protocol/messages.py."""
     channel.send(json.dumps({"type": kind, **fields}).encode())
 
 

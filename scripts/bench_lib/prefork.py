@@ -9,25 +9,24 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from elastic_etcd.agent.output.logs import WorkerLog
 from elastic_etcd.agent.prefork import Prefork
-from elastic_etcd.agent.worker import WorkerSpec, execute
-from elastic_etcd.system.child_process import Process, end
+from elastic_etcd.system.child_process import Process, end, start
 from tests.support.processes import proportional
 
 from .figures import grid
 
-Starter: TypeAlias = Callable[[WorkerSpec, WorkerLog], Awaitable[Process]]
+# Its arguments are a worker's command, environment, and the descriptor of its stdout and stderr.
+Starter: TypeAlias = Callable[[tuple[str, ...], dict[str, str], int], Awaitable[Process]]
 
 SCRIPT = """\
 import time
@@ -61,11 +60,8 @@ class Bench:
     async def started(self, starter: Starter, until: str) -> tuple[Process, list[float]]:
         """A worker, and the milliseconds from the request to each of STAGES."""
         read, write = os.pipe()
-        spec = WorkerSpec((*self.command, until), self.env, 0, 0, "")
-        streams = SimpleNamespace(child_fd=write)
-        output: Any = SimpleNamespace(out=streams, err=streams)
         asked = time.monotonic()
-        worker = await starter(spec, output)
+        worker = await starter((*self.command, until), self.env, write)
         times = [time.monotonic()]
         os.close(write)
         with os.fdopen(read) as file:
@@ -86,15 +82,16 @@ class Bench:
         return size
 
 
-async def executed(spec: WorkerSpec, output: WorkerLog) -> Process:
-    return await execute(spec.argv, spec.env, output)
+async def executed(argv: tuple[str, ...], env: dict[str, str], to: int) -> Process:
+    """As the agent does it."""
+    return await start(argv, env, stdout=to, stderr=to, stdin=subprocess.DEVNULL, session=True)
 
 
 def forked(prefork: Prefork) -> Starter:
-    async def start(spec: WorkerSpec, output: WorkerLog) -> Process:
-        return await prefork.fork(spec.argv, spec.env, output.out.child_fd, output.err.child_fd)
+    async def forks(argv: tuple[str, ...], env: dict[str, str], to: int) -> Process:
+        return await prefork.fork(argv, env, to, to)
 
-    return start
+    return forks
 
 
 async def ready(prefork: Prefork) -> Prefork:

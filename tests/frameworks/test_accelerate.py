@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_etcd.frameworks.accelerate import _PROGRAM
 from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 from tests.support.processes import MARK, marked, send
@@ -119,7 +120,7 @@ def test_what_can_not_work_is_said(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / name).write_text(text)
     told = subprocess.run(
-        [python, "-P", "-c", ASKS, str(ROOT / "elastic_etcd" / "children"), *REFUSED],
+        [python, "-P", "-c", ASKS, str(_PROGRAM.parent), *REFUSED],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.fuzz_lib import targets
+from scripts.fuzz_lib.__main__ import TARGETS
 
 
 @st.composite
@@ -29,3 +30,7 @@ def test_a_moment_of_fuzzing(name: str) -> None:
         run(data)
 
     fuzz()
+
+
+def test_scripts_fuzz_runs_each_target() -> None:
+    assert list(TARGETS) == list(targets.SEEDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench_lib.__main__ import NAMES
 from tests.support.job import ROOT
 
 NIGHTLY = runpy.run_path(str(ROOT / "scripts" / "nightly.py"))
@@ -34,6 +35,21 @@ def test_all_of_these_are_for_the_night(folder: str) -> None:
     files = list((ROOT / "tests" / folder).glob("test_*.py"))
     assert files
     assert [file.name for file in files if list(marked(file)) != [folder]] == []
+
+
+def test_paths_in_commands_exist() -> None:
+    words = {word for part in PARTS.values() for line in part.commands for word in line.split()}
+    paths = {word for word in words if word.startswith(("scripts/", "tests/"))}
+    assert "tests/users" in paths
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_each_benchmark_runs_in_a_part_or_in_a_test() -> None:
+    tested = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    in_tests = {name for name in NAMES if f'"scripts.bench_lib", "{name}", *options' in tested}
+    in_part = {command.split()[0] for command in NIGHTLY["BENCHMARKS"]}
+    assert in_tests | in_part == NAMES.keys()
+    assert in_tests & in_part == set()
 
 
 def test_a_part_that_fails_hides_no_other(capfd: pytest.CaptureFixture[str]) -> None:
