@@ -195,7 +195,8 @@ class ForkServer:
             os.close(fd)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
-        atexit.register(gc.unfreeze)  # so that the interpreter's end finalises all, as a program's
+        if complains_of_leaks():
+            atexit.register(gc.unfreeze)  # so that the interpreter's end finalises all
         self._environment.become(order["env"])
         command = [*order["argv"], *map(str, given)]
         script = entry.Entry(command)
@@ -267,6 +268,14 @@ class ImportTimes:
 def is_ours(name: str) -> bool:
     """Whether it is torch's, or a module of ours that imports torch."""
     return name in WITH_TORCH or name.startswith(tuple(f"{each}." for each in WITH_TORCH))
+
+
+def complains_of_leaks() -> bool:
+    """Whether nanobind is loaded, which tells at exit of each type that was not finalised.
+
+    To finalise torch takes a second of CPU, so that peers may be heard to fail before their cause.
+    """
+    return any(each.__module__ == "nanobind" for each in type.__subclasses__(type))
 
 
 def say(channel: socket.socket, kind: str, **fields: object) -> None:
