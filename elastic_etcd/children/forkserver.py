@@ -248,7 +248,8 @@ class ImportTimes:
         loaded = name.partition(".")[0] in LOADED
         if loaded or INSTALLED.intersection(Path(str(getattr(spec, "origin", ""))).parts):
             has_threads = threading.active_count() > threads  # the fork server could not load it
-            counts = not (loaded or has_threads) and name.replace(".", "_").isidentifier()
+            is_name = all(map(str.isidentifier, name.split(".")))  # one that --preload takes
+            counts = is_name and not (loaded or has_threads)
             self._found[known:] = [(name, time.monotonic() - begun)] if counts else []
 
     def tell(self, env: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ SLOW = "import threading\nthreading.Event().wait({})\n"
 MODULES = {
     "site-packages/large/__init__.py": SLOW.format(0.3) + "import within\n",
     "site-packages/large/later.py": SLOW.format(0.4),
+    "site-packages/large/0001_first.py": SLOW.format(0.2),  # no name that --preload takes
     "site-packages/within.py": SLOW.format(0.2),
     "site-packages/of_mine.py": SLOW.format(0.2),
     "site-packages/broken.py": "import after_it\n1 / 0\n",
@@ -33,7 +34,8 @@ try:
     import broken
 except ZeroDivisionError:
     pass
-import large.later
+import importlib, large.later
+importlib.import_module("large.0001_first")
 optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 optimizer.step()
 """
