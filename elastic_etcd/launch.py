@@ -22,6 +22,7 @@ from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
 from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.system import kernel
 from elastic_etcd.system.init import be_init
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
@@ -70,6 +71,9 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
+    kernel.check()
+    if not kernel.has_pidfds():
+        log.info("%s has no pidfds, or a container refuses them: threads wait", kernel.machine())
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once

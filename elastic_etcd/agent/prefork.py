@@ -36,11 +36,11 @@ from elastic_etcd.system.child_process import (
     ExitWatch,
     LastWords,
     Process,
-    adopt_orphans,
     discard,
     end,
     start,
 )
+from elastic_etcd.system.kernel import adopt_orphans
 from elastic_etcd.system.memfds import memfd_with
 
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")

@@ -22,7 +22,7 @@ from elastic_etcd.core.lifecycle import Event, JobEnded, State, WorkerEnded, Wor
 from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
-from elastic_etcd.system.child_process import signal_at_parents_death
+from elastic_etcd.system.kernel import signal_at_parents_death
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,6 @@ import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import threading
@@ -64,6 +63,7 @@ PR_SET_PDEATHSIG = 1
 INSTALLED = {"site-packages", "dist-packages"}  # folders; what is elsewhere is the user's own
 SLOW_IMPORT = 0.1  # seconds
 MOST_IMPORTED = 16
+BETWEEN = 0.0002  # seconds, between two looks at who the parent is
 PATIENCE = 1.0  # seconds for an answer of the agent's
 IMPORT_SYSTEM: Any = _bootstrap
 
@@ -324,13 +324,8 @@ def die_with(agent: int, between: int) -> None:
 
     Not earlier, or the end of the process between would be taken for it.
     """
-    with suppress(ProcessLookupError):  # it is gone, and reaped
-        if os.getppid() == between:
-            pidfd = os.pidfd_open(between)
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.poll()
-            os.close(pidfd)
+    while os.getppid() == between:  # it is about to end
+        time.sleep(BETWEEN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != agent:
         os._exit(0)

@@ -36,6 +36,7 @@ from elastic_etcd.protocol.messages import (
     encode,
     from_torchrun,
 )
+from elastic_etcd.system.processes import open_pidfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +113,7 @@ class TorchrunWorkers:
     def follow(self, leave: Callable[[str], None]) -> None:
         """Heed torchrun's messages; `leave` the job when it has ended, or says that it ends."""
         loop = asyncio.get_running_loop()
-        torchrun = os.pidfd_open(self._pid)
+        torchrun = open_pidfd(self._pid)
 
         def end(why: str) -> None:
             if self._over:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,7 +18,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
-from elastic_etcd.system.processes import NO_DESCRIPTOR, OPEN_AGAIN, signal_group
+from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
+from elastic_etcd.system.processes import open_pidfd, signal_group, signal_pidfd, wait_until_gone
 from elastic_etcd.times import CHILD_GONE
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ _TRAMPOLINE = str(Path(__file__).with_name("trampoline.py"))
 # A dead child that is being debugged can't be reaped until the debugger has seen its end.
 _REAP_AGAIN = 0.05
 _TAIL = 1 << 13  # bytes of a line that are kept
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +150,7 @@ class ExitWatch:
 
     def _open(self) -> None:
         try:
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._pidfd = open_pidfd(self._process.pid)
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
@@ -196,7 +193,7 @@ def end(process: Process) -> int | None:
     """
     if (code := process.poll()) is None:
         pidfd = _killed(process)
-        select.select([pidfd], [], [], CHILD_GONE)
+        wait_until_gone(pidfd, CHILD_GONE)
         os.close(pidfd)
         code = process.poll()
     return code
@@ -211,8 +208,8 @@ def discard(process: Process) -> None:
 
 def _killed(process: Process) -> int:
     """A pidfd of this child, which has got SIGKILL."""
-    pidfd = os.pidfd_open(process.pid)
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    pidfd = open_pidfd(process.pid)
+    signal_pidfd(pidfd, signal.SIGKILL)
     return pidfd
 
 
@@ -265,20 +262,3 @@ class LastWords:
             self.last = text
             if self._label:
                 log.info("%s: %s", self._label, text)
-
-
-def signal_at_parents_death(number: int) -> None:
-    """Get this signal when the thread that has started this process ends. Raises OSError."""
-    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, int(number))
-
-
-def adopt_orphans(*, wanted: bool) -> None:
-    """Get the orphans of this process's children as children, instead of init. Raises OSError."""
-    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, int(wanted))
-
-
-def _prctl(name: str, option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({name}): {os.strerror(number)}")

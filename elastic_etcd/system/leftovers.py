@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.system.kernel import OPEN_AGAIN
 from elastic_etcd.system.processes import (
-    OPEN_AGAIN,
     environment,
     gone,
     is_gone,
@@ -34,7 +34,6 @@ from elastic_etcd.times import STUCK
 # guardian has it under another name, as that is to end by itself.
 MARK, GUARDS = "ELASTIC_ETCD_AGENT", "ELASTIC_ETCD_GUARDS"
 _NAMED = 5  # processes, in a line of the log
-_DEAD = "ZX"  # states of a process
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Mark:
     def lives(self) -> bool:
         """Whether that agent still runs."""
         seen = stat(self.pid)
-        return seen is not None and seen.started == self.started and seen.state not in _DEAD
+        return seen is not None and seen.started == self.started and not seen.is_dead
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,15 @@
 """Files in memory (memfd): they have no name in any folder, and end with their last descriptor."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+from elastic_etcd.system.kernel import MFD_ALLOW_SEALING, MFD_CLOEXEC, memfd_create, seal_size
 
 
 def new_memfd(name: str, size: int = 0) -> int:
     """A new file of `size` bytes, all 0; no child inherits its descriptor. Raises OSError."""
-    with _memfd(name, os.MFD_CLOEXEC) as fd:
+    with _memfd(name, MFD_CLOEXEC) as fd:
         os.ftruncate(fd, size)
     return fd
 
@@ -20,15 +19,15 @@ def sealed_memfd(name: str, size: int) -> int:
 
     Memory that was mapped and is cut off by another process would end this one by a SIGBUS.
     """
-    with _memfd(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) as fd:
+    with _memfd(name, MFD_CLOEXEC | MFD_ALLOW_SEALING) as fd:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        seal_size(fd)
     return fd
 
 
 def memfd_with(name: str, content: bytes) -> int:
     """A new file with this content, of which a reader begins at the start. Raises OSError."""
-    with _memfd(name, os.MFD_CLOEXEC) as fd:
+    with _memfd(name, MFD_CLOEXEC) as fd:
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
         os.lseek(fd, 0, os.SEEK_SET)
@@ -38,7 +37,7 @@ def memfd_with(name: str, content: bytes) -> int:
 @contextmanager
 def _memfd(name: str, flags: int) -> Iterator[int]:
     """An empty file, which is closed if this block raises: `ulimit -f` counts for it, too."""
-    fd = os.memfd_create(name, flags)
+    fd = memfd_create(name, flags)
     try:
         yield fd
     except BaseException:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import select
 import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_etcd.system import kernel
+from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-# No descriptor is free: nothing can be watched until something else is closed, and a process that
-# can't be seen may still run. So it is tried again after so many seconds.
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-OPEN_AGAIN = 0.2
+_LOOK_AGAIN = 0.02  # seconds; at a process that is no child, where there are no pidfds
+_DEAD = "ZX"  # states of a process
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,13 @@ class Stat:
     state: str
     parent: int
     group: int
+    threads: int
     started: int  # in ticks of the kernel's clock since the boot
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether all of its threads have ended; it may be left to be reaped."""
+        return self.state in _DEAD and self.threads <= 1
 
 
 def stat(pid: int) -> Stat | None:
@@ -55,7 +62,8 @@ def stat(pid: int) -> Stat | None:
     begin, end = text.index(b"("), text.rindex(b")")
     fields = text[end + 2 :].split(maxsplit=20)
     name = text[begin + 1 : end].decode(errors="replace")
-    return Stat(name, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[19]))
+    parent, group, threads, started = (int(fields[number]) for number in (1, 2, 17, 19))
+    return Stat(name, fields[0].decode(), parent, group, threads, started)
 
 
 def environment(pid: int, names: Collection[str]) -> dict[str, str]:
@@ -86,12 +94,70 @@ def pids() -> Iterator[int]:
 # --- by their pidfds --------------------------------------------------------------------
 
 
+_stand_ins: dict[int, tuple[int, int]] = {}  # descriptor -> pid and start, without pidfds
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that is readable when this process has ended. Raises OSError.
+
+    It is a pipe if the kernel refuses pidfds: a thread holds the other end until then.
+    """
+    if kernel.has_pidfds():
+        return kernel.pidfd_open(pid)
+    seen = stat(pid)
+    if seen is None:
+        raise ProcessLookupError(pid)
+    ended, lives = os.pipe()
+    if seen.is_dead:
+        os.close(lives)
+    else:
+        try:
+            threading.Thread(
+                target=_wait_for_end, args=(pid, seen.started, lives), name="pidfd", daemon=True
+            ).start()
+        except RuntimeError as error:  # no thread is to be had
+            os.close(ended)
+            os.close(lives)
+            raise OSError(NO_DESCRIPTOR[0], str(error)) from None
+    _stand_ins[ended] = pid, seen.started
+    return ended
+
+
+def signal_pidfd(pidfd: int, number: int) -> None:
+    """Send a signal to the process of a descriptor of `open_pidfd`. Raises OSError."""
+    if kernel.has_pidfds():
+        kernel.pidfd_send_signal(pidfd, number)
+        return
+    pid, started = _stand_ins[pidfd]
+    seen = stat(pid)
+    if seen is None or seen.started != started:
+        raise ProcessLookupError(pid)
+    os.kill(pid, number)
+
+
+def _wait_for_end(pid: int, started: int, lives: int) -> None:
+    """Close `lives` when the process has ended; earlier if nobody has the other end any more."""
+    poll = select.poll()
+    poll.register(lives, 0)  # what is always reported: an error, when the other end is closed
+    try:
+        with contextlib.suppress(ChildProcessError):  # it is no child, or was reaped
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            return
+        while not poll.poll(1000 * _LOOK_AGAIN):
+            with contextlib.suppress(OSError):  # no descriptor is free to look now
+                seen = stat(pid)
+                if seen is None or seen.started != started or seen.is_dead:
+                    return
+    finally:
+        os.close(lives)
+
+
 def open_if(pid: int, wanted: Callable[[int], object]) -> int:
     """A pidfd of this process if it is `wanted` and runs, else -1; its number may come again."""
     if not wanted(pid):
         return -1
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_pidfd(pid)
     except ProcessLookupError:
         return -1
     keep = False
@@ -106,7 +172,7 @@ def open_if(pid: int, wanted: Callable[[int], object]) -> int:
 def kill(pidfd: int) -> None:
     """SIGKILL, if it is there and this user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        signal_pidfd(pidfd, signal.SIGKILL)
 
 
 async def gone(pidfds: Collection[int], timeout: float | None) -> bool:
@@ -130,9 +196,14 @@ async def gone(pidfds: Collection[int], timeout: float | None) -> bool:
 
 def is_gone(pidfd: int) -> bool:
     """Whether the process has ended, with all its threads."""
+    return wait_until_gone(pidfd, 0)
+
+
+def wait_until_gone(pidfd: int, timeout: float) -> bool:
+    """Wait for the process's end, not longer than `timeout` s; whether it has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * timeout))
 
 
 # --- in their groups --------------------------------------------------------------------

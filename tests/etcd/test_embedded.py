@@ -15,6 +15,7 @@ from elastic_etcd.etcd import embedded
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from elastic_etcd.system.processes import open_pidfd
 from tests.support.aio import asynchronous, put
 from tests.support.etcd import tool
 
@@ -39,7 +40,7 @@ def process_of(etcd: EmbeddedEtcd) -> int:
 def gone(pid: int, timeout: float) -> bool:
     """Whether the process ends in time. Its parent may be anybody."""
     try:
-        descriptor = os.pidfd_open(pid)
+        descriptor = open_pidfd(pid)
     except ProcessLookupError:
         return True
 

@@ -18,7 +18,7 @@ from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.processes import is_gone
+from elastic_etcd.system.processes import is_gone, open_pidfd
 from tests.unit.watched import DEADLINE, Watched
 
 LATER = 1000.0
@@ -269,7 +269,7 @@ async def test_a_timer_of_what_a_worker_has_started(watched: Watched, tmp_path: 
     await watched.turns((tmp_path / "pid").exists)
     await watched.turns((tmp_path / "pid").read_text)
     child = int((tmp_path / "pid").read_text())
-    pidfd = os.pidfd_open(child)
+    pidfd = open_pidfd(child)
     write(watched, line(pid=child, signal=signal.SIGTERM))
     await watched.until(lambda: watched.hangs)
     await watched.turns(lambda: is_gone(pidfd))

@@ -17,6 +17,7 @@ from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.errors import UsageError
 from elastic_etcd.system.child_process import Process
+from elastic_etcd.system.processes import open_pidfd
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet
 from tests.unit.prefork import DEADLINE, exit_of, put_torch, python
@@ -303,7 +304,7 @@ async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:
     assert process.stdout is not None
     pids = [int(pid) for pid in (await process.stdout.readline()).split()]
     assert len(pids) == 3
-    ends = [os.pidfd_open(pid) for pid in pids]
+    ends = [open_pidfd(pid) for pid in pids]
     process.kill()
     await process.wait()
     for pidfd in ends:

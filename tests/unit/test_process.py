@@ -34,6 +34,7 @@ from elastic_etcd.system.processes import (
     is_gone,
     kill_members,
     open_if,
+    open_pidfd,
     signal_group,
     stat,
 )
@@ -94,7 +95,7 @@ def number(fd: int) -> int:
 
 @contextlib.contextmanager
 def opened(pid: int) -> Iterator[int]:
-    pidfd = os.pidfd_open(pid)
+    pidfd = open_pidfd(pid)
     try:
         yield pidfd
     finally:
@@ -324,6 +325,20 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_m17_a_child_is_ended_by_a_process_with_many_descriptors() -> None:
+    """select() takes none from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with child("sleep", "600") as (process, _):
+            assert end(process) == -signal.SIGKILL
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def test_r19_an_exit_is_seen_though_no_descriptor_was_left() -> None:
     with child("/bin/true") as (process, _):
         code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -480,6 +495,9 @@ def test_no_pidfd_stays_open_where_no_descriptor_is_left_to_look_once_more() -> 
     before = descriptors()
     with pytest.raises(OSError, match="Too many"):
         open_if(os.getpid(), wanted)
+    for thread in threading.enumerate():  # one waits for its end where there are no pidfds
+        if thread.name == "pidfd":
+            thread.join(DEADLINE)
     assert descriptors() == before
 
 

@@ -23,6 +23,7 @@ from elastic_etcd.agent import store
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
+from elastic_etcd.system.processes import open_pidfd
 from tests.support.forked import Child
 
 # Processes that import torch while other things run on a small machine.
@@ -257,7 +258,7 @@ def test_the_child_dies_with_a_killed_agent() -> None:
     )
     with agent:
         assert agent.stdout is not None
-        pidfd = os.pidfd_open(int(agent.stdout.readline()))
+        pidfd = open_pidfd(int(agent.stdout.readline()))
         agent.kill()
     assert select.select([pidfd], [], [], DEADLINE)[0]
     os.close(pidfd)

@@ -23,7 +23,7 @@ from elastic_etcd.core.schema import Limits, Participant, Phase, Round
 from elastic_etcd.system import child_process, processes
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import MARK
-from elastic_etcd.system.processes import is_gone
+from elastic_etcd.system.processes import is_gone, open_pidfd
 from elastic_etcd.times import STUCK
 from tests.unit.watched import Watched
 
@@ -73,7 +73,7 @@ def fifo(tmp_path: Path) -> Path:
 
 def is_running(pid: int) -> bool:
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_pidfd(pid)
     except ProcessLookupError:
         return False
     try:
@@ -85,7 +85,7 @@ def is_running(pid: int) -> bool:
 async def gone(pid: int) -> None:
     """Wait until this process, not a child of ours, has ended."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_pidfd(pid)
     except ProcessLookupError:
         return
     ended = asyncio.Event()
@@ -431,7 +431,7 @@ class Lingering:
         self._signal_group = processes.signal_group
         for module in (child_process, processes):
             patch.setattr(module, "signal_group", self._but_not_kill)
-        patch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what kill_members does
+        patch.setattr(processes, "signal_pidfd", lambda *_: None)  # what kill_members does
 
     def _but_not_kill(self, group: int, number: int) -> bool:
         return self._signal_group(group, 0 if number == signal.SIGKILL else number)

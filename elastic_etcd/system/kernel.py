@@ -1,0 +1,129 @@
+"""The system calls that a Python may be built without, or a kernel refuse: pidfds and memory files.
+
+The Pythons of conda, of miniforge and of older versions of uv were built with old headers: they
+lack these calls on every kernel, and here they are made by number. A kernel before 5.3 and some
+containers refuse pidfds; then `has_pidfds` is False, and `processes.open_pidfd` has another way.
+There is none without memory files, see `check`.
+"""
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import signal
+
+from elastic_etcd.errors import UsageError
+
+# No descriptor is free: nothing can be watched until something else is closed, and a process that
+# can't be seen may still run. So it is tried again after so many seconds.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+OPEN_AGAIN = 0.2
+
+MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+_PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every architecture
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def check() -> None:
+    """Raise UsageError if this machine refuses a call for which there is no other way."""
+    try:
+        os.close(memfd_create("elastic_etcd-check", MFD_CLOEXEC))
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        raise UsageError(
+            f"memfd_create: {error.strerror}: {machine()}, or the container's seccomp profile, "
+            "does not let a process make files in memory, in which training keeps its state.\n"
+            "Take Linux 3.17 or newer, and allow memfd_create in the profile"
+        ) from None
+
+
+def machine() -> str:
+    """The kernel's name and release, and the processor's."""
+    seen = os.uname()
+    return f"{seen.sysname} {seen.release} ({seen.machine})"
+
+
+@functools.cache
+def has_pidfds() -> bool:
+    """Whether pidfds can be opened and signalled here. Raises OSError if no descriptor is free."""
+    try:
+        pidfd = pidfd_open(os.getpid())
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return False
+    try:
+        pidfd_send_signal(pidfd, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def pidfd_open(pid: int) -> int:
+    """A descriptor of this process. Raises OSError."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _syscall("pidfd_open", _PIDFD_OPEN, pid, 0)
+
+
+def pidfd_send_signal(pidfd: int, number: int) -> None:
+    """Send a signal to the process of this pidfd. Raises OSError."""
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, number)
+    else:
+        _syscall("pidfd_send_signal", _PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+
+
+def memfd_create(name: str, flags: int) -> int:
+    """An empty file in memory. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    number = _MEMFD_CREATE.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
+    return _syscall("memfd_create", number, name.encode(), flags)
+
+
+def seal_size(fd: int) -> None:
+    """Let no process change the size of a memory file from here on. Raises OSError."""
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Get this signal when the thread that has started this process ends. Raises OSError."""
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans(*, wanted: bool) -> None:
+    """Get the orphans of this process's children as children, instead of init. Raises OSError."""
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, int(wanted))
+
+
+def _prctl(name: str, option: int, value: int) -> None:
+    if _libc().prctl(option, value) != 0:
+        raise _error(f"prctl({name})")
+
+
+def _syscall(name: str, number: int, *args: int | bytes | None) -> int:
+    given = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
+    result = int(_libc().syscall(ctypes.c_long(number), *given))
+    if result < 0:
+        raise _error(name)
+    return result
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
