@@ -90,8 +90,11 @@ async def end_leftovers(mark: Mark, generation: int) -> None:
     has the mark, and does not descend from this process, was left by a worker.
     """
 
+    def is_marked(pid: int) -> bool:
+        return _is_marked(pid, str(mark))
+
     def is_leftover(pid: int) -> bool:
-        return _is_marked(pid, str(mark)) and not _descends(pid, os.getpid())
+        return is_marked(pid) and not _descends(pid, os.getpid()) and _is_left(pid, is_marked)
 
     while found := await _find(is_leftover):
         log.warning(
@@ -107,10 +110,15 @@ async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
 
     Raises ElasticEtcdError when something is still there after `patience` seconds.
     """
+    is_former = partial(_is_former, own)
+
+    def is_leftover(pid: int) -> bool:
+        return is_former(pid) and _is_left(pid, is_former)
+
     names = ""
     try:
         async with asyncio.timeout(patience):
-            while found := await _find(partial(_is_former, own)):
+            while found := await _find(is_leftover):
                 names = _names(found)
                 log.info("waiting for what a former agent of this node left: %s", names)
                 await _end(found, "a former agent")
@@ -125,7 +133,11 @@ async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
 def kill_marked(mark: str) -> list[int]:
     """SIGKILL to every process with this mark; gives their pidfds. Call it in a thread."""
     is_marked = partial(_is_marked, mark=mark)
-    found = [pidfd for pid in pids() if (pidfd := open_if(pid, is_marked)) >= 0]
+
+    def is_leftover(pid: int) -> bool:
+        return is_marked(pid) and _is_left(pid, is_marked)
+
+    found = [pidfd for pid in pids() if (pidfd := open_if(pid, is_leftover)) >= 0]
     for pidfd in found:
         kill(pidfd)
     return found
@@ -133,6 +145,29 @@ def kill_marked(mark: str) -> list[int]:
 
 def _is_marked(pid: int, mark: str) -> bool:
     return environment(pid, {MARK}).get(MARK) == mark
+
+
+def _is_left(pid: int, is_marked: Callable[[int], bool]) -> bool:
+    """Whether a marked process is an orphan, or descends from one that is.
+
+    Schedulers copy the environment to what a worker submits: that has the mark, too, and its first
+    process is a scheduler's child. An orphan's parent is an ancestor of its agent: init, or a
+    subreaper. This process and its ancestors may have the mark of the agent that submitted them.
+    """
+    first, seen = pid, stat(pid)
+    while seen and is_marked(seen.parent):
+        first, seen = seen.parent, stat(seen.parent)
+    ours = _ancestors(os.getpid())
+    return seen is not None and first not in ours and seen.parent in ours
+
+
+def _ancestors(pid: int) -> set[int]:
+    """The process itself, too."""
+    found = {pid}
+    while pid > 1 and (seen := stat(pid)):
+        pid = seen.parent
+        found.add(pid)
+    return found
 
 
 def _is_former(own: Mark, pid: int) -> bool:
@@ -199,11 +234,7 @@ async def _end(found: Collection[_Found], whose: str) -> None:
 
 
 def _descends(pid: int, ancestor: int) -> bool:
-    while pid > 1 and (seen := stat(pid)):
-        if seen.parent == ancestor:
-            return True
-        pid = seen.parent
-    return False
+    return pid != ancestor and ancestor in _ancestors(pid)
 
 
 def _names(found: Collection[_Found]) -> str:
