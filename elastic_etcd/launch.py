@@ -47,6 +47,7 @@ def main(
     `remarks` are logged before those that the flags give rise to.
     """
     open_standard_streams()
+    kernel.reset_signals()
     be_init()
     try:
         return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)

@@ -22,7 +22,7 @@ from elastic_etcd.core.lifecycle import Event, JobEnded, State, WorkerEnded, Wor
 from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
-from elastic_etcd.system.kernel import signal_at_parents_death
+from elastic_etcd.system import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,12 +101,13 @@ def main(argv: Sequence[str]) -> int:
     """Be the agent until the job, or the program, has ended; gives the exit code."""
     program, folder = int(argv[0]), Path(argv[1])
     launch.open_standard_streams()
+    kernel.reset_signals()
     run_writer = RunWriter()
     record = run_writer.record
     # Until the agent handles it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        signal_at_parents_death(signal.SIGTERM)  # of the thread that waits for this process
+        kernel.signal_at_parents_death(signal.SIGTERM)  # of the thread that waits for this process
         if os.getppid() != program:
             sys.exit(128 + signal.SIGTERM)
         record.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)

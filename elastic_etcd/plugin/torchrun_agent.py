@@ -36,6 +36,7 @@ from elastic_etcd.protocol.messages import (
     encode,
     from_torchrun,
 )
+from elastic_etcd.system import kernel
 from elastic_etcd.system.processes import open_pidfd
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ _WHY = "torchrun has begun the workers of this node anew, or given them up; its 
 
 def main(argv: list[str]) -> int:
     """Be the agent until torchrun or the job has ended; gives the exit code."""
+    kernel.reset_signals()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(argv[0]))

@@ -56,6 +56,47 @@ def test_the_terminal_s_end(disposition: str) -> None:
     assert done.returncode == (128 + signal.SIGHUP if left else 0)
 
 
+@pytest.mark.parametrize("method", ["prefork", "exec"])
+def test_m5_a_failure_is_one_although_sigchld_was_ignored(tmp_path: Path, method: str) -> None:
+    """By `trap '' CHLD`, or an old daemon, that has started the agent: exit codes are lost then."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)")
+    begin = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    begin += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    agent = ("-m", "elastic_etcd.launch", "--start-method", method, "--max-restarts", "0")
+    done = subprocess.run(
+        [sys.executable, "-c", begin, *agent, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "worker 0" in done.stderr
+    assert "exited 7" in done.stderr or "exit code 7" in done.stderr, done.stderr
+
+
+def test_m5_an_agent_whose_starter_has_blocked_signals_leaves_by_sigterm(tmp_path: Path) -> None:
+    """Its worker has none blocked either."""
+    blocked = tmp_path / "blocked"
+    worker = f"grep SigBlk /proc/self/status > {blocked}.new; mv {blocked}.new {blocked}; sleep 60"
+    begin = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    begin += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    agent = ("-m", "elastic_etcd.launch", "--no-python", "sh", "-c", worker)
+    command = [sys.executable, "-c", begin, *agent]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as launched:
+        try:
+            deadline = time.monotonic() + 60
+            while not blocked.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert int(blocked.read_text().split()[1], 16) == 0
+            launched.terminate()
+            assert launched.wait(60) == 128 + signal.SIGTERM
+        finally:
+            launched.kill()
+
+
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&-"])
 def test_closed_standard_streams(closed: str) -> None:
     """Nothing else may get their numbers, or a worker's output goes there and is stuck."""
