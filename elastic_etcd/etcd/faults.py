@@ -16,6 +16,7 @@ TOO_LARGE = (
     "etcdserver: too many operations in txn request",
     "larger than max",  # gRPC's own limit at the server, which follows etcd's
 )
+FULL = "database space exceeded"
 AUTH_NOT_ENABLED = "etcdserver: authentication is not enabled"
 LEASE_NOT_FOUND = "etcdserver: requested lease not found"
 PERMISSION_DENIED = "etcdserver: permission denied"
@@ -112,16 +113,8 @@ def transient(code: Code, details: str) -> bool:
     """Whether another attempt, or another endpoint, may succeed."""
     if code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL):
         return True
-    if code is Code.UNKNOWN:  # Go's own errors, passed through by a member that is going down
-        return any(
-            text in details
-            for text in (
-                "context deadline exceeded",
-                "context canceled",
-                "stopped",
-                "Stream removed",
-            )
-        )
+    if code is Code.UNKNOWN:  # Go's own errors, of a member that goes down or hands on its lead
+        return not any(text in details for text in (*TOO_LARGE, FULL))
     return code is Code.FAILED_PRECONDITION and details == "etcdserver: not leader"
 
 
@@ -143,7 +136,7 @@ def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) 
             f"etcd at {endpoint} can't take {what} in one request ({brief(details)}).\n"
             "Raise its --max-request-bytes and --max-txn-ops, or start the job with fewer nodes."
         )
-    if "database space exceeded" in details:
+    if FULL in details:
         return EtcdRefused(
             f"etcd at {endpoint} is full ({details}), {what} was not written.\n"
             "Compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes."

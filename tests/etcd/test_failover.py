@@ -241,3 +241,32 @@ async def test_a_stream_ends_with_its_connection_before_it_has_begun(moments: in
             await user
     stream.close()
     await connection.close()
+
+
+@asynchronous
+async def test_m12_no_request_is_refused_while_the_lead_is_handed_on(
+    cluster: EtcdCluster, prefix: str
+) -> None:
+    """As each member of a rolling restart does before it stops.
+
+    etcd then answers UNKNOWN "raft proposal dropped" to some; how many is the cluster's affair.
+    """
+    handed_on = asyncio.Event()
+
+    async def write(number: int) -> None:
+        start = cluster.members[number % 3].endpoint
+        async with await attached(cluster.config, start) as client:
+            while not handed_on.is_set():
+                lease = await client.grant(10, 20)
+                await put(client, f"{prefix}/{number}")
+                await client.revoke(lease.id, 20)
+
+    async def hand_on() -> None:
+        for turn in range(12):
+            await asyncio.to_thread(cluster.lead, cluster.members[turn % 3])
+        handed_on.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hand_on())
+        for number in range(12):
+            group.create_task(write(number))

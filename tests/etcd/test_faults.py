@@ -29,6 +29,8 @@ def fault(code: grpc.StatusCode, details: str) -> Exception:
     [
         (Code.UNKNOWN, "context deadline exceeded", True),
         (Code.UNKNOWN, "raft: stopped", True),
+        (Code.UNKNOWN, "raft proposal dropped", True),  # the lead is handed on
+        (Code.UNKNOWN, "something new", True),
         (Code.DEADLINE_EXCEEDED, "Deadline Exceeded", True),
         (Code.UNAVAILABLE, "etcdserver: leader changed", True),
         (Code.UNAVAILABLE, "etcdserver: request timed out", True),
@@ -69,7 +71,8 @@ def test_another_login(code: grpc.StatusCode, details: str) -> None:
         (Code.INVALID_ARGUMENT, "etcdserver: request is too large", TooLarge, "/key in one"),
         (Code.INVALID_ARGUMENT, f"etcdserver: {OPERATIONS}", TooLarge, "--max-txn-ops"),
         (Code.UNIMPLEMENTED, "unknown service etcdserverpb.KV", EtcdRefused, "v3 API"),
-        (Code.UNKNOWN, "something new", EtcdRefused, "/key: something new"),
+        (Code.UNKNOWN, "trying to send message larger than max", TooLarge, "/key in one"),
+        (Code.UNKNOWN, "mvcc: database space exceeded", EtcdRefused, "is full"),
         (Code.NOT_FOUND, "etcdserver: requested lease not found", LeaseNotFound, "lease"),
         (Code.PERMISSION_DENIED, "etcdserver: permission denied", EtcdDenied, "denies user 'me'"),
         (
