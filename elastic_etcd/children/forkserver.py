@@ -58,7 +58,14 @@ LOADED = ("torch", "elastic_etcd")
 IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # A scheduler signals every process of a job: the fork server outlives that, a worker decides for
 # itself.
-OUTLIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 PR_SET_PDEATHSIG = 1
 INSTALLED = {"site-packages", "dist-packages"}  # folders; what is elsewhere is the user's own
 SLOW_IMPORT = 0.1  # seconds
@@ -82,7 +89,7 @@ class ForkServer:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in OUTLIVED}
+        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
         self._environment = entry.Environment()
         self._imports = variables.Imports()
         # The modules are imported as the script would import them.

@@ -10,11 +10,20 @@ import sys
 from datetime import timedelta
 from functools import partial
 
+# A scheduler signals every process of a job; the store has to outlive the workers' grace.
+IGNORED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
 
 def main(argv: list[str]) -> int:
     """Serve one store after another; the last line on stderr says why it failed."""
-    # A scheduler signals every process of a job; the store has to outlive the workers' grace.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     try:
         from torch.distributed import TCPStore  # noqa: PLC0415 - its failure has a message

@@ -15,6 +15,7 @@ import pytest
 from elastic_etcd.agent import prefork
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork, _Preforked
+from elastic_etcd.children.guardian_process import IGNORED
 from elastic_etcd.errors import UsageError
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.processes import open_pidfd
@@ -192,13 +193,7 @@ async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None
     async with forking(tmp_path) as server:
         await server.imported()
         assert server.pid is not None
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGHUP,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-        ):
+        for number in IGNORED:
             os.kill(server.pid, number)
         pid = server.pid
         assert await run(server, tmp_path, "print(1)") == "1\n"

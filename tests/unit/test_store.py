@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -23,9 +24,11 @@ from elastic_etcd.agent import store
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, bind
+from elastic_etcd.children import guardian_process
 from elastic_etcd.system.processes import open_pidfd
 from tests.support.forked import Child
 
+CHILDREN = Path(guardian_process.__file__).parent
 # Processes that import torch while other things run on a small machine.
 DEADLINE = 50.0
 
@@ -149,6 +152,27 @@ async def test_the_end_of_the_child_is_told_with_its_last_words(
     assert server.deaths == [text]
     assert "exit code 1: torch cannot be imported by" in text
     assert text.endswith("libcudart.so.99: no such file")
+
+
+async def test_f5_a_scheduler_s_signal_to_all_of_a_node_does_not_end_it(server: Server) -> None:
+    """Also USR1, by which Slurm warns before the time limit, while workers save."""
+    sock, port = bind("127.0.0.1")
+    server.store.serve(1, sock)
+    assert await results(Child(added, port)) == [5]
+    pid = await server.pid()
+    for number in guardian_process.IGNORED:
+        os.kill(pid, number)
+    assert await results(Child(added, port)) == [10]
+    assert server.deaths == []
+
+
+def test_f5_our_children_ignore_the_same_signals() -> None:
+    """Each has a list of its own: they run without this package."""
+    for program in ("forkserver.py", "store_server.py"):
+        text = (CHILDREN / program).read_text()
+        (found,) = re.findall(r"(?m)^IGNORED = \((.*?)^\)", text, re.DOTALL)
+        listed = [getattr(signal, name) for name in re.findall(r"signal\.(\w+)", found)]
+        assert listed == list(guardian_process.IGNORED)
 
 
 async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Server) -> None:
