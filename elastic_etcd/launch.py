@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elastic_etcd")
 
+# torchrun's documentation has it for a job of one node: a store, here an etcd, at a free port.
+_FREE_PORT = re.compile(r"(localhost|127\.0\.0\.1|\[::1\]):0")
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
@@ -166,6 +168,13 @@ def _nodes(args: Namespace) -> Limits:
 
 
 def _etcd(args: Namespace, env: Mapping[str, str]) -> EtcdConfig | None:
+    if args.etcd and _FREE_PORT.fullmatch(args.etcd):
+        if args.nnodes.max_nodes == 1:
+            return None
+        raise UsageError(
+            f"--etcd {args.etcd}: port 0 is a free port of this machine: no other node knows "
+            "it.\nGive --etcd HOST:2379, the same on every node"
+        )
     etcd = parsers.etcd_of(args, env)
     if etcd is None and args.nnodes.max_nodes > 1 and args.master_addr is not None:
         raise UsageError(

@@ -300,6 +300,18 @@ def test_signals(parse: Parse) -> None:
     assert config.signals == (signal.SIGTERM, signal.SIGUSR1)
 
 
+@pytest.mark.parametrize("endpoint", ["localhost:0", "127.0.0.1:0", "[::1]:0"])
+def test_p4_port_0_of_this_machine_is_an_etcd_of_the_job_s_own(parse: Parse, endpoint: str) -> None:
+    """A line of torchrun's documentation, for several jobs of one node on a machine."""
+    config = parse("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=7")
+    assert config.etcd is None
+    assert config.job == "7"
+    with pytest.raises(UsageError, match=r"port 0 is a free port of this machine"):
+        parse(f"--rdzv-endpoint={endpoint}", "--nnodes=2", "--rdzv-id=7")
+    with pytest.raises(UsageError, match=r"etcd endpoint 'h:0'"):
+        parse("--rdzv-endpoint=h:0", "--rdzv-id=7")
+
+
 def test_standalone_is_one_node_with_its_own_etcd(parse: Parse) -> None:
     config = parse("--standalone", "--etcd=e:1", "--job=j", "--nnodes=1:4")
     assert (config.etcd, config.limits.min_nodes, config.limits.max_nodes) == (None, 1, 1)
