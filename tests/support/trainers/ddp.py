@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,14 +195,29 @@ def train(args: argparse.Namespace, log: Log) -> None:
         time.sleep(args.step_time)
         log.write("step", step=step, loss=loss.item())
         if RANK == 0:
-            aside = checkpoint.with_suffix(f".{os.getpid()}")
-            torch.save({"model": model.state_dict(), "step": step}, aside)
-            aside.replace(checkpoint)
+            save(checkpoint, {"model": model.state_dict(), "step": step})
         happen(args.fault, step - first)
         asked = torch.tensor([int(stop.exists())])
         dist.all_reduce(asked)
         if asked:
             break
+
+
+def save(checkpoint: Path, values: dict[str, Any]) -> None:
+    """Save it, unless a later generation has: a node that wakes may train for milliseconds."""
+    import torch
+
+    saver = checkpoint.with_suffix(".generation")
+    if saver.exists() and int(saver.read_text()) > GENERATION:
+        return
+    for path, write in ((saver, write_generation), (checkpoint, partial(torch.save, values))):
+        aside = path.with_suffix(f".{os.getpid()}")
+        write(aside)
+        aside.replace(path)
+
+
+def write_generation(path: Path) -> None:
+    path.write_text(str(GENERATION))
 
 
 def finish() -> None:
