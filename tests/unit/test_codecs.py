@@ -67,6 +67,12 @@ def read(data: bytes) -> Any:
     return decode(loads(data), {"x": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("value", [(1 << 64) - 1, 1 << 64, -(1 << 64)])
+def test_a_whole_number_beyond_json_s_is_written_as_text(value: int) -> None:
+    assert same(read(written(value)), value)
+    assert (b"$int" in written(value)) == (value.bit_length() > 64)
+
+
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     assert same(read(written(value)), value)

@@ -28,6 +28,7 @@ from elastic_etcd.train.state.snapshot_bytes import (
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version, pack, slices_of, unpack
 from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
+from elastic_etcd.train.state.sync import differences
 from tests.support.forked import Child
 
 DTYPES = [
@@ -372,3 +373,25 @@ def test_a_part_is_read_with_its_tensors() -> None:
     views = {name: tensor for name, (tensor, _) in found.items()}
     assert list(views) == ["model.w"]
     assert decode(parts["model"], views)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(2), torch.tensor([0.0, -0.0])),
+    ],
+    ids=["shape", "dtype", "a bit"],
+)
+def test_tensors_differ_by_shape_dtype_or_a_bit(one: torch.Tensor, other: torch.Tensor) -> None:
+    snapshots = []
+    for tensor in (one, other):
+        memfds = memory()
+        put(memfds, Version(0, 1, 1), [torch.arange(4), tensor])
+        snapshots.append(memfds.newest_intact())
+    first, second = snapshots
+    assert first is not None
+    assert second is not None
+    assert differences(first, second) == ["all.1"]
+    assert differences(first, first) == []
