@@ -89,13 +89,7 @@ async def end_leftovers(mark: Mark, generation: int) -> None:
     Call it when the groups of a generation's workers are empty, and none is parked. Whatever then
     has the mark, and does not descend from this process, was left by a worker.
     """
-
-    def is_marked(pid: int) -> bool:
-        return _is_marked(pid, str(mark))
-
-    def is_leftover(pid: int) -> bool:
-        return is_marked(pid) and not _descends(pid, os.getpid()) and _is_left(pid, is_marked)
-
+    is_leftover = partial(_is_left, is_marked=partial(_is_marked, mark=str(mark)))
     while found := await _find(is_leftover):
         log.warning(
             "generation %d left processes in sessions of their own, which are killed; what is "
@@ -110,11 +104,7 @@ async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
 
     Raises ElasticEtcdError when something is still there after `patience` seconds.
     """
-    is_former = partial(_is_former, own)
-
-    def is_leftover(pid: int) -> bool:
-        return is_former(pid) and _is_left(pid, is_former)
-
+    is_leftover = partial(_is_left, is_marked=partial(_is_former, own))
     names = ""
     try:
         async with asyncio.timeout(patience):
@@ -132,11 +122,7 @@ async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
 
 def kill_marked(mark: str) -> list[int]:
     """SIGKILL to every process with this mark; gives their pidfds. Call it in a thread."""
-    is_marked = partial(_is_marked, mark=mark)
-
-    def is_leftover(pid: int) -> bool:
-        return is_marked(pid) and _is_left(pid, is_marked)
-
+    is_leftover = partial(_is_left, is_marked=partial(_is_marked, mark=mark))
     found = [pidfd for pid in pids() if (pidfd := open_if(pid, is_leftover)) >= 0]
     for pidfd in found:
         kill(pidfd)
@@ -148,22 +134,23 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def _is_left(pid: int, is_marked: Callable[[int], bool]) -> bool:
-    """Whether a marked process is an orphan, or descends from one that is.
+    """Whether it is marked, and is an orphan or descends from a marked one that is.
 
     Schedulers copy the environment to what a worker submits: that has the mark, too, and its first
     process is a scheduler's child. An orphan's parent is an ancestor of its agent: init, or a
     subreaper. This process and its ancestors may have the mark of the agent that submitted them.
     """
+    if not is_marked(pid):
+        return False
     first, seen = pid, stat(pid)
     while seen and is_marked(seen.parent):
         first, seen = seen.parent, stat(seen.parent)
     ours = _ancestors(os.getpid())
-    return seen is not None and first not in ours and seen.parent in ours
+    return seen is not None and first not in {os.getpid(), *ours} and seen.parent in ours
 
 
 def _ancestors(pid: int) -> set[int]:
-    """The process itself, too."""
-    found = {pid}
+    found: set[int] = set()
     while pid > 1 and (seen := stat(pid)):
         pid = seen.parent
         found.add(pid)
@@ -231,10 +218,6 @@ async def _end(found: Collection[_Found], whose: str) -> None:
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    return pid != ancestor and ancestor in _ancestors(pid)
 
 
 def _names(found: Collection[_Found]) -> str:
