@@ -71,7 +71,7 @@ class EmbeddedEtcd:
 
     @property
     def version(self) -> str:
-        """Of its program, as that says."""
+        """The version of its program."""
         return ".".join(map(str, version_of(self.program))) or "of unknown version"
 
     @property
@@ -214,7 +214,7 @@ def find_program() -> str:
 
 @functools.cache
 def version_of(program: str) -> tuple[int, ...]:
-    """Of this etcd, as it says; () where it does not."""
+    """The version that this etcd names; () where it names none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = [program, "--version"]
         done = subprocess.run(asked, check=True, capture_output=True, timeout=EMBEDDED_START)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.debian import NotToBeHad
 from tests.support.etcd import EtcdServer
-from tests.support.etcd_versions import NEWEST, etcd_of
+from tests.support.etcd_versions import newest_or_skip
 from tests.support.job import Agent
 from tests.support.residue import PREFIX, member
 from tests.support.ticking import TickingJob, ticking
@@ -22,10 +21,7 @@ GIVEN = {"ELASTIC_ETCD_PASSWORD": "mine"}
 def guarded(own_etcd: EtcdServer, request: pytest.FixtureRequest) -> EtcdServer:
     """An etcd with users; for a test of `e2` one that asks who renews a lease."""
     if "_e2_" in request.node.name:
-        try:
-            own_etcd.program = etcd_of(NEWEST)
-        except NotToBeHad as reason:
-            pytest.skip(str(reason))
+        own_etcd.program = newest_or_skip()
     own_etcd.start()
     own_etcd.guard(f"{PREFIX}/")
     own_etcd.user = "root:secret"

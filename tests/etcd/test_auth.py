@@ -14,9 +14,8 @@ from elastic_etcd.etcd.client import Client, Login, Token
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, elapse, put
-from tests.support.debian import NotToBeHad
 from tests.support.etcd import FAST, EtcdServer
-from tests.support.etcd_versions import NEWEST, etcd_of
+from tests.support.etcd_versions import newest_or_skip
 from tests.support.proxy import proxy
 from tests.support.tls import rsa_pair
 
@@ -193,12 +192,8 @@ class Renewals:
 
 def newest(folder: Path, *arguments: str) -> EtcdServer:
     """An etcd that asks for a name at each renewal of a lease, with users."""
-    try:
-        program = etcd_of(NEWEST)
-    except NotToBeHad as reason:
-        pytest.skip(str(reason))
     arguments = (*FAST, "--bcrypt-cost=4", *arguments)
-    server = EtcdServer(folder, arguments=arguments, program=program)
+    server = EtcdServer(folder, arguments=arguments, program=newest_or_skip())
     server.start()
     server.guard("/mine/")
     server.user = "root:secret"
@@ -212,7 +207,11 @@ async def test_e1_a_token_that_ends_is_replaced_before_anything_is_said(tmp_path
     token = f"jwt,pub-key={keys.cert},priv-key={keys.key},sign-method=RS256,ttl=2s"
     server, told = newest(tmp_path, f"--auth-token={token}"), Renewals()
     try:
-        async with Client(me(server)) as client, told.session(client, 6) as session:
+        async with (
+            Client(me(server)) as client,
+            told.session(client, 6) as session,
+            Copy(client, Get("/mine/", prefix=True)) as copy,
+        ):
             await put(client, "/mine/member", "me", session.lease)
             seen = server.metric(LOGINS)
             for number in range(2):
@@ -223,6 +222,8 @@ async def test_e1_a_token_that_ends_is_replaced_before_anything_is_said(tmp_path
                         assert not session.lost.done()
                         await elapse(0.2)
                     seen += 1
+            await put(client, "/mine/member", "still me", session.lease)
+            await copy.until(lambda values: values.get("/mine/member") == "still me")
     finally:
         server.kill()
 

@@ -17,9 +17,8 @@ from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.system.processes import open_pidfd
 from tests.support.aio import asynchronous, put
-from tests.support.debian import NotToBeHad
 from tests.support.etcd import tool
-from tests.support.etcd_versions import NEWEST, etcd_of, pinned
+from tests.support.etcd_versions import NEWEST, newest_or_skip, pinned
 
 PROGRAM = """
 import asyncio
@@ -99,10 +98,7 @@ async def test_m21_a_private_one_is_reached_by_its_socket(prefix: str, tmp_path:
 async def test_m21_a_newer_etcd_on_the_path_is_taken(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        newest = etcd_of(NEWEST)
-    except NotToBeHad as reason:
-        pytest.skip(str(reason))
+    newest = newest_or_skip()
     monkeypatch.setenv("PATH", str(Path(newest).parent))
     async with EmbeddedEtcd(private=True) as etcd:
         assert (etcd.program, etcd.version) == (newest, pinned(NEWEST))

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import pytest
 import yaml
 
 from elastic_etcd.etcd.embedded import free_ports
 from elastic_etcd.system import trampoline
-from tests.support.debian import NotToBeHad
 from tests.support.etcd import START_TIMEOUT
-from tests.support.etcd_versions import MINORS, NEWEST, etcd_of, pinned
+from tests.support.etcd_versions import MINORS, newest_or_skip, pinned
 from tests.support.job import ROOT
 from tests.support.prometheus import get
 
@@ -52,10 +50,7 @@ def test_e3_the_manifests_name_an_etcd_that_is_tested() -> None:
 
 
 def test_the_statefulset_is_a_cluster_whose_probes_answer(tmp_path: Path) -> None:
-    try:
-        program = etcd_of(NEWEST)
-    except NotToBeHad as reason:
-        pytest.skip(str(reason))
+    program = newest_or_skip()
     names = [f"etcd-{index}" for index in range(3)]
     addresses = [f"{name}.etcd:{port}" for name in names for port in (2379, 2380, 2381)]
     ports = dict(zip(addresses, free_ports(len(addresses)), strict=True))

@@ -1,8 +1,8 @@
 """etcd of other versions than the wheel's: of a Debian suite, or the newest of a minor version.
 
 The latter are Go modules, pinned in tests/etcd/modules, and built where Go is at hand.
-`python -m tests.support.etcd_versions 3.7` prints the path of its program. Where that is not to
-be had it says why, and exits with 77.
+`python -m tests.support.etcd_versions 3.7` prints the path of its program, without a version of the
+newest. Where that is not to be had it says why, and exits with 77.
 """
 
 import fcntl
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 from tests.support.debian import NotToBeHad, cached, unpacked
 
@@ -37,6 +39,14 @@ def etcd_of(source: str) -> str:
             reason = f"no etcd {pinned(source)}, which is built with Go: {said.splitlines()[-1]}"
             raise NotToBeHad(reason) from None
     return str(root / "etcd")
+
+
+def newest_or_skip() -> str:
+    """The newest, which `.ci/run` builds before the tests: that takes too long for one of them."""
+    program = cached(f"etcd-{pinned(NEWEST)}") / "etcd"
+    if not program.exists():
+        pytest.skip(f"not built: python -m tests.support.etcd_versions {NEWEST}")
+    return str(program)
 
 
 def pinned(minor: str) -> str:
@@ -71,7 +81,7 @@ def _build(module: Path, root: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        print(etcd_of(*sys.argv[1:]))
+        print(etcd_of(*(sys.argv[1:] or [NEWEST])))
     except NotToBeHad as reason:
         print(reason, file=sys.stderr)
         sys.exit(NOT_HAD)
