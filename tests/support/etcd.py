@@ -122,7 +122,7 @@ class EtcdServer:
             f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
             f"--initial-cluster-token={self.token}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
-            "--backend-batch-limit=1",  # 3.5.1 loses an answered write when killed: etcd#13766
+            "--backend-batch-limit=1",  # killed, 3.5.1 loses an answered write: etcd#13766
             *(["--unsafe-no-fsync"] if version_of(program) >= (3, 5) else []),
             "--logger=zap",
             "--log-level=warn",
