@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.directories import memory_directory, own_directory
+from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
@@ -135,8 +135,8 @@ class Resources(NamedTuple):
     client: Client
     guardian: Guardian
     embedded: "EmbeddedEtcd | None"  # where no other etcd was given
-    memory: str  # the node's directory for checkpoints, "" if it has none
-    folder: str  # for its socket
+    memory: Directory | None  # the node's for checkpoints, if it has one
+    folder: Directory  # for its socket
 
 
 async def _run_agent(
@@ -148,7 +148,7 @@ async def _run_agent(
 
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
-            workers = Workers(config, logs, tasks, membership, guardian, memory, folder)
+            workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
             looking: list[PeriodicFollower] = [
@@ -190,20 +190,22 @@ async def _open_resources(
     watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
     if metrics:
         metrics.watch(watchdog)
-    folder, remove_folder = own_directory()
-    scope.callback(remove_folder)
+    folder = own_directory()
+    scope.callback(folder.remove)
     etcd, embedded = config.etcd, None
     if etcd is None:
         from elastic_etcd.etcd.embedded import EmbeddedEtcd  # noqa: PLC0415 - only without --etcd
 
-        embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder))
+        embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder.path))
         etcd = EtcdConfig((embedded.endpoint,))
         _tell_embedded(config, embedded.endpoint)
-    memory, remove = memory_directory(config.memory_dir)
-    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory, folder)
+    memory = memory_directory(config.memory_dir)
+    paths = [directory.path for directory in (memory, folder) if directory]
+    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths)
     guardian.start()
     scope.callback(guardian.dismiss)
-    scope.callback(remove)  # before that: else nobody would, if this were killed now
+    if memory:  # before that: else nobody would, if this were killed now
+        scope.callback(memory.remove)
     on_answer = metrics.requests.observe if metrics else None
     client = await scope.enter_async_context(Client(etcd, on_answer))
     return Resources(logs, client, guardian, embedded, memory, folder)

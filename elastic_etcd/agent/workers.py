@@ -11,7 +11,6 @@ import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
+from elastic_etcd.agent.directories import LOOK, Directory
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
@@ -37,6 +37,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
+from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
@@ -53,7 +54,7 @@ from elastic_etcd.protocol.messages import (
 )
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
-from elastic_etcd.system.threads import begin
+from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
-        memory: str = "",
-        folder: str = "",
+        folder: Directory,
+        memory: Directory | None = None,
     ) -> None:
         self.generation = 0
         self._config = config
@@ -90,7 +91,7 @@ class Workers:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
-        self._memory = memory
+        self._directory, self._memory = folder, memory
         alone = config.nproc == 1 and config.limits.max_nodes == 1
         self._at_terminal = alone and os.isatty(0) and os.isatty(1)
         self._starting = False
@@ -105,7 +106,7 @@ class Workers:
             config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
-        self._socket = self._channels.open(folder)
+        self._channels.open(folder.path)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._launches = 0
@@ -143,7 +144,7 @@ class Workers:
         if self._config.timer_file is not None:
             from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
 
-            path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
+            path = self._config.timer_file or f"{self._directory.path}/timers"
             self._timers = file_timers.FileTimers(path, self._timer_expired)
         if self._prefork:
             await self._prefork.imported()
@@ -300,10 +301,11 @@ class Workers:
             local_rank,
             error_file=error_file,
             interface=self._interface,
-            socket=self._socket,
+            socket=self._channels.path,
+            held_socket=self._channels.held,
             activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
-            memory=self._memory,
+            memory=self._memory.path if self._memory else "",
             timer_file=self._timers.path if self._timers else "",
         )
         argv = tuple(substitute(self._config.argv, local_rank))
@@ -321,9 +323,23 @@ class Workers:
         return False
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
+        await self._renew_paths()
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
         self._tell_elastic()
+
+    async def _renew_paths(self) -> None:
+        """Make anew what others have removed, so that no worker fails for it."""
+        try:
+            await in_thread(self._directory.renew, LOOK)
+            await self._channels.renew()
+            if self._timers:
+                await self._timers.renew()
+            if self._memory:
+                await in_thread(self._memory.renew, LOOK)
+        except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
+            why = str(error) or "the disk stands still"
+            log.warning("what others have removed in %s stays so: %s", self._directory.path, why)
 
     async def _start_worker(self, spec: WorkerSpec) -> None:
         local_rank, at_terminal = spec.local_rank, self._at_terminal

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import importlib.util
 import itertools
@@ -96,6 +97,7 @@ class EmbeddedEtcd:
 
     async def _launch(self, program: str) -> bool:
         """Start it on its ports; False if it does not serve, and is gone."""
+        self._directory.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
         with self._log.open("ab") as output, notification_socket() as notify:
             self._process = await self._spawn(program, output, notify)
             if await ready(self._process, notify):
@@ -205,10 +207,14 @@ def free_ports(count: int) -> list[int]:
     taken: list[int] = []
     with contextlib.ExitStack() as held:
         while len(taken) < count:
-            with contextlib.suppress(OSError):  # somebody has it
-                address = ("127.0.0.1", next(_candidates()))
+            address = ("127.0.0.1", next(_candidates()))
+            try:
                 server = held.enter_context(socket.create_server(address))
-                taken.append(int(server.getsockname()[1]))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            taken.append(int(server.getsockname()[1]))
     return taken
 
 
