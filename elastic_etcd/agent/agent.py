@@ -418,10 +418,10 @@ class Agent:
 
     def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
-        master = None
+        offer = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
-            master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master)
+            offer = partial(self._workers.offer, now.generation, self._membership.reached)
+        self._membership.write(self._state, write, offer)
 
     async def _publish(self, asked: Publish) -> None:
         ok = await self._membership.publish(asked.txn)
