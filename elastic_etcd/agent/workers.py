@@ -20,7 +20,7 @@ from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.environment import common_env, worker_env
-from elastic_etcd.agent.failures import failure_message
+from elastic_etcd.agent.failures import failure_message, oom_kills
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
@@ -108,7 +108,7 @@ class Workers:
         self._socket = self._channels.open(folder)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
-        self._launches = 0
+        self._launches = self._oom_kills = 0
         self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
@@ -182,6 +182,7 @@ class Workers:
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
         self._launches += 1
+        self._oom_kills = oom_kills()
         self._elastic = self._finished = False
         waiting = {worker.spec.local_rank: worker for worker in self._parked.values()}
         self._parked.clear()
@@ -391,11 +392,12 @@ class Workers:
         that. Failures are reported in their order, because the first one is the culprit's.
         """
         spec, tail = worker.spec, worker.output.err.tail()
-        reading = begin(partial(failure_message, code, spec.error_file, tail))
+        explain = partial(failure_message, code, stderr=tail, oom_kills_before=self._oom_kills)
+        reading = begin(partial(explain, spec.error_file))
         async with self._in_order:
             await asyncio.wait({reading}, timeout=ERROR_FILE)
             known = reading.done()
-            message = reading.result() if known else failure_message(code, "", tail)
+            message = reading.result() if known else explain("")
             if not known:
                 reading.cancel()
                 log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)
