@@ -622,7 +622,7 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _root_cause(failure: Failure) -> str:
-    if not failure.node:
+    if failure.hang and not failure.pid:
         return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
     code = failure.code
     how = failure.hang or f"exit code {code}"

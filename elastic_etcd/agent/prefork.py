@@ -86,6 +86,7 @@ class Prefork:
         self._respawn = Respawn(self.start, _QUIET, _SLOWEST)
         self._starting: asyncio.Task[None] | None = None
         self._is_warm = False
+        self.lacks_torch = False  # in the workers' interpreter, from their folder
         self._decided = asyncio.Event()
         self._error: UsageError | None = None
 
@@ -233,6 +234,7 @@ class Prefork:
                 self._error = UsageError(text)
                 self._give_up("")
             case CannotImport(module, why):
+                self.lacks_torch = not module
                 self._give_up(f"{self._command[0]} cannot import {module or 'torch'}: {why}")
 
     def _ended(self, code: int, last_words: str) -> None:
