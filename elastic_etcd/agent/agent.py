@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.directories import memory_directory, own_directory
-from elastic_etcd.agent.environment import check_devices
+from elastic_etcd.agent.environment import check_devices, forget_another_agents
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
@@ -111,6 +111,7 @@ def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -
     `follow` makes one more follower. Raises ElasticEtcdError for all that the user has to know:
     what failed, where, what to do.
     """
+    forget_another_agents(os.environ)
     check_devices(config)
     with _metrics(config) as metrics:
         return asyncio.run(_run_agent(config, metrics, follow))

@@ -11,12 +11,11 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-from elastic_etcd.system.threads import start_thread
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
 _LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
@@ -45,8 +44,7 @@ def own_directory() -> tuple[str, Callable[[], None]]:
 
 def _directory(parent: str, prefix: str, purpose: str) -> tuple[str, Callable[[], None]]:
     remove_former = partial(_remove_former, Path(parent), prefix)
-    with suppress(BlockingIOError):  # the next agent here has a thread for it
-        start_thread(remove_former, "memory")
+    threading.Thread(target=remove_former, name="memory", daemon=True).start()
     try:
         path, lock = _make(parent, prefix)
     except OSError as error:

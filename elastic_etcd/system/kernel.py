@@ -12,6 +12,7 @@ import fcntl
 import functools
 import os
 import signal
+from pathlib import Path
 
 from elastic_etcd.errors import UsageError
 
@@ -75,6 +76,14 @@ def has_pidfds() -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def is_open_to_its_user() -> bool:
+    """Whether this user's other processes may open the descriptors of this one in /proc.
+
+    They may not if its program has capabilities (`setcap`), so that its /proc belongs to root.
+    """
+    return Path("/proc/self/fd").stat().st_uid == os.geteuid()
 
 
 def pidfd_open(pid: int) -> int:

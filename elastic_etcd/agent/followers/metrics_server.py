@@ -94,14 +94,10 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
+        if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread is to be had
-            self._free.release()
-            raise
+        else:
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
