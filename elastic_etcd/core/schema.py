@@ -321,6 +321,7 @@ class Spec(Value, frozen=True):
     limits: Limits
     created_by: Text = ""
     min_version: Number = VERSION  # of the format, which an agent has to know to take part
+    command: Text = ""  # a digest of what its workers run; "": unknown
 
 
 class Labels(Value, frozen=True):
@@ -630,6 +631,7 @@ class Outcome(Value, frozen=True):
     exit_code: Number
     failure: Failure | None = None
     at: Text = ""
+    command: Text = ""  # the spec's
 
 
 class Spent(Value, frozen=True):
