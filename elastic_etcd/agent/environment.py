@@ -105,10 +105,9 @@ def worker_env(
     if interface:
         # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
         env.setdefault(_GLOO, interface)
-    if ours := [
-        f"{name}={env[name]}" for name in (_OMP, _GLOO) if name in env.keys() - base.keys()
-    ]:
-        env[_NOT_THE_USERS] = " ".join(ours)
+    ours = [name for name in (_OMP, _GLOO) if name in env and name not in base]
+    if ours:
+        env[_NOT_THE_USERS] = " ".join(f"{name}={env[name]}" for name in ours)
     if config.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _own_device(env.get("CUDA_VISIBLE_DEVICES"), local_rank)

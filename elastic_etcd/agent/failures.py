@@ -43,9 +43,8 @@ def failure_message(code: int, error_file: str, stderr: bytes, oom_kills_before:
     message = _from_file(error_file) or last_traceback(text)
     if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
         message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    killed = (
-        code == -signal.SIGKILL or "killed by signal: Killed" in message
-    )  # as a DataLoader has it
+    # A DataLoader says so of a process of its own.
+    killed = code == -signal.SIGKILL or "killed by signal: Killed" in message
     if killed and (more := oom_kills() - oom_kills_before) > 0:
         told = _NO_MEMORY.format(more)
         message = f"{told}\n{message[len(told) + 1 - _LONGEST :]}"

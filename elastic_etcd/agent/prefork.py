@@ -325,7 +325,7 @@ class _ForkServer:
         """Wait for this one no more, and for the others' answers anew."""
         self.asked.discard(preforked)
         self._late.cancel()
-        if self.asked:
+        if self.asked and self._channel.fileno() >= 0:
             self._late.start(ANSWER, self._silent)
 
     def close(self) -> Process:

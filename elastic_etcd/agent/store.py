@@ -201,25 +201,23 @@ async def check_store() -> None:
     ours, theirs = channel_pair()
     ours.close()  # so that it ends when it has imported torch
     read, stderr = os.pipe()
-    words = LastWords(read)
-    try:
-        with theirs:
-            process = await _start(None, theirs, stderr)
-    finally:
-        os.close(stderr)
-    try:
-        async with asyncio.timeout(IMPORTED):
-            code = await exited(process)
-    except TimeoutError:
-        discard(process)
-    else:
+    with contextlib.closing(LastWords(read)) as words:
+        try:
+            with theirs:
+                process = await _start(None, theirs, stderr)
+        finally:
+            os.close(stderr)
+        try:
+            async with asyncio.timeout(IMPORTED):
+                code = await exited(process)
+        except TimeoutError:
+            discard(process)
+            return
         if code:
             raise ElasticEtcdError(
                 f"{words.drain()}\nThis node could not serve the store of its world, and would end "
                 "it for all others: it does not join. Put that right here"
             )
-    finally:
-        words.close()
 
 
 async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -> Process:
