@@ -102,14 +102,14 @@ async def start(
 
 
 class _Refusals:
-    """Told by a line, once for each time in which the kernel has no process or thread to give."""
+    """Told by one line, though many wait at once for a process or thread."""
 
-    _last = -math.inf
+    _told = -math.inf
 
     @classmethod
     def note(cls, error: OSError) -> None:
-        last, cls._last = cls._last, time.monotonic()
-        if cls._last - last > 2 * OPEN_AGAIN:
+        if time.monotonic() > cls._told + NOTHING_FREE:
+            cls._told = time.monotonic()
             log.warning(
                 "no process or thread is to be had: %s: trying again for %.0f s; see `ulimit -u`, "
                 "and the pids or tasks limit of the container or the service",
