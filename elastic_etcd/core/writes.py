@@ -25,6 +25,7 @@ from elastic_etcd.core.rules import (
     Verdict,
 )
 from elastic_etcd.core.schema import (
+    VERSION,
     Drain,
     Hang,
     History,
@@ -44,6 +45,7 @@ from elastic_etcd.core.schema import (
     Stragglers,
     decode,
     encode,
+    format_of,
 )
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
@@ -118,6 +120,8 @@ def join(
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
+    if keys.spec in seen.kvs and 0 < (older := format_of(seen.kvs[keys.spec].value)) < VERSION:
+        return f"an older elastic_etcd (format {older}) runs it; this one writes format {VERSION}"
     if not (again or rerun) and (over := succeeded(keys, seen, spec.command)):
         return over
     if not again and (drain := requests.drained(view, member.node)):
