@@ -80,6 +80,12 @@ def run(
     find_temporary_directory()
     if not kernel.has_pidfds():
         log.info("%s has no pidfds, or a container refuses them: threads wait", kernel.machine())
+    if not kernel.is_open_to_its_user():
+        log.warning(
+            "%s has capabilities (setcap): workers may not tell their agent of their steps, so "
+            "that hangs and slow nodes are not found; `setcap -r` takes them back",
+            sys.executable,
+        )
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once

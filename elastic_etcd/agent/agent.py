@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
-from elastic_etcd.agent.environment import check_devices
+from elastic_etcd.agent.environment import check_devices, forget_another_agents
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
@@ -111,6 +111,7 @@ def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -
     `follow` makes one more follower. Raises ElasticEtcdError for all that the user has to know:
     what failed, where, what to do.
     """
+    forget_another_agents(os.environ)
     check_devices(config)
     with _metrics(config) as metrics:
         return asyncio.run(_run_agent(config, metrics, follow))
@@ -420,10 +421,10 @@ class Agent:
 
     def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
-        master = None
+        offer = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
-            master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master)
+            offer = partial(self._workers.offer, now.generation, self._membership.reached)
+        self._membership.write(self._state, write, offer)
 
     async def _publish(self, asked: Publish) -> None:
         ok = await self._membership.publish(asked.txn)
@@ -633,7 +634,7 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _root_cause(failure: Failure) -> str:
-    if not failure.node:
+    if failure.hang and not failure.pid:
         return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
     code = failure.code
     how = failure.hang or f"exit code {code}"

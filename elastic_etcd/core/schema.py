@@ -461,7 +461,8 @@ class Ready(Value, frozen=True):
 class Failure(Value, frozen=True):
     """A worker that ended badly.
 
-    If nobody in particular hung, or a world's store died, `node` is empty and all numbers are 0.
+    If nobody in particular hung `node` is empty, and all numbers are 0. They are 0, too, if a
+    world's store died, which is a failure of its node.
     """
 
     node: Text

@@ -14,18 +14,21 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
 from elastic_etcd.system.child_process import exited, start
-from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
+from elastic_etcd.times import (
+    CHILD_GONE,
+    EMBEDDED_QUIET,
+    EMBEDDED_SLOWEST,
+    EMBEDDED_START,
+    EMBEDDED_STOP,
+)
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
-_ENDS = 3  # so often in EMBEDDED_ENDS it is given up
-_PAUSE = 1.0  # after a start that failed
 _FEW = 1000
 _PORTS = range(20_000, 29_000)  # below torch's 29500 and the NodePorts of Kubernetes
 
@@ -39,7 +42,7 @@ class EmbeddedEtcd:
     server that has failed stays. The server
     dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
-    does not start. `failed` gets that as its exception when it has ended again and again.
+    does not start. `failed` gets what else goes wrong later as its exception.
     """
 
     failed: asyncio.Task[Never]  # from the scope's begin on
@@ -106,24 +109,27 @@ class EmbeddedEtcd:
         return False
 
     async def _supervise(self, program: str) -> Never:
-        """Start it again whenever it ends. Raises EtcdUnreachable when it has ended too often."""
+        """Start it again whenever it ends, more and more slowly while it ends soon.
+
+        Meanwhile it is an etcd that does not answer: the training goes on.
+        """
         loop = asyncio.get_running_loop()
-        ends: deque[float] = deque(maxlen=_ENDS)
+        began, pause = loop.time(), 0.0
         while True:
-            if self._process is None:  # it was not to be started again
-                await asyncio.sleep(_PAUSE)
-            else:
+            if self._process is not None:
                 await exited(self._process)
-            ends.append(loop.time())
-            if len(ends) == _ENDS and ends[-1] - ends[0] < EMBEDDED_ENDS:
-                said = complaint(self._log.read_text(errors="replace"))
-                how_often = f"{_ENDS} times in {EMBEDDED_ENDS:.0f} s"
-                raise EtcdUnreachable(
-                    f"the embedded etcd has ended {how_often}; its last words: {said}\n"
-                    f"See its log, {self._kept_log()}."
-                )
-            log.warning("the embedded etcd has ended; it is started again, see %s", self._log)
-            await self._launch(program)
+            if loop.time() - began > EMBEDDED_QUIET:
+                pause = 0.0
+            when = f"in {pause:.0f} s" if pause else "now"
+            log.warning(
+                "the embedded etcd has ended, see %s: %s; it is started again %s",
+                *(self._log, complaint(self._log.read_text(errors="replace")), when),
+            )
+            await asyncio.sleep(pause)
+            pause = min(EMBEDDED_SLOWEST, max(1.0, 2 * pause))
+            began = loop.time()
+            with contextlib.suppress(OSError):  # nothing can be started now: as if it had ended
+                await self._launch(program)
 
     async def _spawn(
         self, program: str, output: IO[bytes], notify: socket.socket
@@ -154,7 +160,9 @@ class EmbeddedEtcd:
                 await exited(process)
         except TimeoutError:
             process.kill()
-            await exited(process)
+            with contextlib.suppress(TimeoutError):  # the kernel holds it
+                async with asyncio.timeout(CHILD_GONE):
+                    await exited(process)
 
     async def _stop(self) -> None:
         await self._stop_process()

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
 from elastic_etcd.errors import UsageError
 
@@ -90,6 +91,14 @@ def has_pidfds() -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def is_open_to_its_user() -> bool:
+    """Whether this user's other processes may open the descriptors of this one in /proc.
+
+    They may not if its program has capabilities (`setcap`), so that its /proc belongs to root.
+    """
+    return Path("/proc/self/fd").stat().st_uid == os.geteuid()
 
 
 def pidfd_open(pid: int) -> int:

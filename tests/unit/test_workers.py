@@ -388,7 +388,9 @@ async def test_a_world_whose_store_can_not_even_be_begun_is_ended(
         patched.setattr(store, "channel_pair", none_left)
         watched.workers.start(now, Participant(0xA, "n", 1, 0, 0), Limits(1, 1))
     await watched.until(lambda: watched.hangs)
-    assert watched.hangs[0].hang == "the store server can't be started: Too many open files"
+    (failure,) = watched.hangs
+    assert failure.hang == "the store server on n can't be started: Too many open files"
+    assert failure.node == "n", "M20: it is that node's, which is left out if it goes on"
     await watched.emptied()
 
 
