@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
+from elastic_etcd.agent.directories import find_temporary_directory
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import flag_values, parsers
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
@@ -76,8 +77,15 @@ def run(
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
+    find_temporary_directory()
     if not kernel.has_pidfds():
         log.info("%s has no pidfds, or a container refuses them: threads wait", kernel.machine())
+    if not kernel.is_open_to_its_user():
+        log.warning(
+            "%s has capabilities (setcap): workers may not tell their agent of their steps, so "
+            "that hangs and slow nodes are not found; `setcap -r` takes them back",
+            sys.executable,
+        )
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once

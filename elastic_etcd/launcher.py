@@ -196,11 +196,18 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             agent.terminate()
 
     def _run(self, folder: Path, args: Sequence[Any]) -> RunRecord:
+        env = self._config.environment()
         if isinstance(self._entrypoint, str):
             command = ["--no-python", self._entrypoint, *map(str, args)]
         else:
             file = functions.save_function(folder, self._entrypoint, args)
             command = [str(_RUN_FUNCTION), str(file)]
+            with file.open("rb") as held:  # others may remove the folder, as any temporary one
+                env["ELASTIC_ETCD_HELD_FUNCTION"] = f"/proc/{os.getpid()}/fd/{held.fileno()}"
+                return self._run_agent(folder, command, env)
+        return self._run_agent(folder, command, env)
+
+    def _run_agent(self, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> RunRecord:
         # -P: nothing in the directory of the user's program is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.api.child"]
         with _outliving_sigterm():
@@ -208,12 +215,14 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             # for SIGTERM itself, at the end of the thread that waits here.
             agent = subprocess.Popen(
                 [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
-                env=self._config.environment(),
+                env=env,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
             )
             code = self._wait(agent)
         try:
+            if folder.stat().st_uid != os.geteuid():  # made by somebody in place of a removed one
+                raise PermissionError
             return msgspec.json.decode((folder / "run_record.json").read_bytes(), type=RunRecord)
         except (OSError, msgspec.MsgspecError):
             text = (

@@ -20,7 +20,8 @@ LEASE_TTL = 5  # the default; etcd may grant more
 # An etcd of one's own.
 EMBEDDED_START = 15.0  # until it serves
 EMBEDDED_STOP = 3.0  # from SIGTERM to SIGKILL
-EMBEDDED_ENDS = 60.0  # one that ends again and again in so short a time is given up
+EMBEDDED_QUIET = 60.0  # one that lived shorter is started again more and more slowly
+EMBEDDED_SLOWEST = 30.0
 
 # Lines between agents.
 PROOF = 0.3  # from a link's end until it is known whether its agent is gone
@@ -46,6 +47,9 @@ GRACE_LEAVE = 30.0  # the default of --leave-deadline
 PARK_LATE = 5.0  # then a worker that is to park says where it stands
 NCCL_LOOK = 1.0  # between two looks whether NCCL has met an error
 KILLED = 1.0  # after SIGKILL, by when nothing is left, but for what is stuck in the kernel
+NOTHING_FREE = 30.0  # for a process, a thread or a port, of which all are in use
+ANSWER = 5.0  # of a child of the agent's own: one that lives and does nothing is replaced
+IMPORTED = 60.0  # for the fork server's imports; then workers import for themselves
 CHILD_GONE = 1.0  # an agent that ends waits so long for each child of its own
 AGENT_GONE = 30.0  # for the agent beside torchrun, whose workers have ended, to end
 STUCK = 10.0  # after SIGKILL it is told that processes are still there

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.directories import memory_directory, own_directory
-from elastic_etcd.agent.environment import check_devices
+from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
+from elastic_etcd.agent.environment import check_devices, forget_another_agents
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
@@ -111,6 +111,7 @@ def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -
     `follow` makes one more follower. Raises ElasticEtcdError for all that the user has to know:
     what failed, where, what to do.
     """
+    forget_another_agents(os.environ)
     check_devices(config)
     with _metrics(config) as metrics:
         return asyncio.run(_run_agent(config, metrics, follow))
@@ -135,8 +136,8 @@ class Resources(NamedTuple):
     client: Client
     guardian: Guardian
     embedded: "EmbeddedEtcd | None"  # where no other etcd was given
-    memory: str  # the node's directory for checkpoints, "" if it has none
-    folder: str  # for its socket
+    memory: Directory | None  # the node's for checkpoints, if it has one
+    folder: Directory  # for its socket
 
 
 async def _run_agent(
@@ -148,7 +149,7 @@ async def _run_agent(
 
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
-            workers = Workers(config, logs, tasks, membership, guardian, memory, folder)
+            workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
             looking: list[PeriodicFollower] = [
@@ -190,21 +191,23 @@ async def _open_resources(
     watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
     if metrics:
         metrics.watch(watchdog)
-    folder, remove_folder = own_directory()
-    scope.callback(remove_folder)
+    folder = own_directory()
+    scope.callback(folder.remove)
     etcd, embedded = config.etcd, None
     if etcd is None:
         from elastic_etcd.etcd.embedded import EmbeddedEtcd  # noqa: PLC0415 - only without --etcd
 
-        private = bool(folder) and config.limits.max_nodes == 1  # else its path may be too long
-        embedded = await scope.enter_async_context(EmbeddedEtcd(folder, private=private))
+        private = config.limits.max_nodes == 1
+        embedded = await scope.enter_async_context(EmbeddedEtcd(folder.path, private=private))
         etcd = EtcdConfig((embedded.endpoint,))
         _tell_embedded(config, embedded)
-    memory, remove = memory_directory(config.memory_dir)
-    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), memory, folder)
+    memory = memory_directory(config.memory_dir)
+    paths = [directory.path for directory in (memory, folder) if directory]
+    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths)
     guardian.start()
     scope.callback(guardian.dismiss)
-    scope.callback(remove)  # before that: else nobody would, if this were killed now
+    if memory:  # before that: else nobody would, if this were killed now
+        scope.callback(memory.remove)
     on_answer = metrics.requests.observe if metrics else None
     client = await scope.enter_async_context(Client(etcd, on_answer))
     return Resources(logs, client, guardian, embedded, memory, folder)
@@ -419,10 +422,10 @@ class Agent:
 
     def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
-        master = None
+        offer = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
-            master = self._workers.offer(now.generation, self._membership.reached)
-        self._membership.write(self._state, write, master)
+            offer = partial(self._workers.offer, now.generation, self._membership.reached)
+        self._membership.write(self._state, write, offer)
 
     async def _publish(self, asked: Publish) -> None:
         ok = await self._membership.publish(asked.txn)
@@ -633,7 +636,7 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _root_cause(failure: Failure) -> str:
-    if not failure.node:
+    if failure.hang and not failure.pid:
         return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
     code = failure.code
     how = failure.hang or f"exit code {code}"

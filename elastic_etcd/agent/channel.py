@@ -1,4 +1,4 @@
-"""The agent's end of the channel to its workers: a Unix socket in a directory of its own.
+"""The agent's end of the channel to its workers: a Unix socket in the agent's own directory.
 
 No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. A worker
 that sends what it must not, sends too much or does not read loses its connection, with a warning,
@@ -10,13 +10,14 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 import socket
 import struct
-import tempfile
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+from elastic_etcd.agent.directories import LOOK, leads_to
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -41,6 +42,7 @@ from elastic_etcd.protocol.messages import (
     from_worker,
 )
 from elastic_etcd.protocol.packets import receive
+from elastic_etcd.system.threads import in_thread
 
 _WORKERS = 1024  # connections
 _NAMES = 16  # that one worker may have us keep
@@ -70,37 +72,62 @@ class ChannelServer:
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node is to leave
         self.reason = ""  # why the present generation was begun
+        self.path = ""  # of the socket
+        self.held = ""  # another one, which holds also when that is removed
+        self._file = -1
         self._socket: socket.socket | None = None
-        self._directory = ""
         self._again = Timer()
 
-    def open(self, parent: str = "") -> str:
-        """Listen; the socket's path, which only this user can reach. Raises OSError."""
-        parent = parent or "/tmp"  # noqa: S108 - mkdtemp makes one in it; TMPDIR may be too long
-        self._directory = tempfile.mkdtemp(prefix="elastic_etcd-", dir=parent)
-        path = f"{self._directory}/agent"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        self._socket.bind(path)
-        self._socket.listen(_WORKERS)
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
-        return path
+    def open(self, folder: str) -> str:
+        """Listen in a directory that only this user can reach; the path. Raises OSError."""
+        self.path = f"{folder}/agent"
+        sock, self._file = self._bind()
+        self.held = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._listen(sock)
+        return self.path
 
-    def close(self) -> None:
-        """Hang up on everybody, let go of what was kept, and remove the socket."""
+    async def renew(self) -> None:
+        """Listen anew, at the same path, if somebody has removed the socket. Raises OSError."""
+        if await in_thread(partial(leads_to, self.path, self._file), LOOK):
+            return
+        sock, file = await in_thread(self._bind, LOOK)
+        os.dup2(file, self._file, inheritable=False)
+        os.close(file)
+        self._stop_listening()
+        self._listen(sock)
+
+    def _bind(self) -> tuple[socket.socket, int]:
+        """A socket at `path`, and a descriptor of that file. In any thread."""
+        Path(self.path).unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        sock.bind(self.path)
+        sock.listen(_WORKERS)
+        return sock, os.open(self.path, os.O_PATH)
+
+    def _listen(self, sock: socket.socket) -> None:
+        self._socket = sock
+        asyncio.get_running_loop().add_reader(sock, self._accept)
+
+    def _stop_listening(self) -> None:
         self._again.cancel()
-        for channel in tuple(self.channels):
-            channel.close()
         if self._socket:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
+
+    def close(self) -> None:
+        """Hang up on everybody, and let go of what was kept."""
+        for channel in tuple(self.channels):
+            channel.close()
+        self._stop_listening()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
         for fd in (*self.kept.values(), *self.shared.values()):
             os.close(fd)
         self.kept.clear()
         self.shared.clear()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def keep(self, local_rank: int, name: str, fd: int) -> None:
         """Own `fd` from here on. Raises ValueError when this worker has too many."""

@@ -3,95 +3,178 @@
 They outlive the workers, and not the agent. It removes them at its end, and its guardian does if
 the agent is killed. Beyond both, the agent holds a lock on each that the kernel lets go of at its
 end, in whatever container that ran: the next agent here that gets the lock knows that nobody uses
-the directory any more.
+the directory any more. Another machine's locks may not be seen on a shared file system, so a
+directory's name says on which machine it was made, and since which start of that.
+
+Others may remove a directory while its agent lives: a cleaner of temporary files, the end of
+another job of this user. It is then made anew by the same path.
 """
 
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
+
+from elastic_etcd.errors import UsageError
+
+Made = TypeVar("Made")
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
+LOOK = 1.0  # seconds for any call about these paths, which may be on a disk that stands still
 _LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
 
 log = logging.getLogger(__name__)
 
 
-def memory_directory(parent: str) -> tuple[str, Callable[[], None]]:
-    """Make one below `parent`; gives its path and what removes it. "" where none can be made.
+class Directory:
+    """A directory below `parent` that this agent alone uses. Raises OSError where none can be."""
 
-    A thread removes what dead agents of this user have left there.
-    """
-    return _directory(parent, _MEMORY, "ee.memory_checkpoint")
-
-
-def own_directory() -> tuple[str, Callable[[], None]]:
-    """Make one for all else of an agent; gives the same two.
-
-    It is below TMPDIR, or below /tmp where that is too long for a socket's path.
-    """
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _LONGEST:
-        parent = "/tmp"  # noqa: S108 - mkdtemp makes one in it
-    return _directory(parent, _OWN, "this agent's own files")
-
-
-def _directory(parent: str, prefix: str, purpose: str) -> tuple[str, Callable[[], None]]:
-    remove_former = partial(_remove_former, Path(parent), prefix)
-    threading.Thread(target=remove_former, name="memory", daemon=True).start()
-    try:
-        path, lock = _make(parent, prefix)
-    except OSError as error:
-        log.info("no directory for %s in %s: %s", purpose, parent, error.strerror)
-        return "", lambda: None
-    return path, partial(_remove, path, lock)
-
-
-def _make(parent: str, prefix: str) -> tuple[str, int]:
-    """The path, and the descriptor that has the lock."""
-    while True:
-        path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        with suppress(FileNotFoundError):  # another agent took it for one that was left
+    def __init__(self, parent: str, prefix: str) -> None:
+        self._lock = -1
+        while not self._is_there():
+            self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             try:
-                lock = _locked(path)
-            except OSError:  # this file system has no locks
-                Path(path).rmdir()
+                _checked(self.path)
+                self._hold(_locked(self.path))
+            except (FileNotFoundError, BlockingIOError):
+                continue  # an agent that begins took it for one that was left
+            except OSError:  # the file system is full, or has no locks
+                self.remove()
                 raise
-            if lock >= 0 and Path(path).exists():
-                return path, lock
-            if lock >= 0:
-                os.close(lock)
+
+    def renew(self) -> None:
+        """Make it anew, by the same path, if somebody has removed it. Raises OSError."""
+        if self._is_there():
+            return
+        with suppress(FileExistsError):  # one of the workers has made it
+            Path(self.path).mkdir(0o700, parents=True)
+        self._hold(_locked(self.path))
+        log.warning("somebody has removed %s (a cleaner?); it is made anew, empty", self.path)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._hold(-1)
+
+    def _hold(self, lock: int) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = lock
+
+    def _is_there(self) -> bool:
+        return self._lock >= 0 and leads_to(self.path, self._lock)
+
+
+def leads_to(path: str, fd: int) -> bool:
+    """Whether the file of this descriptor is at this path. Raises OSError."""
+    try:
+        return os.path.samestat(Path(path).stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def memory_directory(parent: str) -> Directory | None:
+    """Make one below `parent`; None where none can be made."""
+    try:
+        return _directory(parent, _MEMORY)
+    except OSError as error:
+        log.info("no directory for ee.memory_checkpoint in %s: %s", parent, error.strerror)
+        return None
+
+
+def own_directory() -> Directory:
+    """Make one for all else of an agent. Raises UsageError.
+
+    It is below TMPDIR, or elsewhere if that is too long for a socket's path or can't be used.
+    """
+    places = (tempfile.gettempdir(), "/tmp", *_in_memory())  # noqa: S108 - mkdtemp is used
+    short = [path for path in places if len(os.fsencode(path)) <= _LONGEST]
+    return _first(short, partial(_directory, prefix=_OWN))
+
+
+def _directory(parent: str, prefix: str) -> Directory:
+    """Make one there; a thread removes what dead agents of this user have left beside it."""
+    prefix = f"{prefix}{_boot()}-"
+    remove_former = partial(_remove_former, Path(parent), prefix)
+    threading.Thread(target=remove_former, name="directories", daemon=True).start()
+    return Directory(parent, prefix)
+
+
+def find_temporary_directory() -> None:
+    """Set TMPDIR to memory where no usual place can be written. Raises UsageError.
+
+    For the workers, too: `import torch._dynamo` fails without one.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        os.environ["TMPDIR"] = _first(_in_memory(), _checked)
+
+
+def _first(places: Iterable[str], make: Callable[[str], Made]) -> Made:
+    """Make it in the first of these directories in which that can be done."""
+    refused = []
+    for path in places:
+        try:
+            return make(path)
+        except OSError as error:
+            refused.append(f"{path}: {error.strerror}")
+    raise UsageError(
+        f"no directory for temporary files: {', '.join(refused)}.\nSet TMPDIR to one that this "
+        f"user may write to, of at most {_LONGEST} bytes; in a container mount a tmpfs at /tmp"
+    )
+
+
+def _in_memory() -> list[str]:
+    """Directories in memory that most machines have."""
+    return [os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm", "/dev/shm"]  # noqa: S108 - as above
+
+
+def _checked(path: str) -> str:
+    """This directory. Raises OSError if no file can be written there."""
+    with tempfile.TemporaryFile(dir=path) as file:
+        file.write(b"\0")
+    return path
+
+
+@cache
+def _boot() -> str:
+    """This machine since its start, in 16 characters."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except (FileNotFoundError, PermissionError):  # then what a dead agent has left stays
+        return secrets.token_hex(8)
+    return text.replace("-", "")[:16]
 
 
 def _locked(path: str | Path) -> int:
-    """A descriptor that has the lock of this directory; -1 if it is somebody's. Raises OSError."""
+    """A descriptor that has the lock of this directory.
+
+    Raises OSError: BlockingIOError if it is somebody's, PermissionError if it is another user's.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError:
         os.close(fd)
-        if isinstance(error, BlockingIOError):
-            return -1
         raise
     return fd
 
 
-def _remove(path: str, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
-
-
 def _remove_former(parent: Path, prefix: str) -> None:
     for path in parent.glob(f"{prefix}*"):
-        with suppress(OSError):  # somebody else's, or gone meanwhile
-            if path.stat(follow_symlinks=False).st_uid == os.geteuid():
-                lock = _locked(path)
-                if lock >= 0:
-                    log.info("removing what a dead agent left: %s", path)
-                    _remove(str(path), lock)
+        with suppress(OSError):  # somebody's, or gone meanwhile
+            lock = _locked(path)
+            log.info("removing what a dead agent left: %s", path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)

@@ -1,8 +1,8 @@
-"""A worker's environment: every variable that torchrun gives, NODE_RANK, and eight of our own."""
+"""A worker's environment: every variable that torchrun gives, NODE_RANK, and nine of our own."""
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 
 from elastic_etcd.agent.config import AgentConfig
@@ -13,7 +13,19 @@ from elastic_etcd.system.leftovers import MARK
 # A training script has no business with these, and prints its environment all too often.
 _SECRETS = ("ELASTIC_ETCD_PASSWORD", "ETCDCTL_PASSWORD")
 
+_OMP, _GLOO = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
+# Those of the two that the agent has set, with their values.
+_NOT_THE_USERS = "ELASTIC_ETCD_SET"
+
 log = logging.getLogger(__name__)
+
+
+def forget_another_agents(env: MutableMapping[str, str]) -> None:
+    """Take out what another agent has set, one of whose workers has submitted this one's job."""
+    for item in env.pop(_NOT_THE_USERS, "").split():
+        name, _, value = item.partition("=")
+        if env.get(name) == value:
+            del env[name]
 
 
 def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
@@ -29,9 +41,9 @@ def common_env(base: Mapping[str, str], local_world_size: int, mark: str) -> dic
     env = without_secrets(base)
     env[MARK] = mark
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if "OMP_NUM_THREADS" not in env and local_world_size > 1:
+    if _OMP not in env and local_world_size > 1:
         _tell_omp_num_threads()
-        env["OMP_NUM_THREADS"] = "1"
+        env[_OMP] = "1"
     return env
 
 
@@ -46,6 +58,7 @@ def worker_env(
     error_file: str,
     interface: str = "",  # which has this node's address for the others; "" is not known
     socket: str = "",  # at which it finds the agent (docs/channel.md)
+    held_socket: str = "",  # the same where that path has been removed
     activity: str = "",  # where it says what it does (protocol/activity.py)
     mark: str = "",  # by which what it leaves behind is found (system/leftovers.py)
     memory: str = "",  # its node's directory for checkpoints
@@ -84,6 +97,7 @@ def worker_env(
         ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
+        ELASTIC_ETCD_HELD_SOCKET=held_socket,
         ELASTIC_ETCD_ACTIVITY=activity,
         ELASTIC_ETCD_MEMORY=memory,
         ELASTIC_ETCD_LEAVE_DEADLINE=f"{limits.leave_deadline:g}",
@@ -92,7 +106,10 @@ def worker_env(
         env["TORCHELASTIC_TIMER_FILE"] = timer_file
     if interface:
         # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault(_GLOO, interface)
+    ours = [name for name in (_OMP, _GLOO) if name in env and name not in base]
+    if ours:
+        env[_NOT_THE_USERS] = " ".join(f"{name}={env[name]}" for name in ours)
     if config.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _own_device(env.get("CUDA_VISIBLE_DEVICES"), local_rank)

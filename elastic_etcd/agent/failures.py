@@ -1,10 +1,11 @@
 """The cause of a worker's failure, by its torchelastic error file or its last traceback.
 
-All of it is pure, but for reading that file, and for writing the agent's own.
+All of it is pure, but for reading that file and the kernel's, and for writing the agent's own.
 """
 
 import json
 import re
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +24,18 @@ _LINKS = (
 _IGNORED = "Exception ignored in"
 _OTHER = re.compile(rf"\[?[IWEF]\d{{4}} |{_IGNORED}")  # torch's log, in C++ and in Python
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_CGROUPS = Path("/sys/fs/cgroup")
+_OOM_KILL = re.compile(r"(?m)^oom_kill (\d+)$")
+_NO_MEMORY = (
+    "out of memory: the kernel has killed it, or a process that it started (oom_kill of its cgroup "
+    "has grown by {}); give this node more, or let it need less: smaller batches, fewer workers"
+)
 
 
-def failure_message(code: int, error_file: str, stderr: bytes) -> str:
+def failure_message(code: int, error_file: str, stderr: bytes, oom_kills_before: int) -> str:
     """The cause of exit `code`, "" when it is not known or there was no failure; at most 8 KiB.
 
-    `stderr` is the end of the worker's standard error.
+    `stderr` is the end of the worker's standard error, `oom_kills_before` the count at its start.
     """
     if code == 0:
         return ""
@@ -36,7 +43,29 @@ def failure_message(code: int, error_file: str, stderr: bytes) -> str:
     message = _from_file(error_file) or last_traceback(text)
     if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
         message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    # A DataLoader says so of a process of its own.
+    killed = code == -signal.SIGKILL or "killed by signal: Killed" in message
+    if killed and (more := oom_kills() - oom_kills_before) > 0:
+        told = _NO_MEMORY.format(more)
+        message = f"{told}\n{message[len(told) + 1 - _LONGEST :]}"
     return message[-_LONGEST:].strip().encode(errors="replace").decode()  # of JSON: any surrogate
+
+
+def oom_kills() -> int:
+    """How many processes of this one's cgroup the kernel has killed for want of memory.
+
+    0 if it does not say. In a container the cgroup may be the root of what is mounted there.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):  # of version 2, or of version 1
+                name = "memory.oom_control" if controllers else "memory.events"
+                root = _CGROUPS / controllers
+                for file in (root / path.lstrip("/") / name, root / name):
+                    with suppress(FileNotFoundError, IndexError):
+                        return int(_OOM_KILL.findall(file.read_text())[0])
+    return 0
 
 
 def write_error_file(path: str, error: Exception, code: int) -> None:

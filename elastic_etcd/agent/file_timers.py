@@ -12,14 +12,17 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from select import PIPE_BUF
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, json
 
+from elastic_etcd.agent.directories import LOOK, leads_to
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.threads import in_thread
 
 _PIPE = 1 << 20  # bytes that nobody has read: torch's client fails where there is no room
 _PART = 1 << 16  # bytes that are read in one turn of the event loop
@@ -68,6 +71,16 @@ class FileTimers:
     def forget(self, session: int) -> None:
         """Drop the timers of a worker that has ended, and of what it has started."""
         self._timers = {key: t for key, t in self._timers.items() if t.session != session}
+
+    async def renew(self) -> None:
+        """Make the pipe anew if somebody has removed it. Raises OSError and UsageError."""
+        if await in_thread(partial(leads_to, self.path, self._fd), LOOK):
+            return
+        fd = await in_thread(partial(_open_pipe, self.path), LOOK)
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = fd
+        self._loop.add_reader(fd, self._read_pipe)
 
     def close(self) -> None:
         """Remove the pipe."""

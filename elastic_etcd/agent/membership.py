@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -54,6 +55,7 @@ from elastic_etcd.etcd.faults import LeaseNotFound
 from elastic_etcd.etcd.mirror import Mirror, first
 from elastic_etcd.etcd.retry import boottime, now
 from elastic_etcd.etcd.session import Session
+from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
 from elastic_etcd.times import (
     ATTEMPT_TIMEOUT,
     CONTACT_TIMEOUT,
@@ -61,6 +63,7 @@ from elastic_etcd.times import (
     GUARD_LATER,
     KILLED,
     LEAVE_TIMEOUT,
+    NOTHING_FREE,
     PUBLISH_TIMEOUT,
     REVOKE_TIMEOUT,
 )
@@ -175,11 +178,15 @@ class Membership:
             self._task.cancel()
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
-    def write(self, state: State, write: Write, master: Master | None) -> None:
-        """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError."""
-        spent = self._spent(state)
-        txn = writes.build(self.keys, state, write, self._member, master, _timestamp(), spent)
-        self._begin_task(partial(self._commit, txn))
+    def write(self, state: State, write: Write, offer: Callable[[], Master] | None = None) -> None:
+        """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError.
+
+        For an ack `offer` gives where this agent would serve the store. While the system has no
+        socket or no port for it, it is tried again.
+        """
+        at, spent = _timestamp(), self._spent(state)
+        build = partial(writes.build, self.keys, state, write, self._member, now=at, spent=spent)
+        self._begin_task(partial(self._write, build, offer))
 
     def _spent(self, state: State) -> Spent | None:
         """The time spent on the last world, if this node knows it."""
@@ -480,7 +487,10 @@ class Membership:
         session.fall_silent()
         return Silent(seconds)
 
-    async def _commit(self, txn: Txn) -> None:
+    async def _write(
+        self, build: Callable[[Master | None], Txn], offer: Callable[[], Master] | None
+    ) -> None:
+        txn = build(await _offered(offer) if offer else None)
         result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
         self._inbox.put(WriteDone(result.succeeded))
 
@@ -516,6 +526,23 @@ class Membership:
         self._inbox.put(Answered())
         then = "renews this node's lease" if refused else "answers"
         log.info("etcd %s again at %s", then, self._client.endpoint)
+
+
+async def _offered(offer: Callable[[], Master]) -> Master:
+    """Raises OSError if the system has nothing to give for long."""
+    until = boottime() + NOTHING_FREE
+    told = False
+    while True:
+        try:
+            return offer()
+        except OSError as error:
+            if error.errno not in (*NO_DESCRIPTOR, errno.EADDRINUSE) or boottime() > until:
+                raise
+            if not told:
+                text = "no socket for the store: %s: this node is ready when there is one"
+                log.warning(text, error.strerror)
+            told = True
+        await asyncio.sleep(OPEN_AGAIN)
 
 
 def _snapshot_of(result: TxnResult) -> Snapshot:

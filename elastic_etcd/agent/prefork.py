@@ -42,6 +42,8 @@ from elastic_etcd.system.child_process import (
 )
 from elastic_etcd.system.kernel import adopt_orphans
 from elastic_etcd.system.memfds import memfd_with
+from elastic_etcd.system.processes import stat
+from elastic_etcd.times import ANSWER, IMPORTED
 
 _PROGRAM = Path(children.__file__).with_name("forkserver.py")
 # What was used up is forked anew when the generation that used it has had its start.
@@ -83,7 +85,8 @@ class Prefork:
         self._refill = Timer()
         self._respawn = Respawn(self.start, _QUIET, _SLOWEST)
         self._starting: asyncio.Task[None] | None = None
-        self._is_warm = self._was_warm = False
+        self._is_warm = False
+        self.lacks_torch = False  # in the workers' interpreter, from their folder
         self._decided = asyncio.Event()
         self._error: UsageError | None = None
 
@@ -102,7 +105,7 @@ class Prefork:
         self._starting = self._create(self._start())
 
     async def _start(self) -> None:
-        server = _ForkServer(self._take_message, self._ended)
+        server = _ForkServer(self._take_message, self._ended, self._silent)
         try:
             await server.start(self._command, self._preload, self._env)
         except OSError as error:
@@ -111,15 +114,33 @@ class Prefork:
             self._server = server
 
     async def imported(self) -> None:
-        """Wait until all is imported, or cannot be.
+        """Wait until all is imported, or cannot be, or takes too long.
 
         Raises UsageError when a module of --preload can't be imported.
         """
-        if self._starting:
-            await self._starting  # for its error
-        await self._decided.wait()
+        while not self._decided.is_set():
+            try:
+                async with asyncio.timeout(IMPORTED):
+                    if self._starting:
+                        await asyncio.shield(self._starting)  # for its error
+                    await self._decided.wait()
+            except TimeoutError:
+                self._tell_slow()
         if self._error is not None:
             raise self._error
+
+    def _tell_slow(self) -> None:
+        """Have the imports awaited no longer, unless the fork server is at work on them."""
+        pid = self.pid
+        if pid and (seen := stat(pid)) and seen.state == "R":
+            log.info("the fork server (pid %d) still imports, after %g s and more", pid, IMPORTED)
+            return
+        log.warning(
+            "the fork server (pid %s) has not imported all in %g s (is it stopped, or does a file "
+            "system stand still?): workers are started without it until it has",
+            *(pid, IMPORTED),
+        )
+        self._decided.set()
 
     async def fork(
         self,
@@ -202,17 +223,18 @@ class Prefork:
     def _take_message(self, message: FromForkServer) -> None:
         match message:
             case Warm():
-                self._is_warm = self._was_warm = True
+                self._is_warm = True
                 self._respawn.started()
                 self._fill()
                 self._decided.set()
             case Unsafe(why):
                 self._give_up(why)
-            case CannotImport(module, why) if module and not self._was_warm:
+            case CannotImport(module, why) if module and not self._decided.is_set():
                 text = f"--preload {module}: {self._command[0]} cannot import it: {why}"
                 self._error = UsageError(text)
                 self._give_up("")
             case CannotImport(module, why):
+                self.lacks_torch = not module
                 self._give_up(f"{self._command[0]} cannot import {module or 'torch'}: {why}")
 
     def _ended(self, code: int, last_words: str) -> None:
@@ -223,6 +245,18 @@ class Prefork:
             log.warning(text, code, last_words, self._respawn.again())
         else:
             self._give_up(f"the fork server ended ({code}) before it was warm: {last_words}")
+
+    def _silent(self) -> None:
+        log.warning(
+            "the fork server (pid %s) has not answered for %g s (is it stopped, or does a file "
+            "system stand still?): it is replaced %s; meanwhile workers are started without it",
+            *(self.pid, ANSWER, self._respawn.again()),
+        )
+        self._is_warm = False
+        asked = self._server.asked if self._server else ()
+        self._stop_server()
+        for preforked in tuple(asked):
+            preforked.arrive()
 
     def _give_up(self, why: str) -> None:
         self._is_warm = False
@@ -235,16 +269,23 @@ class Prefork:
 class _ForkServer:
     """The fork server's process: `take(message)` for each, once `ended(code, last words)`.
 
-    `await start(...)` first, which raises OSError. It runs with the workers' own interpreter, in
-    which this package need not be installed, so its program is run by its path. The log has the
-    lines that its imports print. It dies with this process.
+    `silent()` is called when it lives and has not answered for long. `await start(...)` first,
+    which raises OSError. It runs with the workers' own interpreter, in which this package need not
+    be installed, so its program is run by its path. The log has the lines that its imports print.
+    It dies with this process.
     """
 
     def __init__(
-        self, take: Callable[[FromForkServer], None], ended: Callable[[int, str], None]
+        self,
+        take: Callable[[FromForkServer], None],
+        ended: Callable[[int, str], None],
+        silent: Callable[[], None],
     ) -> None:
         self._take = take
         self._ended = ended
+        self._silent = silent
+        self.asked: set[_Preforked] = set()  # those on their way
+        self._late = Timer()
 
     async def start(
         self, command: Sequence[str], preload: Sequence[str], env: Mapping[str, str]
@@ -274,9 +315,18 @@ class _ForkServer:
         self._watch = ExitWatch(self._process, self._on_exit)
         asyncio.get_running_loop().add_reader(self._channel, self._listen)
 
-    def fork(self, channel: socket.socket) -> None:
+    def fork(self, preforked: "_Preforked", channel: socket.socket) -> None:
         """Ask for a worker that reads its order from `channel`. Raises OSError."""
         socket.send_fds(self._channel, [b"fork"], [channel.fileno()])
+        self.asked.add(preforked)
+        self._late.start_once(ANSWER, self._silent)
+
+    def answered(self, preforked: "_Preforked") -> None:
+        """Wait for this one no more, and for the others' answers anew."""
+        self.asked.discard(preforked)
+        self._late.cancel()
+        if self.asked and self._channel.fileno() >= 0:
+            self._late.start(ANSWER, self._silent)
 
     def close(self) -> Process:
         """Kill it, if it still runs; its end is for the caller to wait for."""
@@ -285,6 +335,7 @@ class _ForkServer:
         self._channel.close()
         discard(self._process)
         self._output.close()
+        self._late.cancel()
         return self._process
 
     def _listen(self) -> None:
@@ -331,6 +382,7 @@ class _Preforked:
 
     def __init__(self, server: _ForkServer, lost: "Callable[[_Preforked], None]") -> None:
         self.pid: int | None = None
+        self._server = server
         self._lost = lost
         self._ordered = False
         self._watch: ExitWatch | None = None
@@ -340,12 +392,12 @@ class _Preforked:
         self._adopt(+1)  # first: init would inherit a worker that is faster
         try:
             with theirs:
-                server.fork(theirs)
+                server.fork(self, theirs)
         except OSError:
             self._adopt(-1)
             self._channel.close()
             raise
-        asyncio.get_running_loop().add_reader(self._channel, self._arrive)
+        asyncio.get_running_loop().add_reader(self._channel, self.arrive)
 
     @classmethod
     def _adopt(cls, more: int) -> None:
@@ -362,20 +414,18 @@ class _Preforked:
     def end(self) -> None:
         """End it: it is not needed."""
         if self.pid is None:  # it ends by itself when it finds the channel closed
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._adopt(-1)
+            self._end_wait()
         self._forget()
         if self.pid is not None:
             end(self.arrived.result())
 
-    def _arrive(self) -> None:
-        """It has said its pid, or the fork server could not fork it."""
+    def arrive(self) -> None:
+        """It has said its pid, or won't come any more."""
         try:
             packet = self._channel.recv(LONGEST)
-        except ConnectionResetError:
+        except (BlockingIOError, ConnectionResetError):
             packet = b""
-        asyncio.get_running_loop().remove_reader(self._channel)
-        self._adopt(-1)
+        self._end_wait()
         if packet:
             self._take_process(_Forked(from_forked(packet).pid))
             return
@@ -384,6 +434,11 @@ class _Preforked:
             self._lost(self)
         elif not self.arrived.cancelled():
             self.arrived.set_exception(OSError(errno.EAGAIN, "the fork server could not fork"))
+
+    def _end_wait(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._server.answered(self)
+        self._adopt(-1)
 
     def _take_process(self, process: _Forked) -> None:
         self.pid = process.pid

@@ -22,8 +22,18 @@ from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.packets import channel_pair
-from elastic_etcd.system.child_process import ExitWatch, LastWords, Process, discard, end, start
+from elastic_etcd.system.child_process import (
+    ExitWatch,
+    LastWords,
+    Process,
+    discard,
+    end,
+    exited,
+    start,
+)
+from elastic_etcd.times import IMPORTED
 
 _PROGRAM = Path(children.__file__).with_name("store_server.py")
 _BACKLOG = 2048
@@ -65,8 +75,8 @@ class StoreServer:
     """The child that serves the stores, started at first use and kept for later generations.
 
     When it ends before `close` the log has its last words, and `lost` is called with the newest
-    generation that it has served, 0 for none; the next generation has another child. It dies with
-    the agent. With `prefork` it is forked and need not import torch.
+    generation that it has served, 0 for none, and why; the next generation has another child.
+    It dies with the agent. With `prefork` it is forked and need not import torch.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class StoreServer:
             self._offered = None
 
     def _lost(self, why: str) -> None:
-        log.warning("nobody answers at the master endpoint any more: %s", why)
+        log.warning("nobody answers at the master endpoint any more: the store server %s", why)
         self._tell_lost(self._generation, why)
 
 
@@ -178,12 +188,36 @@ class _Child:
             end(self._process)
 
     def _on_exit(self, code: int) -> None:
-        self._lost(f"the store server ended with exit code {code}: {self._words.drain()}")
+        self._lost(f"ended with exit code {code}: {self._words.drain()}")
         self.close()
 
 
 def _not_started(error: OSError) -> str:
-    return f"the store server can't be started: {error.strerror}"
+    return f"can't be started: {error.strerror}"
+
+
+async def check_store() -> None:
+    """Raise ElasticEtcdError if a store can't be served here; it costs an import of torch."""
+    ours, theirs = channel_pair()
+    ours.close()  # so that it ends when it has imported torch
+    read, stderr = os.pipe()
+    with contextlib.closing(LastWords(read)) as words:
+        try:
+            with theirs:
+                process = await _start(None, theirs, stderr)
+        finally:
+            os.close(stderr)
+        try:
+            async with asyncio.timeout(IMPORTED):
+                code = await exited(process)
+        except TimeoutError:
+            discard(process)
+            return
+        if code:
+            raise ElasticEtcdError(
+                f"{words.drain()}\nThis node could not serve the store of its world, and would end "
+                "it for all others: it does not join. Put that right here"
+            )
 
 
 async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -> Process:

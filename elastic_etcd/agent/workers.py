@@ -11,7 +11,6 @@ import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -19,14 +18,15 @@ from msgspec.structs import replace
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
+from elastic_etcd.agent.directories import LOOK, Directory
 from elastic_etcd.agent.environment import common_env, worker_env
-from elastic_etcd.agent.failures import failure_message
+from elastic_etcd.agent.failures import failure_message, oom_kills
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
 from elastic_etcd.agent.prefork import Prefork, saved_by_preload
-from elastic_etcd.agent.store import StoreServer
+from elastic_etcd.agent.store import StoreServer, check_store
 from elastic_etcd.agent.termination import Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core.lifecycle import (
@@ -37,6 +37,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import ends_with_lost_peer
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
+from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
@@ -53,7 +54,7 @@ from elastic_etcd.protocol.messages import (
 )
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
-from elastic_etcd.system.threads import begin
+from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
-        memory: str = "",
-        folder: str = "",
+        folder: Directory,
+        memory: Directory | None = None,
     ) -> None:
         self.generation = 0
         self._config = config
@@ -90,7 +91,7 @@ class Workers:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
-        self._memory = memory
+        self._directory, self._memory = folder, memory
         alone = config.nproc == 1 and config.limits.max_nodes == 1
         self._at_terminal = alone and os.isatty(0) and os.isatty(1)
         self._starting = False
@@ -105,10 +106,10 @@ class Workers:
             config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
-        self._socket = self._channels.open(folder)
+        self._channels.open(folder.path)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
-        self._launches = 0
+        self._launches = self._oom_kills = 0
         self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
@@ -139,14 +140,16 @@ class Workers:
         await end_former_agents_leftovers(self._mark, self._config.kill_timeout)
 
     async def prestart(self) -> None:
-        """Make everything ready that a start would otherwise wait for. Raises UsageError."""
+        """Make everything ready that a start would otherwise wait for. Raises ElasticEtcdError."""
         if self._config.timer_file is not None:
             from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
 
-            path = self._config.timer_file or str(Path(self._socket).with_name("timers"))
+            path = self._config.timer_file or f"{self._directory.path}/timers"
             self._timers = file_timers.FileTimers(path, self._timer_expired)
         if self._prefork:
             await self._prefork.imported()
+            if self._prefork.lacks_torch:  # which the script may not need, but the store does
+                await check_store()
 
     def offer(self, generation: int, reached: Reached) -> Master:
         """Bind a socket for the store of `generation`; gives its endpoint. Raises OSError."""
@@ -182,6 +185,7 @@ class Workers:
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
         self._launches += 1
+        self._oom_kills = oom_kills()
         self._elastic = self._finished = False
         waiting = {worker.spec.local_rank: worker for worker in self._parked.values()}
         self._parked.clear()
@@ -211,8 +215,12 @@ class Workers:
         """
         self._termination.stop(grace, notice, park)
 
-    def give_up(self, rank: int | None, hang: str, message: str, *, kill: bool = True) -> None:
+    def give_up(
+        self, rank: int | None, hang: str, message: str, *, node: str = "", kill: bool = True
+    ) -> None:
         """End the generation as hanging. The failure is that of `rank`; None: of no worker.
+
+        Then it may be that of `node`, or nobody's.
 
         `hang` says what hangs, `message` is shown with it. That worker is killed at once, unless
         `kill` is false; all others get their grace, as after any failure.
@@ -220,7 +228,7 @@ class Workers:
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         uptime = max((w.uptime for w in self._running.values()), default=0.0)
-        failure = Failure("", 0, 0, 0, 0, round(uptime, 3), message, at, hang)
+        failure = Failure(node, 0, 0, 0, 0, round(uptime, 3), message, at, hang)
         if worker:
             spec, node = worker.spec, self._config.node
             ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
@@ -255,7 +263,8 @@ class Workers:
         if generation != self.generation or over:
             return
         if not all(page.read().steps for page in self.pages):
-            self.give_up(None, why, "")
+            node = self._config.node
+            self.give_up(None, f"the store server on {node} {why}", "", node=node)
 
     async def end(self, reason: str) -> None:
         """Say goodbye to parked workers, and wait a moment for them to end by themselves."""
@@ -300,10 +309,11 @@ class Workers:
             local_rank,
             error_file=error_file,
             interface=self._interface,
-            socket=self._socket,
+            socket=self._channels.path,
+            held_socket=self._channels.held,
             activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
-            memory=self._memory,
+            memory=self._memory.path if self._memory else "",
             timer_file=self._timers.path if self._timers else "",
         )
         argv = tuple(substitute(self._config.argv, local_rank))
@@ -321,9 +331,23 @@ class Workers:
         return False
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
+        await self._renew_paths()
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
         self._tell_elastic()
+
+    async def _renew_paths(self) -> None:
+        """Make anew what others have removed, so that no worker fails for it."""
+        try:
+            await in_thread(self._directory.renew, LOOK)
+            await self._channels.renew()
+            if self._timers:
+                await self._timers.renew()
+            if self._memory:
+                await in_thread(self._memory.renew, LOOK)
+        except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
+            why = str(error) or "the disk stands still"
+            log.warning("what others have removed in %s stays so: %s", self._directory.path, why)
 
     async def _start_worker(self, spec: WorkerSpec) -> None:
         local_rank, at_terminal = spec.local_rank, self._at_terminal
@@ -391,11 +415,12 @@ class Workers:
         that. Failures are reported in their order, because the first one is the culprit's.
         """
         spec, tail = worker.spec, worker.output.err.tail()
-        reading = begin(partial(failure_message, code, spec.error_file, tail))
+        explain = partial(failure_message, code, stderr=tail, oom_kills_before=self._oom_kills)
+        reading = begin(partial(explain, spec.error_file))
         async with self._in_order:
             await asyncio.wait({reading}, timeout=ERROR_FILE)
             known = reading.done()
-            message = reading.result() if known else failure_message(code, "", tail)
+            message = reading.result() if known else explain("")
             if not known:
                 reading.cancel()
                 log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)

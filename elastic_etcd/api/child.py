@@ -121,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     finally:
         with suppress(OSError):  # the program has ended, or will see that there is no record
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
             (folder / "run_record.json").write_bytes(msgspec.json.encode(record))
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)

@@ -16,13 +16,13 @@ import traceback
 from contextlib import suppress
 from multiprocessing import current_process, spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def load(path: Path) -> tuple[Any, tuple[Any, ...]]:
     """The function and its arguments, in a process that imports as the program did."""
     current: Any = current_process()
-    with path.open("rb") as file:
+    with _opened(path) as file:
         current._inheriting = True  # noqa: SLF001 - as in a child of multiprocessing's
         try:
             spawn.prepare(pickle.load(file))  # noqa: S301 - the program that started us wrote it
@@ -32,10 +32,18 @@ def load(path: Path) -> tuple[Any, tuple[Any, ...]]:
     return function, args
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:  # somebody has removed it, and the program holds it
+        return Path(os.environ["ELASTIC_ETCD_HELD_FUNCTION"]).open("rb")
+
+
 def save(folder: Path, value: Any) -> None:
     """Write what was returned, or why it can't be pickled: its training need not be repeated."""
     env = os.environ
     path = folder / env["ELASTIC_ETCD_GENERATION"] / f"{env['RANK']}.pickle"
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
     path.parent.mkdir(exist_ok=True)
     begun = folder / f"{os.getpid()}.begun"
     try:

@@ -335,7 +335,7 @@ FAILURES = Section(
         ),
         Flag(
             "--settle",
-            "the first formation waits so long after the last node joined",
+            "the first formation waits so long after the last node joined; --join-timeout at most",
             flag_values.seconds,
             to="limits.settle",
             rdzv_conf=("last_call_timeout",),

@@ -420,10 +420,13 @@ def _lead_joinable(
         full = len(ready) >= limits.max_nodes
         # Who is there but not ready yet is waited for as long as who is not there yet.
         since = elapsed.join if len(ready) == len(live) else min(elapsed.join, elapsed.phase)
-        if not full and since < limits.settle:
+        # Nodes that come one after the other don't put it off for longer than --join-timeout.
+        longest = max(limits.settle, limits.join_timeout)
+        left = min(limits.settle - since, longest - elapsed.phase)
+        if not full and left > 0:
             of = f"{len(ready)} of at most {limits.max_nodes} nodes are ready"
             why = f"{of}; more may come within {limits.settle:g} s (--settle)"
-            return Wait(why, limits.settle - since)
+            return Wait(why, left)
     else:
         # A spare, which has nothing to stop, must not push out a slower survivor.
         full = limits.largest(len(ready)) == limits.largest(len(live))

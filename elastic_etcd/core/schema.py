@@ -198,7 +198,7 @@ class Value(Struct, frozen=True):
 class Lasting(Value, frozen=True, kw_only=True):
     """A value that several agents change one after the other."""
 
-    unknown: tuple[tuple[str, str], ...] = ()  # a newer version's fields, with their JSON
+    later: tuple[tuple[str, str], ...] = ()  # a newer version's fields, with their JSON
 
 
 class Phase(StrEnum):
@@ -461,7 +461,8 @@ class Ready(Value, frozen=True):
 class Failure(Value, frozen=True):
     """A worker that ended badly.
 
-    If nobody in particular hung, or a world's store died, `node` is empty and all numbers are 0.
+    If nobody in particular hung `node` is empty, and all numbers are 0. They are 0, too, if a
+    world's store died, which is a failure of its node.
     """
 
     node: Text
@@ -710,7 +711,7 @@ class History(Lasting, frozen=True):
 
 def encode(value: Value) -> str:
     """The text of a value: one JSON object, keys sorted; UTF-8, whatever a worker said."""
-    kept = {n: json.loads(told) for n, told in value.unknown} if isinstance(value, Lasting) else {}
+    kept = {n: json.loads(told) for n, told in value.later} if isinstance(value, Lasting) else {}
     fields = {**kept, "v": VERSION, **plain(value)}
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="replace").decode()
@@ -726,7 +727,7 @@ def decode(kind: type[V], text: str, **from_key: int) -> V:
         if missing := _required(kind) - fields.keys():
             raise ValueError(f"{min(missing)} is missing")
         if issubclass(kind, Lasting):
-            fields["unknown"] = _unknown(kind, fields)
+            fields["later"] = _later(kind, fields)
         return msgspec.convert(fields | from_key, kind, dec_hook=_lease_of)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -767,7 +768,7 @@ def _fields(text: str) -> dict[str, Any]:
     return fields
 
 
-def _unknown(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
     return tuple((name, json.dumps(fields[name])) for name in names)
 
@@ -779,7 +780,7 @@ def _lease_of(kind: type, text: Any) -> Any:
 
 @cache
 def _required(kind: type[Value]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL, "unknown"}
+    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL, "later"}
 
 
 @cache
@@ -787,7 +788,7 @@ def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
     forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
     fields = msgspec.structs.fields(kind)
-    unwritten = (*kind.FROM_KEY, "unknown")
+    unwritten = (*kind.FROM_KEY, "later")
     own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in unwritten]
     return (*own, *((name, _plain) for name in kind.DERIVED))
 

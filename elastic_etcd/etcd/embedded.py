@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import importlib.util
 import itertools
@@ -14,18 +15,21 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
 from elastic_etcd.system.child_process import exited, start
-from elastic_etcd.times import EMBEDDED_ENDS, EMBEDDED_START, EMBEDDED_STOP
+from elastic_etcd.times import (
+    CHILD_GONE,
+    EMBEDDED_QUIET,
+    EMBEDDED_SLOWEST,
+    EMBEDDED_START,
+    EMBEDDED_STOP,
+)
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
-_ENDS = 3  # so often in EMBEDDED_ENDS it is given up
-_PAUSE = 1.0  # after a start that failed
 _FEW = 1000
 _SOCKET, _PEERS = "etcd:0", "unix://peers:0"  # etcd wants a port, which means nothing here
 _SKIPS_FSYNC = (3, 5)
@@ -42,7 +46,7 @@ class EmbeddedEtcd:
     server that has failed stays. The server
     dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
-    does not start. `failed` gets that as its exception when it has ended again and again.
+    does not start. `failed` gets what else goes wrong later as its exception.
     """
 
     failed: asyncio.Task[Never]  # from the scope's begin on
@@ -53,6 +57,7 @@ class EmbeddedEtcd:
         self._parent = parent or None
         self._private = private
         self._directory = Path()
+        self._socket = -1
         self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
@@ -91,9 +96,7 @@ class EmbeddedEtcd:
 
     async def _start(self) -> bool:
         """Start on a fresh port or its socket; False if somebody else took the port."""
-        if self._private:
-            self.endpoint = f"unix://{self._directory / _SOCKET}"
-        else:
+        if not self._private:
             self.endpoint = f"127.0.0.1:{free_ports(1)[0]}"
         start = self._log.stat().st_size if self._log.exists() else 0
         if await self._launch():
@@ -107,32 +110,48 @@ class EmbeddedEtcd:
 
     async def _launch(self) -> bool:
         """Start it at its endpoint; False if it does not serve, and is gone."""
+        self._directory.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
         with self._log.open("ab") as output, notification_socket() as notify:
             self._process = await self._spawn(output, notify)
             if await ready(self._process, notify):
+                if self._private:
+                    self._hold_socket()
                 return True
         await self._stop_process()
         return False
 
+    def _hold_socket(self) -> None:
+        """Keep a descriptor of it: by that it is reached, also when its name is removed."""
+        fd = os.open(self._directory / _SOCKET, os.O_PATH)
+        if self._socket < 0:
+            self._socket = fd
+        else:
+            os.dup2(fd, self._socket, inheritable=False)
+            os.close(fd)
+        self.endpoint = f"unix:///proc/{os.getpid()}/fd/{self._socket}"
+
     async def _supervise(self) -> Never:
-        """Start it again whenever it ends. Raises EtcdUnreachable when it has ended too often."""
+        """Start it again whenever it ends, more and more slowly while it ends soon.
+
+        Meanwhile it is an etcd that does not answer: the training goes on.
+        """
         loop = asyncio.get_running_loop()
-        ends: deque[float] = deque(maxlen=_ENDS)
+        began, pause = loop.time(), 0.0
         while True:
-            if self._process is None:  # it was not to be started again
-                await asyncio.sleep(_PAUSE)
-            else:
+            if self._process is not None:
                 await exited(self._process)
-            ends.append(loop.time())
-            if len(ends) == _ENDS and ends[-1] - ends[0] < EMBEDDED_ENDS:
-                said = complaint(self._log.read_text(errors="replace"))
-                how_often = f"{_ENDS} times in {EMBEDDED_ENDS:.0f} s"
-                raise EtcdUnreachable(
-                    f"the embedded etcd has ended {how_often}; its last words: {said}\n"
-                    f"See its log, {self._kept_log()}."
-                )
-            log.warning("the embedded etcd has ended; it is started again, see %s", self._log)
-            await self._launch()
+            if loop.time() - began > EMBEDDED_QUIET:
+                pause = 0.0
+            when, said = f"in {pause:.0f} s" if pause else "now", ""
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                said = self._log.read_text(errors="replace")
+            text = "the embedded etcd has ended, see %s: %s; it is started again %s"
+            log.warning(text, self._log, complaint(said), when)
+            await asyncio.sleep(pause)
+            pause = min(EMBEDDED_SLOWEST, max(1.0, 2 * pause))
+            began = loop.time()
+            with contextlib.suppress(OSError):  # nothing can be started now: as if it had ended
+                await self._launch()
 
     async def _spawn(self, output: IO[bytes], notify: socket.socket) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
@@ -165,10 +184,14 @@ class EmbeddedEtcd:
                 await exited(process)
         except TimeoutError:
             process.kill()
-            await exited(process)
+            with contextlib.suppress(TimeoutError):  # the kernel holds it
+                async with asyncio.timeout(CHILD_GONE):
+                    await exited(process)
 
     async def _stop(self) -> None:
         await self._stop_process()
+        if self._socket >= 0:
+            os.close(self._socket)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -228,10 +251,14 @@ def free_ports(count: int) -> list[int]:
     taken: list[int] = []
     with contextlib.ExitStack() as held:
         while len(taken) < count:
-            with contextlib.suppress(OSError):  # somebody has it
-                address = ("127.0.0.1", next(_candidates()))
+            address = ("127.0.0.1", next(_candidates()))
+            try:
                 server = held.enter_context(socket.create_server(address))
-                taken.append(int(server.getsockname()[1]))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            taken.append(int(server.getsockname()[1]))
     return taken
 
 

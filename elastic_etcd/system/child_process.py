@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
 from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
 from elastic_etcd.system.processes import open_pidfd, signal_group, signal_pidfd, wait_until_gone
-from elastic_etcd.times import CHILD_GONE
+from elastic_etcd.system.threads import start_thread
+from elastic_etcd.times import CHILD_GONE, NOTHING_FREE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -88,6 +90,41 @@ async def start(
 ) -> subprocess.Popen[bytes]:
     """As `spawn`, while the event loop goes on: the program may be on a disk that stands still.
 
+    While no process is to be had, or no thread, it is tried again; raises OSError after that.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + NOTHING_FREE
+    while True:
+        try:
+            return await _start(command, env, **given)
+        except BlockingIOError as error:
+            if loop.time() >= until:
+                raise
+            _Refusals.note(error)
+        await asyncio.sleep(OPEN_AGAIN)
+
+
+class _Refusals:
+    """Told by one line, though many wait at once for a process or thread."""
+
+    _told = -math.inf
+
+    @classmethod
+    def note(cls, error: OSError) -> None:
+        if time.monotonic() > cls._told + NOTHING_FREE:
+            cls._told = time.monotonic()
+            log.warning(
+                "no process or thread is to be had: %s: trying again for %.0f s; see `ulimit -u`, "
+                "and the pids or tasks limit of the container or the service",
+                *(error.strerror, NOTHING_FREE),
+            )
+
+
+async def _start(
+    command: Sequence[str], env: Mapping[str, str], **given: Unpack[Given]
+) -> subprocess.Popen[bytes]:
+    """Start it once.
+
     The kernel ties the child to the thread that has started it, so that one stays as long as it.
     While it waits the others don't, from Python 3.11.4 on (python/cpython#104372).
     """
@@ -118,7 +155,7 @@ async def start(
         with contextlib.suppress(ChildProcessError):  # reaped already
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    threading.Thread(target=run, name="starter", daemon=True).start()
+    start_thread(run, "starter")
     return await started
 
 

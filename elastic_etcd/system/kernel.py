@@ -11,7 +11,10 @@ import errno
 import fcntl
 import functools
 import os
+import resource
 import signal
+from contextlib import ExitStack
+from pathlib import Path
 
 from elastic_etcd.errors import UsageError
 
@@ -19,6 +22,7 @@ from elastic_etcd.errors import UsageError
 # can't be seen may still run. So it is tried again after so many seconds.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 OPEN_AGAIN = 0.2
+_DESCRIPTORS = 64  # that an agent of one worker takes, and some to spare
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS = 1033
@@ -30,12 +34,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def check() -> None:
-    """Raise UsageError if this machine refuses a call for which there is no other way."""
+    """Raise UsageError if this machine refuses a call for which there is no other way.
+
+    Also if it has too few descriptors for an agent: gRPC would crash.
+    """
     try:
-        os.close(memfd_create("elastic_etcd-check", MFD_CLOEXEC))
+        with ExitStack() as held:
+            fd = memfd_create("elastic_etcd-check", MFD_CLOEXEC)
+            held.callback(os.close, fd)
+            for _ in range(_DESCRIPTORS):
+                held.callback(os.close, os.dup(fd))
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
-            raise
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise UsageError(
+                f"{error.strerror}: an agent needs more than {_DESCRIPTORS}, this process may have "
+                f"{most} (ulimit -n).\nAllow more before it is started: `ulimit -n 65536`, or "
+                "LimitNOFILE= in a systemd unit"
+            ) from None
         raise UsageError(
             f"memfd_create: {error.strerror}: {machine()}, or the container's seccomp profile, "
             "does not let a process make files in memory, in which training keeps its state.\n"
@@ -75,6 +91,14 @@ def has_pidfds() -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def is_open_to_its_user() -> bool:
+    """Whether this user's other processes may open the descriptors of this one in /proc.
+
+    They may not if its program has capabilities (`setcap`), so that its /proc belongs to root.
+    """
+    return Path("/proc/self/fd").stat().st_uid == os.geteuid()
 
 
 def pidfd_open(pid: int) -> int:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import select
 import signal
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_etcd.system import kernel
 from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
+from elastic_etcd.system.threads import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -112,13 +113,11 @@ def open_pidfd(pid: int) -> int:
         os.close(lives)
     else:
         try:
-            threading.Thread(
-                target=_wait_for_end, args=(pid, seen.started, lives), name="pidfd", daemon=True
-            ).start()
-        except RuntimeError as error:  # no thread is to be had
+            start_thread(functools.partial(_wait_for_end, pid, seen.started, lives), "pidfd")
+        except BlockingIOError as error:
             os.close(ended)
             os.close(lives)
-            raise OSError(NO_DESCRIPTOR[0], str(error)) from None
+            raise OSError(NO_DESCRIPTOR[0], error.strerror) from None
     _stand_ins[ended] = pid, seen.started
     return ended
 

@@ -53,7 +53,7 @@ class Channel:
         self._number = 0
         self._gone = ""
         try:
-            self._socket.connect(path)
+            _connect(self._socket, path)
         except OSError as error:
             self._socket.close()
             raise AgentGone(f"no agent answers at {path}: {error.strerror}") from error
@@ -245,6 +245,13 @@ class Channel:
     def _lost(self, why: str) -> AgentGone:
         self._gone = self._gone or f"the agent at {self._path} {why}"
         return AgentGone(self._gone)
+
+
+def _connect(sock: socket.socket, path: str) -> None:
+    try:
+        sock.connect(path)
+    except FileNotFoundError:  # somebody has removed it, and the agent has not looked since
+        sock.connect(os.environ.get("ELASTIC_ETCD_HELD_SOCKET", path))
 
 
 class _Silent(AgentGone):

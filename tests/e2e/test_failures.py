@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.etcd import EtcdServer
-from tests.support.job import Job
+from tests.support.job import ROOT, Job
 from tests.support.processes import command, send
 from tests.support.residue import history, keys, members_are
 from tests.support.ticking import TickingJob
@@ -57,6 +58,26 @@ def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -
     send(signal.SIGKILL, daemons)
 
 
+def test_m20_a_node_whose_torch_cannot_be_imported_is_left_out(
+    ticks: TickingJob, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """It would be group rank 0, whose store needs torch, in each world again."""
+    broken = tmp_path / "broken" / "torch.py"
+    broken.parent.mkdir()
+    broken.write_text("raise ImportError('libcudart.so.12: no such file')\n")
+    flags = {"nnodes": "2:3", "env": {"PYTHONPATH": f"{broken.parent}:{ROOT}"}}
+    early = ticks.start("n0", start_method="prefork", **flags)
+    ticks.exits(early, 1)
+    assert f"error: torch cannot be imported by {sys.executable}: libcudart" in early.output
+    n1 = ticks.start("n1", **flags)  # without a fork server it knows nothing of torch before
+    others = [ticks.start(node, nnodes="2:3") for node in ("n2", "n3")]
+    ticks.trains(2)
+    assert "(the store server on n1 ended with exit code 1: torch cannot" in others[0].output
+    (suspect,) = keys(etcd, ticks.name)["ledger"]["suspects"]
+    assert (suspect["node"], suspect["failed"]) == ("n1", 2)
+    ticks.finish(*others, n1)
+
+
 @pytest.mark.nightly(part="jobs")
 def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
     job: Job, etcd: EtcdServer, tmp_path: Path
@@ -73,7 +94,7 @@ def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
     (store,) = agent.programs("store_server.py")
     send(signal.SIGKILL, [store])
     job.exits(agent, 0)
-    assert "the store server ended with exit code -9" in history(etcd, job.name)[2]["began"]
+    assert "the store server on n1 ended with exit code -9" in history(etcd, job.name)[2]["began"]
     assert "generation 3" not in agent.output
 
 

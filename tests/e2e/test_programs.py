@@ -282,3 +282,34 @@ def test_t19_what_a_script_sets_before_it_imports_torch_counts_as_under_torchrun
 def test_g4_workers_are_told_the_interface_of_the_advertised_address() -> None:
     command = ("--no-python", "sh", "-c", "echo gloo uses $GLOO_SOCKET_IFNAME.")
     assert "gloo uses lo." in run("-m", "elastic_etcd.launch", "--advertise", "127.0.0.1", *command)
+
+
+READ_ONLY = """
+for place do shift; [ "$place" != -- ] || break; mount -t tmpfs -o ro none "$place"; done
+cd /proc
+exec "$@"
+"""
+may_mount = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount namespace"
+)
+
+
+@may_mount
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
+    """As in a container whose root is read-only."""
+    places = ["/tmp", "/var/tmp", *([] if has_memory else ["/dev/shm"])]
+    agent = (sys.executable, "-m", "elastic_etcd.launch", "--no-python")
+    worker = (sys.executable, "-c", "import tempfile; tempfile.TemporaryFile()")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-euc", READ_ONLY, "sh", *places, "--", *agent, *worker],
+        env={k: v for k, v in os.environ.items() if k not in ("TMPDIR", "XDG_RUNTIME_DIR")}
+        | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == (0 if has_memory else 2), done.stderr
+    assert ("Set TMPDIR to one that this user may write to" in done.stderr) != has_memory
+    assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,10 +78,14 @@ if __name__ == "__main__":
 
 
 def killed_once(much: bytes) -> tuple[str, int]:
-    """Rank 1 dies in the first generation; in the next it hears from rank 0."""
+    """Rank 1 dies in the first generation; in the next it hears from rank 0.
+
+    M7: it removes the program's folder first, as a cleaner of temporary files may.
+    """
     rank, store = os.environ["RANK"], ee.store()
     if rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         store.wait(["rank 0 is there"])
+        shutil.rmtree(Path(os.environ["ELASTIC_ETCD_HELD_FUNCTION"]).readlink().parent)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == "0":
         store.set("rank 0 is there", os.environ["ELASTIC_ETCD_GENERATION"])

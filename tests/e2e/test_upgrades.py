@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 PACKAGE = Path(elastic_etcd.__file__).parent
 FIELD = "    generation: Number = 0  # the last one handed out\n"
-MINOR = '    OPTIONAL: ClassVar = ("later",)\n\n' + FIELD + '    later: Text = "as it was"\n'
+MINOR = '    OPTIONAL: ClassVar = ("added",)\n\n' + FIELD + '    added: Text = "as it was"\n'
 
 
 def version(folder: Path, old: str, new: str) -> dict[str, str]:
@@ -40,10 +40,10 @@ def test_o12_versions_that_differ_in_a_field_train_together_and_formats_do_not_m
     g = job.trains(1)
     n2 = job.start("n2", settle=0)
     g = job.trains(2, after=g)
-    assert keys(etcd, job.name)["ledger"]["later"] == "as it was"
+    assert keys(etcd, job.name)["ledger"]["added"] == "as it was"
     n1.node_kill()
     g = job.trains(1, after=g)
-    assert keys(etcd, job.name)["ledger"]["later"] == "as it was", "n2 knows no such field"
+    assert keys(etcd, job.name)["ledger"]["added"] == "as it was", "n2 knows no such field"
     n1 = job.start("n1", env=later, settle=0)
     g = job.trains(2, after=g)
     n3 = job.start("n3", env=version(tmp_path / "next", "\nVERSION = 1\n", "\nVERSION = 2\n"))

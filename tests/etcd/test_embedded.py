@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,3 +195,23 @@ def test_ctrl_c_is_not_for_etcd() -> None:
         assert os.getpgid(pid) != parent.pid
         parent.kill()
         assert gone(pid, 5)
+
+
+@pytest.mark.parametrize("private", [False, True])
+@asynchronous
+async def test_m7_one_whose_directory_somebody_has_removed_is_started_again(
+    prefix: str, *, private: bool
+) -> None:
+    """Without its data, if it ends: agents begin anew under another history."""
+    async with (
+        EmbeddedEtcd(private=private) as etcd,
+        Client(EtcdConfig((etcd.endpoint,))) as client,
+    ):
+        await put(client, prefix, "1")
+        shutil.rmtree(etcd._directory)
+        async with Client(EtcdConfig((etcd.endpoint,))) as another:
+            assert (await another.range(Get(prefix))).kvs
+        os.kill(process_of(etcd), signal.SIGKILL)
+        while (await client.range(Get(prefix))).kvs:
+            pass
+        assert not etcd.failed.done()

@@ -1,6 +1,7 @@
 """An agent and its followers: what they see of its life, and how it writes what they find."""
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -206,3 +207,35 @@ async def test_a_record_of_a_hang_has_what_was_written_of_it(
     ]
     steps = path.read_text().splitlines()
     assert sum('"Publish","by":"hangs"' in step for step in steps) == len(found)
+
+
+@asynchronous
+async def test_m11_a_node_for_which_there_is_no_port_is_ready_later(
+    etcd: EtcdServer, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ephemeral ports are in use for a moment."""
+
+    class WithoutPort(Workers):
+        refused = 0
+
+        def offer(self, generation: int, reached: Reached) -> Master:
+            if self.refused < 2:
+                self.refused += 1
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            return super().offer(generation, reached)
+
+        def start(self, now: Round, part: Participant, limits: Limits) -> None:
+            super().start(now, part, limits)
+            asyncio.get_running_loop().call_soon(self.succeed)
+
+    async with Client(etcd.config) as client:
+
+        def build(tasks: Tasks) -> Agent:
+            membership = Membership(client, config(etcd, prefix), tasks)
+            return Agent(config(etcd, prefix), tasks, membership, WithoutPort(tasks.inbox))
+
+        assert await live(build) == 0
+    lines = [line for line in caplog.messages if "no socket for the store" in line]
+    assert lines == [
+        "no socket for the store: Address already in use: this node is ready when there is one"
+    ]

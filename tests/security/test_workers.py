@@ -33,14 +33,14 @@ TRACEBACK = b"Traceback (most recent call last):\nRuntimeError: the cause\n"
 def test_an_error_file_of_anything(record: bytes, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     file.write_bytes(record)
-    assert failure_message(1, str(file), TRACEBACK) == TRACEBACK.decode().strip()
+    assert failure_message(1, str(file), TRACEBACK, 0) == TRACEBACK.decode().strip()
 
 
 def test_an_error_file_that_fills_the_disk(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     with file.open("wb") as sparse:
         sparse.truncate(1 << 40)
-    assert failure_message(1, str(file), TRACEBACK) == TRACEBACK.decode().strip()
+    assert failure_message(1, str(file), TRACEBACK, 0) == TRACEBACK.decode().strip()
 
 
 @pytest.mark.parametrize("character", ["x", "\x1b", "\u00e4", "\U0001f600", "\ud800"])

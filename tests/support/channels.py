@@ -1,11 +1,21 @@
 """An agent's end of the channel, for tests of what workers ask of it."""
 
 import asyncio
+import atexit
+import shutil
+import tempfile
 import threading
 from typing import Self
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.protocol.messages import AskCurrent, Current, Disconnected, FromWorker
+
+
+def opened(channels: ChannelServer) -> str:
+    """The path at which it listens, in a directory that goes with this process."""
+    folder = tempfile.mkdtemp(prefix="channel-", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return channels.open(folder)
 
 
 class Job:
@@ -29,12 +39,12 @@ class Job:
         self._loop.close()
 
     def _run(self) -> None:
-        async def opened() -> ChannelServer:
+        async def begin() -> ChannelServer:
             channels = ChannelServer(self._answer)
-            self.path = channels.open()
+            self.path = opened(channels)
             return channels
 
-        channels = self._loop.run_until_complete(opened())
+        channels = self._loop.run_until_complete(begin())
         self._open.set()
         self._loop.run_forever()
 

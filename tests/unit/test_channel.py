@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 from collections.abc import AsyncIterator
@@ -52,7 +52,8 @@ from elastic_etcd.protocol.messages import (
     from_worker,
 )
 from elastic_etcd.train import agent_channel as worker_end
-from elastic_etcd.train.agent_channel import Channel
+from elastic_etcd.train.agent_channel import Channel, leaving
+from tests.support.channels import opened
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
@@ -65,7 +66,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.server = ChannelServer(self._heard)
-        self.path = self.server.open()
+        self.path = opened(self.server)
         self.heard: asyncio.Queue[tuple[WorkerChannel, Heard]] = asyncio.Queue()
         self.answer: tuple[bool | None, str] | None = True, ""
 
@@ -138,7 +139,6 @@ async def test_what_is_kept_outlives_its_worker(agent: Agent) -> None:
     agent.server.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    assert not Path(agent.path).parent.exists()
 
 
 async def test_r5_a_worker_can_ask_whether_its_node_is_leaving(
@@ -368,15 +368,22 @@ async def test_a_process_ends_though_nobody_has_ended_its_listening(agent: Agent
     )
 
 
-async def test_a_long_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    server = ChannelServer(print)
-    with seqpacket() as sock:
-        sock.connect(server.open())
-    server.close()
-    assert not list(deep.iterdir())
+async def test_m7_an_agent_whose_socket_somebody_has_removed_is_reached(
+    agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the descriptor of it, until the agent looks; and then at its path. A connection stays."""
+    monkeypatch.setenv("ELASTIC_ETCD_HELD_SOCKET", agent.server.held)
+    Path(agent.path).unlink()
+    for _ in range(2):
+        assert await asyncio.to_thread(leaving) is False
+        await agent.server.renew()
+        monkeypatch.delenv("ELASTIC_ETCD_HELD_SOCKET")
+        assert await asyncio.to_thread(leaving) is False
+        monkeypatch.setenv("ELASTIC_ETCD_HELD_SOCKET", agent.server.held)
+        shutil.rmtree(Path(agent.path).parent)
+        assert await asyncio.to_thread(leaving) is False
+        Path(agent.path).parent.mkdir()
+    assert await asyncio.to_thread(worker.leaving) is False
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")

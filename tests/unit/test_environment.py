@@ -26,6 +26,7 @@ def env(
     local_rank: int = 1,
     virtual: bool = False,
     timer_file: str = "",
+    interface: str = "",
 ) -> dict[str, str]:
     return worker_env(
         base or {},
@@ -36,10 +37,12 @@ def env(
         local_rank,
         error_file="/tmp/error.json",
         socket="/run/agent",
+        held_socket="/proc/1/fd/8",
         activity="/proc/1/fd/9",
         mark="1:2:host-a@j",
         memory="/dev/shm/memory",
         timer_file=timer_file,
+        interface=interface,
     )
 
 
@@ -77,10 +80,12 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_NODE": "host-a",
         "ELASTIC_ETCD_LOCAL_RANK": "1",
         "ELASTIC_ETCD_SOCKET": "/run/agent",
+        "ELASTIC_ETCD_HELD_SOCKET": "/proc/1/fd/8",
         "ELASTIC_ETCD_ACTIVITY": "/proc/1/fd/9",
         "ELASTIC_ETCD_LEAVE_DEADLINE": "30",
         "ELASTIC_ETCD_MEMORY": "/dev/shm/memory",
         "ELASTIC_ETCD_AGENT": "1:2:host-a@j",
+        "ELASTIC_ETCD_SET": "OMP_NUM_THREADS=1",
     }
 
 
@@ -114,6 +119,19 @@ def test_torchrun_sets_nothing_else(tmp_path: Path) -> None:
         "TORCHELASTIC_USE_AGENT_STORE",
     ):
         assert theirs[same] == ours[same]
+
+
+def test_m19_what_an_agent_has_set_is_not_the_users_in_a_job_that_its_worker_submits() -> None:
+    other = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    submitted = env(interface="eth0")
+    assert submitted | other == submitted
+    environment.forget_another_agents(submitted)
+    assert not submitted.keys() & {*other, "ELASTIC_ETCD_SET"}
+    assert env(submitted, interface="ib0")["GLOO_SOCKET_IFNAME"] == "ib0"
+    users = {"OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "ib1"}
+    for its in (env(users, interface="eth0"), env(interface="eth0") | users):
+        environment.forget_another_agents(its)
+        assert its | users == its, "given to the agent, or set by what its worker submits"
 
 
 def test_what_the_user_set_stays() -> None:

@@ -86,6 +86,14 @@ async def test_a_timer_that_torch_sets(pipe: Pipe) -> None:
     assert 0 < seconds <= 0.5
 
 
+async def test_m7_a_pipe_that_somebody_has_removed_is_made_anew(pipe: Pipe) -> None:
+    pipe.path.unlink()
+    for _ in range(2):
+        await pipe.timers.renew()
+        pipe.write(line())
+        assert await pipe.next() == "step"
+
+
 async def test_a_timer_that_is_let_go_of(pipe: Pipe) -> None:
     """Whatever became of it before; another one of this name is another one."""
     client = FileTimerClient(str(pipe.path))

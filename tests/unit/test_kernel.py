@@ -103,3 +103,31 @@ def test_m2_no_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "memfd_create", refuse)
     with pytest.raises(UsageError, match=r"memfd_create: Operation not permitted: Linux \d"):
         kernel.check()
+
+
+def test_m19_a_python_with_capabilities_is_told_to_have_no_hang_watch() -> None:
+    """A process whose ids have changed is as closed to its user as one with capabilities."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("hangs and slow nodes are not found") == 1
+
+
+CLOSED = """
+import ctypes, os, sys
+from elastic_etcd import launch
+from elastic_etcd.agent import agent
+from elastic_etcd.system import kernel
+assert kernel.is_open_to_its_user()
+agent.run = lambda *_: 0
+if os.geteuid() == 0:
+    os.seteuid(54321)
+ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+assert not kernel.is_open_to_its_user()
+sys.exit(launch.run(["--nnodes=1", "--nproc-per-node=1", "--no-python", "true"], os.environ))
+"""

@@ -133,6 +133,15 @@ def test_error_in_the_environment(directory: Path, env: dict[str, str], message:
     assert len(done.stderr.splitlines()) <= 3
 
 
+def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
+    limited = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh", *LAUNCH]
+    done = run(["--no-python", "true"], directory, limited)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: Too many open files: an agent needs more than 64, this ")
+    assert "process may have 32 (ulimit -n).\n" in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+
+
 def test_help_teaches(directory: Path) -> None:
     done = run(["--help"], directory, env={"COLUMNS": "100"})
     assert done.returncode == 0

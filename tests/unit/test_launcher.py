@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 from dataclasses import fields
@@ -142,6 +143,18 @@ def test_a_function_goes_by_its_name_and_comes_back(worker: Path) -> None:
     run_function.main(file)
     assert functions.load_values(worker, 3) == {1: 3}
     assert functions.load_values(worker, 2) == {}, "of another generation"
+
+
+def test_m7_a_folder_that_somebody_has_removed_costs_nothing(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = functions.save_function(worker, add, (1, 2))
+    with file.open("rb") as held:
+        monkeypatch.setenv("ELASTIC_ETCD_HELD_FUNCTION", f"/proc/self/fd/{held.fileno()}")
+        shutil.rmtree(worker)
+        run_function.main(file)
+    assert functions.load_values(worker, 3) == {1: 3}
+    assert worker.stat().st_mode & 0o777 == 0o700
 
 
 def test_what_has_no_name_goes_by_value(worker: Path) -> None:

@@ -152,8 +152,8 @@ def test_what_came_long_after_a_traceback_is_none_of_it() -> None:
 def test_the_error_file_has_the_first_word(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "error.json"
     file.write_text(content)
-    assert failure_message(127, str(file), b"x\nfrom stderr\n") == message
-    assert failure_message(0, str(file), b"") == ""
+    assert failure_message(127, str(file), b"x\nfrom stderr\n", 0) == message
+    assert failure_message(0, str(file), b"", 0) == ""
 
 
 class Run:

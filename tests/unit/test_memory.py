@@ -1,5 +1,6 @@
 """Checkpoints in memory, on one node: when they are complete, what is kept, and what is refused."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec import json
 
+from elastic_etcd.agent import directories
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.checkpoint.memory_checkpoint import (
     MANIFEST,
@@ -275,3 +277,35 @@ def test_other_folders_are_none(memory: Path) -> None:
 def test_the_most_steps_are_the_newest() -> None:
     order = [Checkpoint(110, 9), Checkpoint(120, 3), Checkpoint(120, 4)]
     assert sorted(order, reverse=True) == order[::-1]
+
+
+def test_m9_a_memory_that_somebody_has_removed_is_made_anew(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As logind does at a logout (RemoveIPC), or a cleaner."""
+    write(1)
+    shutil.rmtree(memory)
+    assert write(2)
+    assert names(memory) == ["step-2-3"]
+    assert memory.stat().st_mode & 0o777 == 0o700
+    assert caplog.text.count("has been removed") == 1
+    directories._remove_former(memory.parent, memory.name)
+    assert names(memory) == ["step-2-3"], "it is no dead agent's"
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+@pytest.mark.parametrize("error", [None, RuntimeError("Parent directory does not exist.")])
+def test_m9_a_memory_that_goes_in_the_block_costs_that_checkpoint(
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: str,
+    error: Exception | None,
+) -> None:
+    monkeypatch.setenv("ELASTIC_ETCD_LOCAL_RANK", local_rank)
+    with memory_checkpoint(1) as folder:
+        assert folder
+        shutil.rmtree(memory)
+        if error:  # of torch's writer
+            raise error
+    assert write(2)
+    assert found_in(memory).keys() == ({Checkpoint(2, 3)} if local_rank == "0" else set())

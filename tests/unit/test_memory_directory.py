@@ -1,36 +1,45 @@
-"""The agent's directory in memory: whose it is, and who removes it."""
+"""The agent's directories: whose they are, where they can be, and who removes them."""
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
 from elastic_etcd.agent import directories
 from elastic_etcd.agent.channel import ChannelServer
-from elastic_etcd.agent.directories import memory_directory, own_directory
+from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
 
+PREFIX = f"{directories._MEMORY}{directories._boot()}-"
 LEAVE_ONE = "import os, sys; from elastic_etcd.agent.directories import memory_directory; "
-LEAVE_ONE += "print(memory_directory(sys.argv[1])[0]); os._exit(1)"
+LEAVE_ONE += "print(memory_directory(sys.argv[1]).path); os._exit(1)"
 
 
-def dead_agents(parent: Path) -> Path:
-    """A directory whose agent has ended without removing it."""
-    command = [sys.executable, "-c", LEAVE_ONE, str(parent)]
+def dead_agents(parent: Path, code: str = "") -> Path:
+    """A directory whose agent, which has run `code`, has ended without removing it."""
+    command = [sys.executable, "-c", code + LEAVE_ONE, str(parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     return Path(done.stdout.strip())
 
 
+def made(parent: Path) -> Directory:
+    parent.mkdir(exist_ok=True)
+    return Directory(str(parent), PREFIX)
+
+
 def test_it_is_this_user_s_only_until_it_is_removed(tmp_path: Path) -> None:
-    path, remove = memory_directory(str(tmp_path))
-    assert Path(path).parent == tmp_path
-    assert Path(path).stat().st_mode & 0o777 == 0o700
-    (Path(path) / "step-1-1").mkdir()
-    remove()
+    directory = made(tmp_path)
+    path = Path(directory.path)
+    assert path.parent == tmp_path
+    assert path.stat().st_mode & 0o777 == 0o700
+    (path / "step-1-1").mkdir()
+    directory.remove()
     assert [*tmp_path.iterdir()] == []
 
 
@@ -41,23 +50,76 @@ def test_only_what_a_dead_agent_left_is_removed(
     dead = dead_agents(tmp_path)
     (dead / "step-1-1").mkdir()
     (tmp_path / "elastic_etcd-x").mkdir()
-    (tmp_path / "elastic_etcd_memory-link").symlink_to(tmp_path / "elastic_etcd-x")
-    (tmp_path / "elastic_etcd_memory-file").touch()
-    live, lock = directories._make(str(tmp_path), directories._MEMORY)
-    directories._remove_former(tmp_path, directories._MEMORY)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "elastic_etcd-x")
+    (tmp_path / f"{PREFIX}file").touch()
+    live = made(tmp_path)
+    directories._remove_former(tmp_path, PREFIX)
     remaining = {path.name for path in tmp_path.iterdir()}
-    others = {"elastic_etcd-x", "elastic_etcd_memory-link", "elastic_etcd_memory-file"}
-    assert remaining == others | {Path(live).name}
+    assert remaining == {
+        *("elastic_etcd-x", f"{PREFIX}link", f"{PREFIX}file"),
+        Path(live.path).name,
+    }
     assert f"removing what a dead agent left: {dead}" in caplog.text
-    os.close(lock)
+    live.remove()
+
+
+def test_m8_another_machine_s_is_left_alone(tmp_path: Path) -> None:
+    """On a shared file system that does not show its locks, as by default BeeGFS's."""
+    other = str(uuid.uuid4()).replace("-", "")[:16]
+    code = f"from elastic_etcd.agent import directories; directories._boot = lambda: {other!r}; "
+    theirs, ours = dead_agents(tmp_path, code), dead_agents(tmp_path)
+    directories._remove_former(tmp_path, PREFIX)
+    assert theirs.exists()
+    assert not ours.exists()
+
+
+def test_m7_one_that_somebody_has_removed_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the same path, with whatever was above it, and with the lock."""
+    directory = made(tmp_path / "job")
+    path = Path(directory.path)
+    directory.renew()
+    assert caplog.text == ""
+    shutil.rmtree(path.parent)
+    directory.renew()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert f"somebody has removed {path}" in caplog.text
+    directories._remove_former(path.parent, PREFIX)
+    assert path.exists()
+    directory.remove()
+    assert not path.exists()
+
+
+def test_m9_one_that_a_worker_has_made_anew_is_the_agent_s(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    path = Path(directory.path)
+    path.rmdir()
+    path.mkdir()
+    directory.renew()
+    directories._remove_former(tmp_path, PREFIX)
+    assert path.exists()
+    directory.remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_m7_one_that_another_user_has_made_in_its_place_is_not_taken(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    path = Path(directory.path)
+    path.rmdir()
+    path.mkdir()
+    os.chown(path, 12345, 12345)
+    with pytest.raises(PermissionError, match="another user's"):
+        directory.renew()
+    directory.remove()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_another_user_s_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "elastic_etcd_memory-theirs"
+    path = tmp_path / f"{PREFIX}theirs"
     path.mkdir()
     os.chown(path, 12345, 12345)
-    directories._remove_former(tmp_path, directories._MEMORY)
+    directories._remove_former(tmp_path, PREFIX)
     assert path.exists()
 
 
@@ -65,10 +127,8 @@ def test_where_none_can_be_made_that_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    path, remove = memory_directory(str(tmp_path / "nothing"))
-    assert path == ""
+    assert memory_directory(str(tmp_path / "nothing")) is None
     assert f"no directory for ee.memory_checkpoint in {tmp_path}/nothing: No such" in caplog.text
-    remove()
 
 
 def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
@@ -84,9 +144,9 @@ def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
         return real(path)
 
     monkeypatch.setattr(directories, "_locked", locked)
-    path, lock = directories._make(str(tmp_path), directories._MEMORY)
-    assert [str(each) for each in tmp_path.iterdir()] == [path] != taken
-    os.close(lock)
+    directory = made(tmp_path)
+    assert [str(each) for each in tmp_path.iterdir()] == [directory.path] != taken
+    directory.remove()
 
 
 def test_a_file_system_without_locks_has_none(
@@ -99,9 +159,7 @@ def test_a_file_system_without_locks_has_none(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    path, remove = memory_directory(str(tmp_path))
-    remove()
-    assert path == ""
+    assert memory_directory(str(tmp_path)) is None
     assert [*tmp_path.iterdir()] == []
     assert "no directory for ee.memory_checkpoint" in caplog.text
 
@@ -115,10 +173,11 @@ async def test_the_agents_own_has_a_path_that_is_short_enough_for_its_socket(
         temporary = Path(short, "x" * (length - len(short) - 1))
         temporary.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-        folder, remove = own_directory()
-        assert Path(folder).parent == (temporary if length <= 50 else Path("/tmp"))
+        directory = own_directory()
+        folder = Path(directory.path)
+        assert folder.parent == (temporary if length <= 50 else Path("/tmp"))
         channels = ChannelServer(lambda *_: None)
-        assert Path(channels.open(folder)).is_relative_to(folder)
+        assert Path(channels.open(directory.path)).is_relative_to(folder)
         channels.close()
-        remove()
-        assert not Path(folder).exists()
+        directory.remove()
+        assert not folder.exists()

@@ -31,7 +31,7 @@ class News:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._event = asyncio.Event()
-        for kind, name in ((Prefork, "_take_message"), (Prefork, "_lost"), (_Preforked, "_arrive")):
+        for kind, name in ((Prefork, "_take_message"), (Prefork, "_lost"), (_Preforked, "arrive")):
             patch.setattr(kind, name, self._then_tell(getattr(kind, name)))
 
     def _then_tell(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -216,6 +216,39 @@ async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
     async with forking(tmp_path, "exits") as server:
         with pytest.raises(UsageError, match=r"SystemExit: usage: \.\.\."):
             await server.imported()
+
+
+async def test_m15_a_fork_server_that_does_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    """It is stopped, or its pages are on a file system that stands still."""
+    monkeypatch.setattr("elastic_etcd.agent.prefork.ANSWER", 0.5)
+    async with forking(tmp_path, size=0) as server:
+        await server.imported()
+        stopped = server.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(OSError, match="the fork server could not fork"):
+            await fork(server, tmp_path, "")
+        await news.until(lambda: server.ready)
+        assert server.pid not in {None, stopped}
+        assert await run(server, tmp_path, "print(1)") == "1\n"
+        (line,) = [line for line in caplog.messages if "is replaced" in line]
+        assert line.startswith(f"the fork server (pid {stopped}) has not answered for 0.5 s")
+
+
+async def test_m15_what_is_imported_for_long_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    monkeypatch.setattr("elastic_etcd.agent.prefork.IMPORTED", 0.1)
+    os.mkfifo(tmp_path / "disk")
+    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'disk')!r}).close()")
+    async with forking(tmp_path, "slow") as server:
+        await server.imported()
+        assert not server.ready
+        assert f"the fork server (pid {server.pid}) has not imported all in 0.1 s" in caplog.text
+        (tmp_path / "disk").open("w").close()
+        await news.until(lambda: server.ready)
 
 
 @pytest.mark.parametrize(

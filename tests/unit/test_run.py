@@ -42,6 +42,7 @@ from elastic_etcd.train.run import is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
+from tests.support.channels import opened
 
 Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
 
@@ -87,7 +88,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.channels = ChannelServer(self._hear)
-        self.path = self.channels.open()
+        self.path = opened(self.channels)
         self.heard: asyncio.Queue[FromWorker | Disconnected] = asyncio.Queue()
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trains = asyncio.Event()

@@ -400,15 +400,15 @@ def test_what_is_mirrored_does_not_grow_with_the_job() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_unknown_fields_stay_in_what_several_agents_change(value: Lasting) -> None:
-    later = json.loads(encode(value)) | {"later": {"x": [1, None]}}
+    later = json.loads(encode(value)) | {"new": {"x": [1, None]}}
     text = json.dumps(later, sort_keys=True)
-    forged = json.dumps(later | {"unknown": [["v", "9"]]})
+    forged = json.dumps(later | {"later": [["v", "9"]]})
     assert encode(decode(type(value), text)) == encode(decode(type(value), forged)) == text
 
 
 @pytest.mark.parametrize("key", [k for k in JOB if "/history/" not in k])
 def test_unknown_fields_change_nothing(key: str) -> None:
-    later = json.dumps({**json.loads(JOB[key]), "later": {"x": [1]}})
+    later = json.dumps({**json.loads(JOB[key]), "new": {"x": [1]}})
     plain = view_of(snapshot(JOB), KEYS, Everything())
     view = view_of(snapshot(JOB | {key: later}), KEYS, Everything())
     assert _without_unknown(view) == plain
@@ -417,7 +417,7 @@ def test_unknown_fields_change_nothing(key: str) -> None:
 def _without_unknown(view: View) -> View:
     of_a_run = {name: getattr(view, name) for name in ("spec", "round", "ledger")}
     return replace(
-        view, **{name: replace(value, unknown=()) for name, value in of_a_run.items() if value}
+        view, **{name: replace(value, later=()) for name, value in of_a_run.items() if value}
     )
 
 

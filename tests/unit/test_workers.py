@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,7 +388,9 @@ async def test_a_world_whose_store_can_not_even_be_begun_is_ended(
         patched.setattr(store, "channel_pair", none_left)
         watched.workers.start(now, Participant(0xA, "n", 1, 0, 0), Limits(1, 1))
     await watched.until(lambda: watched.hangs)
-    assert watched.hangs[0].hang == "the store server can't be started: Too many open files"
+    (failure,) = watched.hangs
+    assert failure.hang == "the store server on n can't be started: Too many open files"
+    assert failure.node == "n", "M20: it is that node's, which is left out if it goes on"
     await watched.emptied()
 
 
@@ -606,3 +609,36 @@ async def test_a_parked_worker_that_ends_after_its_generation_is_not_told_to_be_
     await watched.emptied()
     assert watched.ends == []
     assert stuck(caplog) == []
+
+
+CALLS = """
+    import os, socket
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.connect(os.environ["ELASTIC_ETCD_SOCKET"])
+    agent.send(b'{"type":"hello","v":1,"pid":1,"local_rank":0,"generation":1}')
+    assert agent.recv(1 << 16)
+"""
+
+
+async def test_m7_workers_reach_an_agent_whose_directory_somebody_has_removed(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another job's end, or a cleaner of temporary files."""
+    for _ in range(2):
+        shutil.rmtree(watched.directory.path)
+        watched.launch(python(CALLS))
+        await watched.emptied()
+        assert watched.failures == []
+    assert "somebody has removed" in caplog.text
+
+
+async def test_m7_a_directory_that_cannot_be_made_anew_ends_nothing(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(watched.directory.path)
+    Path(watched.directory.path).touch()
+    watched.launch(["true"])
+    await watched.emptied()
+    assert watched.failures == []
+    assert f"what others have removed in {watched.directory.path} stays so: " in caplog.text
+    Path(watched.directory.path).unlink()

@@ -310,12 +310,17 @@ class Logs:
 
     def _make_folder(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._make(folder)
         except OSError as error:
             self._tell_file_error(folder, error)
 
+    def _make(self, folder: Path) -> None:
+        assert self.directory
+        self.directory.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
+        folder.mkdir(parents=True, exist_ok=True)
+
     def _open_file(self, path: Path) -> int:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make(path.parent)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _tell_file_error(self, path: Path, error: OSError) -> None:

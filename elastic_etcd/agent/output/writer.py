@@ -41,11 +41,12 @@ class OutputWriter:
         self._lock = threading.Condition()
         self._jobs: deque[tuple[Callable[[], object], int]] = deque()
         self._size = 0
-        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[Callable[[], None]] = []  # for room
         self._look = Timer()
         self._ended = False
+        # Now, as there may be none to be had when there is something to write.
+        threading.Thread(target=self._run, name="writer", daemon=True).start()
 
     @property
     def full(self) -> bool:
@@ -69,9 +70,6 @@ class OutputWriter:
             self._jobs.append((job, size))
             self._size += size
             self._lock.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-                self._thread.start()
 
     def when_room(self, resume: Callable[[], None]) -> None:
         """Call `resume` once, from the event loop, when it is not full any more."""

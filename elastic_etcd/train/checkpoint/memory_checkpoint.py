@@ -6,6 +6,8 @@ directory, and removes it at its end. The directory is the node's own; latest_ch
 nodes together.
 """
 
+import fcntl
+import logging
 import os
 import re
 import secrets
@@ -13,7 +15,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Self
@@ -32,6 +34,8 @@ CHUNK = 1 << 20
 _NAME = re.compile(r"step-([0-9]{1,18})-([0-9]{1,18})")
 _FULL = 1 << 16  # bytes: where fewer are free no more can be written
 _last: dict[Path, int] = {}  # by directory in memory: the step of what was written or read last
+
+log = logging.getLogger(__name__)
 
 
 class File(Struct, frozen=True):
@@ -198,7 +202,9 @@ def _due_on_disk(
 
 
 def memory_of(env: Mapping[str, str]) -> Path | None:
-    """This node's directory; None where no agent of ours has started this process.
+    """This node's directory, which others may have removed: a cleaner, logind at a logout.
+
+    None where no agent of ours has started this process.
 
     Raises UsageError where the agent could make none.
     """
@@ -208,7 +214,16 @@ def memory_of(env: Mapping[str, str]) -> Path | None:
             "this node has no directory in memory, its agent's log says why: give all agents "
             "--memory-dir, a directory in a tmpfs with room for two checkpoints"
         )
-    return None if path is None else Path(path)
+    if path is None:
+        return None
+    memory = Path(path)
+    with suppress(FileExistsError):
+        memory.mkdir(0o700, parents=True)
+        log.warning("%s, and what was saved in it, has been removed; it is made anew", memory)
+        # It is no dead agent's, though this node's agent looks only when it starts workers.
+        with suppress(OSError):
+            fcntl.flock(os.open(memory, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return memory
 
 
 # --- folders ------------------------------------------------------------------------------
@@ -327,12 +342,19 @@ def _size_of(checkpoint: Checkpoint, path: Path) -> int:
 
 @contextmanager
 def _shortage_explained(folder: Path) -> Iterator[None]:
-    """Raise UsageError for an error that comes of a full memory; torch's writer hides that."""
+    """Raise UsageError for an error that comes of a full memory; torch's writer hides that.
+
+    With a memory that is gone a checkpoint is lost, and nothing else: that is a warning.
+    """
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
+        memory = os.environ.get("ELASTIC_ETCD_MEMORY")
+        if memory == str(folder.parent) and not folder.parent.exists():
+            log.warning("a checkpoint is lost: %s was removed while it was written", memory)
+            return
         free = free_in(folder.parent)
         if free.size >= _FULL or memory_of(os.environ) is None:
             raise
