@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.errors import ElasticEtcdError, EtcdUnreachable, UsageError
+from elastic_etcd.etcd.access import SOCKET
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import LOOK_UP
 
@@ -136,6 +137,8 @@ def interface_of(address: str) -> str:
 
 def _way_to(endpoint: str) -> str:
     """This machine's address on the way to `endpoint`."""
+    if endpoint.startswith(SOCKET):
+        return "127.0.0.1"
     host, _, port = endpoint.rpartition(":")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

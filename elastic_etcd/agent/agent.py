@@ -197,9 +197,10 @@ async def _open_resources(
     if etcd is None:
         from elastic_etcd.etcd.embedded import EmbeddedEtcd  # noqa: PLC0415 - only without --etcd
 
-        embedded = await scope.enter_async_context(EmbeddedEtcd(parent=folder.path))
+        private = config.limits.max_nodes == 1
+        embedded = await scope.enter_async_context(EmbeddedEtcd(folder.path, private=private))
         etcd = EtcdConfig((embedded.endpoint,))
-        _tell_embedded(config, embedded.endpoint)
+        _tell_embedded(config, embedded)
     memory = memory_directory(config.memory_dir)
     paths = [directory.path for directory in (memory, folder) if directory]
     guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths)
@@ -613,9 +614,10 @@ def _lines_at_end(entry: History) -> list[str]:
     return [*at_end(entry)]
 
 
-def _tell_embedded(config: AgentConfig, endpoint: str) -> None:
-    root = f"{config.prefix}/{config.job}"
-    log.info("no --etcd: one of its own at %s, for this run only", endpoint)
+def _tell_embedded(config: AgentConfig, etcd: "EmbeddedEtcd") -> None:
+    root, endpoint = f"{config.prefix}/{config.job}", etcd.endpoint
+    text = "no --etcd: one of its own (%s, %s) at %s, for this run only"
+    log.info(text, etcd.program, etcd.version, endpoint)
     log.info("  etcdctl --endpoints=%s get --prefix %s/", endpoint, root)
     if config.limits.max_nodes > 1:
         where = f"--etcd {endpoint} --job {config.job}"

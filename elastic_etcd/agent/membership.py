@@ -116,6 +116,7 @@ class Membership:
         self._malformed: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._silence = False
+        self._refused = False  # the renewal of its lease, and that has been told
         self._changed = asyncio.Event()  # the mirror, since it was last looked at
 
     async def __aenter__(self) -> Self:
@@ -314,7 +315,7 @@ class Membership:
         self._mirror = None
         before = self._session
         await self._session_scope.aclose()
-        self._silence = False
+        self._silence = self._refused = False
         config = self._config
         self.reached = await own_address(config, self._client.endpoint, self.reached)
         address = self.reached.address
@@ -501,22 +502,30 @@ class Membership:
         else:
             self._inbox.put(LeaseLost(lost.result()))
 
-    def _silent(self, seconds: float) -> None:
-        limit = self._config.etcd_timeout
+    def _silent(self, seconds: float, error: Exception) -> None:
+        train_on = self._limits.cut_off is None
+        if isinstance(error, EtcdError):  # it answers, but not as it should
+            if not self._refused:
+                self._refused = True
+                then = "and its workers with it" if train_on else "its workers before"
+                text = "this node's lease is not renewed and ends in %.0f s, %s: %s"
+                log.warning(text, self.lease_left, then, error)
+        elif not self._silence:
+            then = "training goes on" if train_on else "workers are stopped before the lease ends"
+            log.warning("etcd does not answer at %s; %s", self._client.endpoint, then)
         if not self._silence:
             self._silence = True
             self._inbox.put(Silent(seconds))
-            train_on = self._limits.cut_off is None
-            then = "training goes on" if train_on else "workers are stopped before the lease ends"
-            log.warning("etcd does not answer at %s; %s", self._client.endpoint, then)
-        if limit is not None and seconds > limit:
+        limit = self._config.etcd_timeout
+        if limit is not None and seconds > limit and not isinstance(error, EtcdError):
             late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
             self._inbox.put(FatalError(EtcdUnreachable(f"{late} (--etcd-timeout)")))
 
     def _answered(self) -> None:
-        self._silence = False
+        refused, self._silence, self._refused = self._refused, False, False
         self._inbox.put(Answered())
-        log.info("etcd answers again at %s", self._client.endpoint)
+        then = "renews this node's lease" if refused else "answers"
+        log.info("etcd %s again at %s", then, self._client.endpoint)
 
 
 async def _offered(offer: Callable[[], Master]) -> Master:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
+from urllib.parse import quote
 
 from google.protobuf.message import Message
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.etcd.access import SOCKET, EtcdConfig
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 
 
@@ -96,7 +97,7 @@ AUTHENTICATE = _rpc("Auth/Authenticate", pb.AuthenticateRequest, pb.Authenticate
 
 
 def channel(endpoint: str, credentials: Credentials | None) -> Any:
-    """A channel to one endpoint (`host:port`), over TLS if there are credentials."""
+    """A channel to one endpoint, over TLS if there are credentials."""
     with _startup():
         if credentials is None:
             return grpc.aio.insecure_channel(target(endpoint), OPTIONS)
@@ -105,6 +106,8 @@ def channel(endpoint: str, credentials: Credentials | None) -> Any:
 
 def target(endpoint: str) -> str:
     """The name that gRPC has for the endpoint; an IP address needs no resolver."""
+    if endpoint.startswith(SOCKET):
+        return f"unix:{quote(endpoint.removeprefix(SOCKET))}"
     host = endpoint.rpartition(":")[0]
     if host.startswith("["):
         return f"ipv6:{endpoint}"

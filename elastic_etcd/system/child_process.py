@@ -45,13 +45,14 @@ class Process(Protocol):
 
 
 class Given(TypedDict):
-    """The descriptors of a child, and whether it leads a session."""
+    """The descriptors of a child, whether it leads a session, and where it begins."""
 
     stdout: int
     stderr: int
     stdin: NotRequired[int]  # /dev/null if nothing else is said
     pass_fds: NotRequired[Collection[int]]
     session: NotRequired[bool]
+    cwd: NotRequired[Path]
 
 
 def spawn(
@@ -63,6 +64,7 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     pass_fds: Collection[int] = (),
     session: bool = False,
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `command` as a child that dies with this process. Raises OSError.
 
@@ -77,6 +79,7 @@ def spawn(
         stderr=stderr,
         pass_fds=tuple(pass_fds),
         bufsize=0,
+        cwd=cwd,
         start_new_session=session,
         process_group=None if session else 0,
     )

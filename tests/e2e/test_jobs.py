@@ -123,6 +123,10 @@ def test_embedded_etcd(tmp_path: Path) -> None:
         get = [tool("etcdctl"), "--endpoints", told[1], "get", "--prefix", "--keys-only", "/"]
         found = subprocess.run(get, check=True, capture_output=True, text=True).stdout
         assert f"/elastic_etcd/{job.name}/round" in found
+        assert told[1].startswith("unix://"), "m21: no other user of this machine reaches it"
+        status = [sys.executable, "-m", "elastic_etcd", "status", job.name, "--etcd", told[1]]
+        seen = subprocess.run(status, check=True, capture_output=True, text=True).stdout
+        assert "training" in seen
         job.finish(agent)
         job.check()
         assert not job.processes()

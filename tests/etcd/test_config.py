@@ -21,6 +21,7 @@ from elastic_etcd.etcd.access import EtcdConfig
         ("https://h:1,https://i:2", ("h:1", "i:2"), True),
         ("[::1]:2379", ("[::1]:2379",), False),
         ("https://[fe80::1]", ("[fe80::1]:2379",), True),
+        ("unix:///run/a b/etcd:0", ("unix:///run/a b/etcd:0",), False),
     ],
 )
 def test_endpoints(text: str, endpoints: tuple[str, ...], *, tls: bool) -> None:
@@ -32,7 +33,7 @@ def test_endpoints(text: str, endpoints: tuple[str, ...], *, tls: bool) -> None:
 @pytest.mark.parametrize(
     "text",
     [":2379", "h:", "h:0", "h:99999", "h:x", "::1:2379", "ftp://h:1", "h:1,", "u@h:1", "h:1/path",
-     "http://a:1,https://b:2"],
+     "unix://etcd:0", "http://a:1,https://b:2"],
 )  # fmt: skip
 def test_an_endpoint_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match="endpoint"):

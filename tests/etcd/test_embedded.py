@@ -19,6 +19,7 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from elastic_etcd.system.processes import open_pidfd
 from tests.support.aio import asynchronous, put
 from tests.support.etcd import tool
+from tests.support.etcd_versions import NEWEST, newest_or_skip, pinned
 
 PROGRAM = """
 import asyncio
@@ -79,6 +80,34 @@ async def test_there_and_gone(prefix: str) -> None:
 
 
 @asynchronous
+async def test_m21_a_private_one_is_reached_by_its_socket(prefix: str, tmp_path: Path) -> None:
+    """Also where its path has what means something in a URL."""
+    folder = tmp_path / "a%20b #?é"
+    folder.mkdir()
+    etcd = EmbeddedEtcd(str(folder), private=True)
+    async with etcd, Client(EtcdConfig((etcd.endpoint,))) as client:
+        await put(client, prefix, "1")
+        os.kill(process_of(etcd), signal.SIGKILL)
+        await put(client, prefix, "2")  # it is started again, at the same socket
+    async with EmbeddedEtcd(private=True) as etcd:
+        async with Client(EtcdConfig((etcd.endpoint,))) as client:
+            await put(client, prefix, "3")
+        assert etcdctl_get(etcd.endpoint, prefix) == b"3\n"
+
+
+@asynchronous
+async def test_m21_a_newer_etcd_on_the_path_is_taken(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = newest_or_skip()
+    monkeypatch.setenv("PATH", str(Path(newest).parent))
+    async with EmbeddedEtcd(private=True) as etcd:
+        assert (etcd.program, etcd.version) == (newest, pinned(NEWEST))
+        async with Client(EtcdConfig((etcd.endpoint,))) as client:
+            await put(client, prefix)
+
+
+@asynchronous
 async def test_two_at_once(prefix: str) -> None:
     async with EmbeddedEtcd() as one, EmbeddedEtcd() as two:
         assert one.endpoint != two.endpoint
@@ -94,7 +123,7 @@ async def test_a_port_that_somebody_else_took(
 ) -> None:
     async with EmbeddedEtcd() as other:
         taken = int(other.endpoint.rpartition(":")[2])
-        choices = [[taken, embedded.free_ports(1)[0]], embedded.free_ports(2)]
+        choices = [[taken], embedded.free_ports(1)]
         monkeypatch.setattr(embedded, "free_ports", lambda _: choices.pop(0))
         async with EmbeddedEtcd() as etcd:
             assert etcd.endpoint != other.endpoint

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import pytest
 import yaml
 
 from elastic_etcd.etcd.embedded import free_ports
 from elastic_etcd.system import trampoline
-from tests.support.debian import NotToBeHad
-from tests.support.etcd import START_TIMEOUT, debian_etcd
+from tests.support.etcd import START_TIMEOUT
+from tests.support.etcd_versions import MINORS, newest_or_skip, pinned
 from tests.support.job import ROOT
 from tests.support.prometheus import get
 
 MANIFEST = ROOT / "examples" / "kubernetes" / "etcd.yaml"
-OLDEST = (3, 5, 11)  # that answers the probes
 
 
 def container() -> dict[str, Any]:
@@ -44,13 +42,15 @@ def environment(name: str, ports: dict[str, int], directory: Path) -> dict[str, 
     return env
 
 
+def test_e3_the_manifests_name_an_etcd_that_is_tested() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-etcd"]["image"]
+    (version,) = re.findall(r":v([\d.]+)$", container()["image"])
+    assert compose.endswith(f":${{ETCD_VERSION:-v{version}}}")
+    assert version in map(pinned, MINORS)
+
+
 def test_the_statefulset_is_a_cluster_whose_probes_answer(tmp_path: Path) -> None:
-    try:
-        program = debian_etcd("sid")
-    except NotToBeHad as reason:
-        pytest.skip(str(reason))
-    (version,) = re.findall(r":v(\d+)\.(\d+)\.(\d+)", container()["image"])
-    assert tuple(map(int, version)) >= OLDEST
+    program = newest_or_skip()
     names = [f"etcd-{index}" for index in range(3)]
     addresses = [f"{name}.etcd:{port}" for name in names for port in (2379, 2380, 2381)]
     ports = dict(zip(addresses, free_ports(len(addresses)), strict=True))

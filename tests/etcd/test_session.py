@@ -25,7 +25,7 @@ class Silence:
         self.begun = asyncio.Event()
         self.over = asyncio.Event()
 
-    def on_silence(self, seconds: float) -> None:
+    def on_silence(self, seconds: float, _: Exception) -> None:
         self.seconds.append(seconds)
         self.begun.set()
 

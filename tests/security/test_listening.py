@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
+from tests.support.aio import put
 from tests.support.etcd import EtcdServer
 from tests.support.job import Job
 from tests.support.lines import contact, members
@@ -36,6 +39,15 @@ async def test_the_embedded_etcd_is_for_this_machine_only() -> None:
     async with EmbeddedEtcd() as etcd:
         assert etcd._process
         assert listening(etcd._process.pid) == {LOOPBACK}
+
+
+async def test_m21_the_etcd_of_a_node_alone_is_for_its_user_only() -> None:
+    async with EmbeddedEtcd(private=True) as etcd, Client(EtcdConfig((etcd.endpoint,))) as client:
+        await put(client, "/a")
+        assert etcd._process
+        assert listening(etcd._process.pid) == set()
+        assert Path(etcd.endpoint.removeprefix("unix://")).parent == etcd._directory
+        assert etcd._directory.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.timeout(300)

@@ -14,14 +14,19 @@ class NotToBeHad(Exception):
     """Why there is no program of this kind on this machine."""
 
 
+def cached(folder: str) -> Path:
+    """Where such a program is kept from one run of the tests to the next."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(home, "elastic_etcd-tests", folder)
+
+
 @functools.cache
 def unpacked(packages: str, suite: str, folder: str, *, missing: bool = False) -> Path:
     """The root of packages of a Debian suite, in this folder of a cache. Raises NotToBeHad.
 
     With `missing` it also has the packages that these need and this machine has not.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    root = Path(home, "elastic_etcd-tests", folder)
+    root = cached(folder)
     if not (root / "usr/bin").exists():
         try:
             _fetch(packages, suite, root, missing=missing)

