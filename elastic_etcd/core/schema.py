@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ MOST_SECONDS = 1e12
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
 _IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
 _NONCE = r"\A[0-9a-f]{32}\Z"
+_LINE = r"\A[^\n]*\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -178,7 +180,9 @@ ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
-Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
+# Names and reasons, of which logs consist: nobody forges another line of them.
+Line: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
+Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST, pattern=_LINE)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 # It becomes a variable of the workers' environment.
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
@@ -317,16 +321,16 @@ _POLICY = {  # the limits that need not be the same on all nodes, by the flags t
 class Spec(Value, frozen=True):
     """The first key of a run: its id and its limits."""
 
-    run: Text  # tells two runs of one job id apart
+    run: Line  # tells two runs of one job id apart
     limits: Limits
-    created_by: Text = ""
+    created_by: Line = ""
     min_version: Number = VERSION  # of the format, which an agent has to know to take part
 
 
 class Labels(Value, frozen=True):
     """The place of a node, as it says itself."""
 
-    topology: Text | UnsetType = UNSET
+    topology: Line | UnsetType = UNSET
 
 
 class Contact(Value, frozen=True):
@@ -344,13 +348,13 @@ class Member(Value, frozen=True):
     OPTIONAL: ClassVar = ("labels", "joined", "version", "leaving", "contact")
 
     lease: int
-    node: Text
+    node: Line
     nproc: Workers
-    address: Text = ""
+    address: Line = ""
     labels: Labels | None = Labels()
-    run: Text = ""
+    run: Line = ""
     joined: Number = 0
-    version: Text = ""
+    version: Line = ""
     leaving: bool = False
     contact: Contact | None = None
 
@@ -364,7 +368,7 @@ class Participant(Value, frozen=True):
     """A member in a world: its group rank, and the rank of its first worker."""
 
     lease: Lease
-    node: Text
+    node: Line
     nproc: Workers
     group_rank: Number
     first_rank: Number
@@ -396,7 +400,7 @@ class Master(Value, frozen=True):
 class Suspect(Value, frozen=True):
     """A node that failed or went again and again, by name: see core/suspects.py."""
 
-    node: Text
+    node: Line
     failed: Number = 0  # times in a row that a worker of it failed right after its start
     went: Number = 0  # times that it was lost or left
     since: Seconds = 0.0  # that worlds have trained since the last of these
@@ -409,8 +413,8 @@ class Round(Value, frozen=True):
     phase: Phase
     coordinator: Lease
     reason: Reason
-    run: Text
-    node: Text = ""  # of the coordinator
+    run: Line
+    node: Line = ""  # of the coordinator
     nodes: Number = 0  # of the world, once it is final, as the next two
     world_size: Number = 0
     master: Master | None = None
@@ -457,15 +461,15 @@ class Failure(Value, frozen=True):
     If nobody in particular hung, or a world's store died, `node` is empty and all numbers are 0.
     """
 
-    node: Text
+    node: Line
     rank: Number
     local_rank: Number
     pid: Number
     code: ExitCode  # negative for a signal, 0 for a hang
     uptime: Seconds
     message: Text = ""
-    at: Text = ""
-    hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
+    at: Line = ""
+    hang: Line | UnsetType = UNSET  # says that it was given up, also by a timer of its own
 
     def __str__(self) -> str:
         if self.hang:
@@ -534,7 +538,7 @@ class Hang(Value, frozen=True):
     number: Number
     seconds: Seconds  # for which some worker has been in a step
     evidence: bool = False  # it is also asked where those that do not move stand
-    line: Text = ""  # the answer
+    line: Line = ""  # the answer
     alarm: bool = False  # the answer is that they hang
     rank: Number | None = None  # of the worker that is behind, if that is known
 
@@ -542,29 +546,29 @@ class Hang(Value, frozen=True):
 class Drain(Value, frozen=True):
     """A node that is to go, and not to come back before somebody undrains it."""
 
-    node: Text
+    node: Line
     deadline: Seconds | None = None  # of its workers' end; None: the run's leave_deadline
-    lease: Text = ""  # only this member goes (see `hexed`), and the next of that name is welcome
-    by: Text = ""
-    at: Text = ""
+    lease: Line = ""  # only this member goes (see `hexed`), and the next of that name is welcome
+    by: Line = ""
+    at: Line = ""
 
 
 class Halt(Value, frozen=True):
     """The wish that all nodes of a run go."""
 
-    run: Text
+    run: Line
     save: bool = False  # their scripts are waited for as they leave
-    by: Text = ""
-    at: Text = ""
+    by: Line = ""
+    at: Line = ""
 
 
 class Scale(Sizes, frozen=True, kw_only=True):
     """The wish that other numbers of nodes train in a run from now on."""
 
-    run: Text
-    instead_of: Text  # the numbers in its spec
-    by: Text = ""
-    at: Text = ""
+    run: Line
+    instead_of: Line  # the numbers in its spec
+    by: Line = ""
+    at: Line = ""
 
 
 class Requests(Value, frozen=True):
@@ -584,7 +588,7 @@ class Watched(Value, frozen=True):
     """Says that somebody looks at the job, while their lease lives: nodes then say their pace."""
 
     seconds: Annotated[float, Meta(ge=0.5, le=60.0)] = 2.0  # from one pace of a node to the next
-    by: Text = ""
+    by: Line = ""
 
 
 class Pace(Value, frozen=True):
@@ -615,20 +619,20 @@ class Stragglers(Value, frozen=True):
 
     generation: Number = 0
     number: Number = 0
-    line: Text = ""
-    nodes: Annotated[tuple[Text, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
+    line: Line = ""
+    nodes: Annotated[tuple[Line, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
 
 
 class Outcome(Value, frozen=True):
     """The end of a run of the job."""
 
-    state: Text  # succeeded, failed or stopped
-    reason: Text
-    run: Text
+    state: Line  # succeeded, failed or stopped
+    reason: Line
+    run: Line
     generation: Number
     exit_code: Number
     failure: Failure | None = None
-    at: Text = ""
+    at: Line = ""
 
 
 class Spent(Value, frozen=True):
@@ -674,18 +678,18 @@ class History(Value, frozen=True):
     )
 
     generation: Number
-    run: Text | UnsetType = UNSET
-    began: Text | UnsetType = UNSET
-    began_at: Text | UnsetType = UNSET
-    coordinator: Text | UnsetType = UNSET
-    nodes: tuple[Text, ...] | UnsetType = UNSET
+    run: Line | UnsetType = UNSET
+    began: Line | UnsetType = UNSET
+    began_at: Line | UnsetType = UNSET
+    coordinator: Line | UnsetType = UNSET
+    nodes: tuple[Line, ...] | UnsetType = UNSET
     world_size: Number | UnsetType = UNSET
     restarts: Number | UnsetType = UNSET
-    ended: Text | UnsetType = UNSET
-    ended_at: Text | UnsetType = UNSET
+    ended: Line | UnsetType = UNSET
+    ended_at: Line | UnsetType = UNSET
     failures: tuple[Failure, ...] | UnsetType = UNSET
-    hangs: tuple[Text, ...] | UnsetType = UNSET
-    stragglers: tuple[Text, ...] | UnsetType = UNSET
+    hangs: tuple[Line, ...] | UnsetType = UNSET
+    stragglers: tuple[Line, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
     spent: Spent | UnsetType = UNSET  # once it has ended
     spent_before: Spent | UnsetType = UNSET  # by all older worlds of its run, also forgotten ones
@@ -769,16 +773,16 @@ def _required(kind: type[Value]) -> frozenset[str]:
 @cache
 def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
-    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
+    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, Text: itemgetter(slice(LONGEST))}
     fields = msgspec.structs.fields(kind)
     own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in kind.FROM_KEY]
     return (*own, *((name, _plain) for name in kind.DERIVED))
 
 
 def _plain(field: Any) -> Any:
-    """A text that grew too long is cut: what is written can be read."""
+    """A text that grew too long is cut, and a line is one: what is written can be read."""
     if isinstance(field, str):
-        return field[:LONGEST]
+        return field[:LONGEST].replace("\n", " ")
     if isinstance(field, Value):
         return plain(field)
     return [_plain(item) for item in field] if isinstance(field, tuple) else field
