@@ -179,9 +179,9 @@ Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
-Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
 # Names and reasons, of which logs consist: nobody forges another line of them.
-Line: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
+Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
+Lines: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
 Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST, pattern=_LINE)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 # It becomes a variable of the workers' environment.
@@ -197,6 +197,12 @@ class Value(Struct, frozen=True):
     FROM_KEY: ClassVar[tuple[str, ...]] = ()  # fields that etcd says, and not the value
     DERIVED: ClassVar[tuple[str, ...]] = ()  # fields that are only written
     OPTIONAL: ClassVar[tuple[str, ...]] = ()  # fields that need not be there
+
+
+class Lasting(Value, frozen=True, kw_only=True):
+    """A value that several agents change one after the other."""
+
+    later: tuple[tuple[str, str], ...] = ()  # a newer version's fields, with their JSON
 
 
 class Phase(StrEnum):
@@ -318,19 +324,20 @@ _POLICY = {  # the limits that need not be the same on all nodes, by the flags t
 }
 
 
-class Spec(Value, frozen=True):
+class Spec(Lasting, frozen=True):
     """The first key of a run: its id and its limits."""
 
-    run: Line  # tells two runs of one job id apart
+    run: Text  # tells two runs of one job id apart
     limits: Limits
-    created_by: Line = ""
+    created_by: Text = ""
     min_version: Number = VERSION  # of the format, which an agent has to know to take part
+    command: Text = ""  # a digest of what its workers run; "": unknown
 
 
 class Labels(Value, frozen=True):
     """The place of a node, as it says itself."""
 
-    topology: Line | UnsetType = UNSET
+    topology: Text | UnsetType = UNSET
 
 
 class Contact(Value, frozen=True):
@@ -348,13 +355,13 @@ class Member(Value, frozen=True):
     OPTIONAL: ClassVar = ("labels", "joined", "version", "leaving", "contact")
 
     lease: int
-    node: Line
+    node: Text
     nproc: Workers
-    address: Line = ""
+    address: Text = ""
     labels: Labels | None = Labels()
-    run: Line = ""
+    run: Text = ""
     joined: Number = 0
-    version: Line = ""
+    version: Text = ""
     leaving: bool = False
     contact: Contact | None = None
 
@@ -368,7 +375,7 @@ class Participant(Value, frozen=True):
     """A member in a world: its group rank, and the rank of its first worker."""
 
     lease: Lease
-    node: Line
+    node: Text
     nproc: Workers
     group_rank: Number
     first_rank: Number
@@ -400,21 +407,21 @@ class Master(Value, frozen=True):
 class Suspect(Value, frozen=True):
     """A node that failed or went again and again, by name: see core/suspects.py."""
 
-    node: Line
+    node: Text
     failed: Number = 0  # times in a row that a worker of it failed right after its start
     went: Number = 0  # times that it was lost or left
     since: Seconds = 0.0  # that worlds have trained since the last of these
 
 
-class Round(Value, frozen=True):
+class Round(Lasting, frozen=True):
     """An agreement on a set of members, who stand in the pages of the world."""
 
     generation: Number
     phase: Phase
     coordinator: Lease
     reason: Reason
-    run: Line
-    node: Line = ""  # of the coordinator
+    run: Text
+    node: Text = ""  # of the coordinator
     nodes: Number = 0  # of the world, once it is final, as the next two
     world_size: Number = 0
     master: Master | None = None
@@ -434,7 +441,7 @@ class Round(Value, frozen=True):
             raise ValueError("phase is final, and master null")
 
 
-class Ledger(Value, frozen=True):
+class Ledger(Lasting, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
 
     generation: Number = 0  # the last one handed out
@@ -461,15 +468,15 @@ class Failure(Value, frozen=True):
     If nobody in particular hung, or a world's store died, `node` is empty and all numbers are 0.
     """
 
-    node: Line
+    node: Text
     rank: Number
     local_rank: Number
     pid: Number
     code: ExitCode  # negative for a signal, 0 for a hang
     uptime: Seconds
-    message: Text = ""
-    at: Line = ""
-    hang: Line | UnsetType = UNSET  # says that it was given up, also by a timer of its own
+    message: Lines = ""
+    at: Text = ""
+    hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
 
     def __str__(self) -> str:
         if self.hang:
@@ -538,7 +545,7 @@ class Hang(Value, frozen=True):
     number: Number
     seconds: Seconds  # for which some worker has been in a step
     evidence: bool = False  # it is also asked where those that do not move stand
-    line: Line = ""  # the answer
+    line: Text = ""  # the answer
     alarm: bool = False  # the answer is that they hang
     rank: Number | None = None  # of the worker that is behind, if that is known
 
@@ -546,32 +553,32 @@ class Hang(Value, frozen=True):
 class Drain(Value, frozen=True):
     """A node that is to go, and not to come back before somebody undrains it."""
 
-    node: Line
+    node: Text
     deadline: Seconds | None = None  # of its workers' end; None: the run's leave_deadline
-    lease: Line = ""  # only this member goes (see `hexed`), and the next of that name is welcome
-    by: Line = ""
-    at: Line = ""
+    lease: Text = ""  # only this member goes (see `hexed`), and the next of that name is welcome
+    by: Text = ""
+    at: Text = ""
 
 
 class Halt(Value, frozen=True):
     """The wish that all nodes of a run go."""
 
-    run: Line
+    run: Text
     save: bool = False  # their scripts are waited for as they leave
-    by: Line = ""
-    at: Line = ""
+    by: Text = ""
+    at: Text = ""
 
 
 class Scale(Sizes, frozen=True, kw_only=True):
     """The wish that other numbers of nodes train in a run from now on."""
 
-    run: Line
-    instead_of: Line  # the numbers in its spec
-    by: Line = ""
-    at: Line = ""
+    run: Text
+    instead_of: Text  # the numbers in its spec
+    by: Text = ""
+    at: Text = ""
 
 
-class Requests(Value, frozen=True):
+class Requests(Lasting, frozen=True):
     """The wishes that people have of a job. They write them, and agents only read them.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
@@ -588,7 +595,7 @@ class Watched(Value, frozen=True):
     """Says that somebody looks at the job, while their lease lives: nodes then say their pace."""
 
     seconds: Annotated[float, Meta(ge=0.5, le=60.0)] = 2.0  # from one pace of a node to the next
-    by: Line = ""
+    by: Text = ""
 
 
 class Pace(Value, frozen=True):
@@ -619,20 +626,21 @@ class Stragglers(Value, frozen=True):
 
     generation: Number = 0
     number: Number = 0
-    line: Line = ""
-    nodes: Annotated[tuple[Line, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
+    line: Text = ""
+    nodes: Annotated[tuple[Text, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
 
 
 class Outcome(Value, frozen=True):
     """The end of a run of the job."""
 
-    state: Line  # succeeded, failed or stopped
-    reason: Line
-    run: Line
+    state: Text  # succeeded, failed or stopped
+    reason: Text
+    run: Text
     generation: Number
     exit_code: Number
     failure: Failure | None = None
-    at: Line = ""
+    at: Text = ""
+    command: Text = ""  # the spec's
 
 
 class Spent(Value, frozen=True):
@@ -668,7 +676,7 @@ def _within(value: float) -> float:
     return min(round(value, 3), MOST_SECONDS / 2)
 
 
-class History(Value, frozen=True):
+class History(Lasting, frozen=True):
     """The story of a world for people to read: why it began and ended, and who was in it."""
 
     OPTIONAL: ClassVar = (
@@ -678,18 +686,18 @@ class History(Value, frozen=True):
     )
 
     generation: Number
-    run: Line | UnsetType = UNSET
-    began: Line | UnsetType = UNSET
-    began_at: Line | UnsetType = UNSET
-    coordinator: Line | UnsetType = UNSET
-    nodes: tuple[Line, ...] | UnsetType = UNSET
+    run: Text | UnsetType = UNSET
+    began: Text | UnsetType = UNSET
+    began_at: Text | UnsetType = UNSET
+    coordinator: Text | UnsetType = UNSET
+    nodes: tuple[Text, ...] | UnsetType = UNSET
     world_size: Number | UnsetType = UNSET
     restarts: Number | UnsetType = UNSET
-    ended: Line | UnsetType = UNSET
-    ended_at: Line | UnsetType = UNSET
+    ended: Text | UnsetType = UNSET
+    ended_at: Text | UnsetType = UNSET
     failures: tuple[Failure, ...] | UnsetType = UNSET
-    hangs: tuple[Line, ...] | UnsetType = UNSET
-    stragglers: tuple[Line, ...] | UnsetType = UNSET
+    hangs: tuple[Text, ...] | UnsetType = UNSET
+    stragglers: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
     spent: Spent | UnsetType = UNSET  # once it has ended
     spent_before: Spent | UnsetType = UNSET  # by all older worlds of its run, also forgotten ones
@@ -706,7 +714,8 @@ class History(Value, frozen=True):
 
 def encode(value: Value) -> str:
     """The text of a value: one JSON object, keys sorted; UTF-8, whatever a worker said."""
-    fields = {"v": VERSION, **plain(value)}
+    kept = {n: json.loads(told) for n, told in value.later} if isinstance(value, Lasting) else {}
+    fields = {**kept, "v": VERSION, **plain(value)}
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="replace").decode()
 
@@ -720,6 +729,8 @@ def decode(kind: type[V], text: str, **from_key: int) -> V:
         fields = _fields(text)
         if missing := _required(kind) - fields.keys():
             raise ValueError(f"{min(missing)} is missing")
+        if issubclass(kind, Lasting):
+            fields["later"] = _later(kind, fields)
         return msgspec.convert(fields | from_key, kind, dec_hook=_lease_of)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -760,6 +771,11 @@ def _fields(text: str) -> dict[str, Any]:
     return fields
 
 
+def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
+    return tuple((name, json.dumps(fields[name])) for name in names)
+
+
 def _lease_of(kind: type, text: Any) -> Any:
     del kind  # there is one type only that msgspec does not know
     return Lease(unhexed(text))
@@ -767,15 +783,16 @@ def _lease_of(kind: type, text: Any) -> Any:
 
 @cache
 def _required(kind: type[Value]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL}
+    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL, "later"}
 
 
 @cache
 def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
-    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, Text: itemgetter(slice(LONGEST))}
+    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, Lines: itemgetter(slice(LONGEST))}
     fields = msgspec.structs.fields(kind)
-    own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in kind.FROM_KEY]
+    unwritten = (*kind.FROM_KEY, "later")
+    own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in unwritten]
     return (*own, *((name, _plain) for name in kind.DERIVED))
 
 
