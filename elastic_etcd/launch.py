@@ -315,7 +315,10 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
 
 
 class _Lines(logging.Formatter):
-    """`elastic_etcd[node]: message`, with the level where it is not the usual one."""
+    """`elastic_etcd[node]: message`, with the level where it is not the usual one.
+
+    Nothing that others say begins a line: what follows the first is indented.
+    """
 
     def __init__(self, node: str) -> None:
         super().__init__()
@@ -323,7 +326,8 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"elastic_etcd[{self._node}]: {level}{shown(super().format(record))}"
+        text = shown(super().format(record)).replace("\n", "\n    ")
+        return f"elastic_etcd[{self._node}]: {level}{text}"
 
 
 def set_up_logging(config: AgentConfig) -> None:

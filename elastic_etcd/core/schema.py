@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ MOST_SECONDS = 1e12
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
 _IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
 _NONCE = r"\A[0-9a-f]{32}\Z"
+_LINE = r"\A[^\n]*\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -177,8 +179,10 @@ Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
-Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
-Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
+# Names and reasons, of which logs consist: nobody forges another line of them.
+Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
+Lines: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
+Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST, pattern=_LINE)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 # It becomes a variable of the workers' environment.
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
@@ -471,7 +475,7 @@ class Failure(Value, frozen=True):
     pid: Number
     code: ExitCode  # negative for a signal, 0 for a hang
     uptime: Seconds
-    message: Text = ""
+    message: Lines = ""
     at: Text = ""
     hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
 
@@ -786,7 +790,7 @@ def _required(kind: type[Value]) -> frozenset[str]:
 @cache
 def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
-    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
+    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, Lines: itemgetter(slice(LONGEST))}
     fields = msgspec.structs.fields(kind)
     unwritten = (*kind.FROM_KEY, "later")
     own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in unwritten]
@@ -794,9 +798,9 @@ def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _plain(field: Any) -> Any:
-    """A text that grew too long is cut: what is written can be read."""
+    """A text that grew too long is cut, and a line is one: what is written can be read."""
     if isinstance(field, str):
-        return field[:LONGEST]
+        return field[:LONGEST].replace("\n", " ")
     if isinstance(field, Value):
         return plain(field)
     return [_plain(item) for item in field] if isinstance(field, tuple) else field
