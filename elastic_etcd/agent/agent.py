@@ -249,7 +249,7 @@ class LocalWorkers(Protocol):
         park: float | None = None,
     ) -> None: ...
 
-    def tell_leaving(self) -> None: ...
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None: ...
 
     async def end(self, reason: str) -> None: ...
 
@@ -523,7 +523,7 @@ class Agent:
 
     def _begin_to_leave(self) -> None:
         if not self._state.local.leaving:
-            self._workers.tell_leaving()  # before they get SIGTERM
+            self._workers.tell_leaving(self._signal)  # before they get it
             self._inbox.put(Signalled())
 
     def _take_notice(self, notice: Notice) -> None:

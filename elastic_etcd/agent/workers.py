@@ -153,9 +153,13 @@ class Workers:
         self._interface = reached.interface
         return Master(reached.address, self._store.offer(generation, reached.address))
 
-    def tell_leaving(self) -> None:
-        """Answer from now on that this node leaves, when a worker asks."""
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Answer from now on that this node leaves, when a worker asks.
+
+        `number` is the signal on which it leaves: those that can't park get it, too.
+        """
         self._channels.leaving = True
+        self._termination.signal = number
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
         """Start this node's workers of the final round `now`, or send on those that wait for it.
@@ -203,7 +207,7 @@ class Workers:
         notice: Change | Interrupt | None = None,
         park: float | None = None,
     ) -> None:
-        """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
+        """Send SIGTERM, or the signal of `tell_leaving`, now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
 
         A worker that can park is given `notice`, if there is one, instead of SIGTERM, and has
         `park` seconds, if they are given. Without a `grace` the others get nothing, and all of
@@ -443,7 +447,7 @@ class Workers:
                 worker.finished = True
                 self._tell_elastic()
                 if self._termination.stopping and not self._termination.patient:
-                    worker.terminate()  # it has not heard what it was told
+                    worker.terminate(self._termination.signal)  # it has not heard what it was told
             case Disconnected() if worker.channel is channel:
                 worker.channel = None
                 # It may be at its end, which says more.

@@ -288,7 +288,7 @@ WORKERS = Section(
         ),
         Flag(
             "--signals-to-handle",
-            "signals on which this node leaves the job",
+            "signals on which this node leaves the job; its workers get the same one",
             flag_values.signals,
             "NAMES",
             to="signals",

@@ -56,6 +56,32 @@ def test_the_terminal_s_end(disposition: str) -> None:
     assert done.returncode == (128 + signal.SIGHUP if left else 0)
 
 
+LEAVES = """
+import os, signal, time
+if {number}: signal.signal({number}, lambda *_: print("got", {number}, flush=True) or os._exit(0))
+try:
+    os.kill(os.getppid(), {number} or signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, "interrupted"), (signal.SIGUSR1, "got 10")])
+def test_f4_a_worker_gets_the_signal_on_which_its_node_leaves(number: int, told: str) -> None:
+    agent = ("-m", "elastic_etcd.launch", "--signals-to-handle", "SIGINT,SIGUSR1", "--no-python")
+    done = subprocess.run(
+        [sys.executable, *agent, sys.executable, "-c", LEAVES.format(number=int(number))],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert told in done.stdout, done.stderr
+    assert done.returncode == 128 + (number or signal.SIGINT)
+
+
 @pytest.mark.parametrize("method", ["prefork", "exec"])
 def test_m5_a_failure_is_one_although_sigchld_was_ignored(tmp_path: Path, method: str) -> None:
     """By `trap '' CHLD`, or an old daemon, that has started the agent: exit codes are lost then."""
