@@ -207,11 +207,11 @@ class Workers:
         notice: Change | Interrupt | None = None,
         park: float | None = None,
     ) -> None:
-        """Send SIGTERM, or the signal of `tell_leaving`, now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
+        """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
 
-        A worker that can park is given `notice`, if there is one, instead of SIGTERM, and has
-        `park` seconds, if they are given. Without a `grace` the others get nothing, and all of
-        them have the time that they need.
+        Of a node that leaves it is the signal of `tell_leaving` in place of SIGTERM. A worker that
+        can park is given `notice`, if there is one, instead, and has `park` seconds, if they are
+        given. Without a `grace` the others get nothing, and all have the time that they need.
         """
         self._termination.stop(grace, notice, park)
 
