@@ -31,6 +31,7 @@ def main(argv: list[str]) -> entry.Entry:
     entry.show_stacks()
     entry.show_steps()
     entry.end_modules_before_groups()
+    entry.serve_own_ports()
     return given
 
 
