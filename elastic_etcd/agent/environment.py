@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from functools import cache
 
+from msgspec import UnsetType
+
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.schema import Limits, Participant, Round
 from elastic_etcd.errors import UsageError
@@ -56,15 +58,15 @@ def worker_env(
     Its node is participant `part`, `limits` are the job's. Raises UsageError when
     --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than workers.
     """
-    rank = str(part.first_rank + local_rank)
     world_size = str(now.world_size)
+    role_rank = part.first_rank if isinstance(part.role_rank, UnsetType) else part.role_rank
     assert now.master is not None  # it is final
     env = common_env(base, part.nproc, mark)
     env.update(
-        RANK=rank,
-        ROLE_RANK=rank,  # there is one role
+        RANK=str(part.first_rank + local_rank),
+        ROLE_RANK=str(role_rank + local_rank),
         WORLD_SIZE=world_size,
-        ROLE_WORLD_SIZE=world_size,
+        ROLE_WORLD_SIZE=str(part.role_size or world_size),
         ROLE_NAME=config.role,
         LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(part.nproc),

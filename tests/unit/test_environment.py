@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elastic_etcd.agent import environment
 from elastic_etcd.agent.config import AgentConfig
@@ -82,6 +83,13 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_MEMORY": "/dev/shm/memory",
         "ELASTIC_ETCD_AGENT": "1:2:host-a@j",
     }
+
+
+def test_p1_where_nodes_have_several_roles_each_has_ranks_of_its_own() -> None:
+    part = structs.replace(PART, role_rank=3, role_size=5)
+    found = worker_env({}, CONFIG, NOW, part, CONFIG.limits, 1, error_file="")
+    told = [found[f"{name}{what}"] for name in ("", "ROLE_") for what in ("RANK", "WORLD_SIZE")]
+    assert told == ["5", "9", "4", "5"]
 
 
 def test_torchrun_sets_nothing_else(tmp_path: Path) -> None:
