@@ -56,7 +56,7 @@ def main(
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            write_error_file(path, error, error.exit_code)
+            write_error_file(path, error)
         return error.exit_code
 
 

@@ -617,8 +617,12 @@ def _exit_code(outcome: Outcome) -> int:
         return 0
     kinds = (TrainingFailed, BudgetUsedUp, RendezvousTimeout)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), TrainingFailed)
-    cause = f"\n{_root_cause(outcome.failure)}" if outcome.failure else ""
-    raise kind(f"{outcome.reason}{cause}")
+    failure = outcome.failure
+    error = kind(f"{outcome.reason}\n{_root_cause(failure)}" if failure else outcome.reason)
+    if failure:
+        said = failure.message or str(failure)
+        error.cause = failure.hang or said.splitlines()[-1], said, failure.at, failure.code
+    raise error
 
 
 def _root_cause(failure: Failure) -> str:

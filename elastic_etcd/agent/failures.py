@@ -7,9 +7,12 @@ import json
 import re
 import time
 from contextlib import suppress
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from elastic_etcd.errors import ElasticEtcdError
 
 _LONGEST = 1 << 13
 _LARGEST = 1 << 24  # no error file is as long
@@ -39,11 +42,18 @@ def failure_message(code: int, error_file: str, stderr: bytes) -> str:
     return message[-_LONGEST:].strip().encode(errors="replace").decode()  # of JSON: any surrogate
 
 
-def write_error_file(path: str, error: Exception, code: int) -> None:
-    """Tell who has started this agent why it ends, in torch's form; torchrun does so, too."""
+def write_error_file(path: str, error: ElasticEtcdError) -> None:
+    """Tell who has started this agent why it ends, in torch's form; torchrun does so, too.
+
+    Of a worker that is the cause it has what the worker's own error file has.
+    """
     text = str(error)
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    record = {"message": {"message": text, "errorCode": code, "extraInfo": extra}}
+    message, stack, when, code = error.cause or (text, text, "", error.exit_code)
+    at = time.time()
+    with suppress(ValueError):  # anybody may have written it
+        at = datetime.fromisoformat(when).timestamp()
+    extra = {"py_callstack": stack, "timestamp": str(int(at))}
+    record = {"message": {"message": message, "errorCode": code, "extraInfo": extra}}
     with suppress(OSError):  # the error is also on the console
         Path(path).write_text(json.dumps(record))
 

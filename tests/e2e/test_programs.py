@@ -283,8 +283,11 @@ def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     failure = ProcessFailure(0, 1, 1, str(file))
-    assert "ValueError: a mistake" in str(failure.message)
     assert failure.timestamp > 0
+    told = failure.message
+    assert isinstance(told, dict)
+    assert (told["message"], told["errorCode"]) == ("ValueError: a mistake", 1)  # P8
+    assert told["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):")
 
 
 def test_t19_what_a_script_sets_before_it_imports_torch_counts_as_under_torchrun(
