@@ -51,6 +51,32 @@ def test_a_windows_line_end_is_one_line_end_however_it_is_cut() -> None:
         assert prefixed(*chunks) == b"[p] a\r\n[p] b\r\n"
 
 
+def test_f9_an_unfinished_line_is_shown_after_a_while() -> None:
+    lines = LinePrefixer(b"[p] ")
+    assert lines.feed(b"a\nContinue? ") + lines.show() == b"[p] a\n[p] Continue? \n"
+    assert lines.show() == b""
+    assert lines.feed(b"yes\n") == b"[p] yes\n"
+    bar = [lines.feed(b"\r 10%"), lines.show(), lines.feed(b"\r 20%"), lines.show()]
+    assert b"".join([*bar, lines.feed(b"\n"), lines.feed(b"b\n")]) == (
+        b"\r[p]  10%\r[p]  20%\n[p] b\n"
+    )
+    bar = [lines.feed(b"\r 10%"), lines.show(), lines.feed(b".."), lines.show(), lines.finish()]
+    assert b"".join([*bar, lines.feed(b"b\n")]) == b"\r[p]  10%..\n[p] b\n"
+
+
+async def test_f9_a_prompt_is_shown_while_its_worker_waits(tmp_path: Path) -> None:
+    answer, shown = tmp_path / "answer", tmp_path / "o"
+    os.mkfifo(answer)
+    text = f"print('Continue? ', end='', flush=True); open({str(answer)!r}).read()"
+    with shown.open("wb") as o:
+        async with running(LogConfig(), o.fileno()) as run:
+            run.start(text)
+            await until(shown.read_bytes)
+            answer.write_text("y")
+            await run.watched.emptied()
+    assert shown.read_text() == "[node0 4]: Continue? \n"
+
+
 def test_a_very_long_line_is_passed_on_in_pieces() -> None:
     lines = LinePrefixer(b"[p] ")
     assert lines.feed(b"x" * 70_000) == b"[p] " + b"x" * 70_000 + b"\n"
