@@ -111,10 +111,12 @@ class Worker:
         self._ended(self, code)
 
 
-async def execute(argv: Sequence[str], env: Mapping[str, str], output: WorkerLog) -> Process:
+async def execute(
+    argv: Sequence[str], env: Mapping[str, str], output: WorkerLog, stdin: int
+) -> Process:
     """Start a program, which leads a session and a process group. Raises OSError."""
     out, err = output.out.child_fd, output.err.child_fd
-    return await start(argv, env, stdout=out, stderr=err, stdin=output.stdin, session=True)
+    return await start(argv, env, stdout=out, stderr=err, stdin=stdin, session=True)
 
 
 def through_run_script(argv: Sequence[str]) -> Sequence[str]:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -91,8 +92,9 @@ class Workers:
         self._tasks = tasks
         self._membership = membership
         self._memory = memory
-        alone = config.nproc == 1 and config.limits.max_nodes == 1
-        self._at_terminal = alone and os.isatty(0) and os.isatty(1)
+        one_node = config.limits.max_nodes == 1
+        self._stdin = 0 if one_node else subprocess.DEVNULL
+        self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
@@ -358,13 +360,13 @@ class Workers:
             try:
                 times = self._times_imports and self._launches > 1 and spec.local_rank == 0
                 return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, output.stdin, time_imports=times
+                    spec.argv, spec.env, out, err, self._stdin, time_imports=times
                 )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
         argv = through_run_script(spec.argv) if scripted else spec.argv
-        return await execute(argv, spec.env, output)
+        return await execute(argv, spec.env, output, self._stdin)
 
     def _report_not_started(self, spec: WorkerSpec, error: OSError) -> None:
         code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

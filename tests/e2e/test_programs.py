@@ -271,6 +271,22 @@ def test_torchrun_s_prefix_of_lines() -> None:
     assert done.stdout == "<trainer/0> hello\n"
 
 
+@pytest.mark.parametrize(("nodes", "told"), [("1", {"got a", "got b"}), ("1:2", {"got nothing"})])
+def test_f6_stdin_is_handed_on_with_one_node(nodes: str, told: set[str]) -> None:
+    agent = ("-m", "elastic_etcd.launch", f"--nnodes={nodes}", "--settle=0", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *agent, "--no-python", "sh", "-c", "read x || x=nothing; echo got $x"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        input="a\nb\n",
+        timeout=60,
+    )
+    assert {line.partition(": ")[2] for line in done.stdout.splitlines()} == told
+    assert ("stdin is not handed on" in done.stderr) == ("nothing" in str(told))
+
+
 def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> None:
     """As torchrun does it for who has started it (TorchX), and as torch reads it."""
     script, file = tmp_path / "train.py", tmp_path / "error.json"

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import tempfile
 import termios
 from collections.abc import Callable
@@ -163,11 +162,10 @@ def _terminal() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class WorkerLog:
-    """The standard streams of one worker."""
+    """The standard output and error of one worker."""
 
     out: WorkerStream
     err: WorkerStream
-    stdin: int  # a descriptor, or subprocess.DEVNULL
 
     def begin(self) -> None:
         """Begin to read both: the worker has its ends, or could not be started."""
@@ -265,8 +263,8 @@ class Logs:
     ) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to.
 
-        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout. Raises
-        OSError when no descriptor is free.
+        A worker that is `at_terminal` has a terminal as stdout. Raises OSError when no descriptor
+        is free.
         """
         prefix = self._prefix_of(generation, rank, local_rank)
 
@@ -282,7 +280,7 @@ class Logs:
             out.begin()
             out.close()
             raise
-        return WorkerLog(out, err, 0 if at_terminal else subprocess.DEVNULL)
+        return WorkerLog(out, err)
 
     def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
         """The worker behind `output` goes on in another generation."""
