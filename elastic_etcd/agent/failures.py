@@ -45,7 +45,7 @@ def failure_message(code: int, error_file: str, stderr: bytes) -> str:
 def write_error_file(path: str, error: ElasticEtcdError) -> None:
     """Tell who has started this agent why it ends, in torch's form; torchrun does so, too.
 
-    Of a worker that is the cause it has what the worker's own error file has.
+    If a worker is the cause it has what the worker's own error file has.
     """
     text = str(error)
     message, stack, when, code = error.cause or (text, text, "", error.exit_code)

@@ -211,9 +211,9 @@ class Workers:
     ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
 
-        Of a node that leaves it is the signal of `tell_leaving` in place of SIGTERM. A worker that
-        can park is given `notice`, if there is one, instead, and has `park` seconds, if they are
-        given. Without a `grace` the others get nothing, and all have the time that they need.
+        A node that leaves sends the signal of `tell_leaving` in place of SIGTERM. A worker that can
+        park is given `notice`, if there is one, instead, and has `park` seconds, if they are given.
+        Without a `grace` the others get nothing, and all of them have the time that they need.
         """
         self._termination.stop(grace, notice, park)
 
