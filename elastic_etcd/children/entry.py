@@ -20,7 +20,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _DDP = "torch.nn.parallel.distributed"
 _ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
 _RENDEZVOUS = "torch.distributed.rendezvous"
+_TRACKER = "multiprocessing.resource_tracker"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
     f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
@@ -258,6 +259,14 @@ def serve_own_ports() -> None:
     _when_imported(_RENDEZVOUS, _serve_own_ports)
 
 
+def let_trackers_outlive() -> None:
+    """Have Python's resource tracker in a session of its own, where no signal to a group ends it.
+
+    It removes what its process has left in shared memory, once that has ended, and ends then.
+    """
+    _when_imported(_TRACKER, _set_tracker_apart)
+
+
 def _when_imported(name: str, then: Callable[[], None]) -> None:
     if name in sys.modules:
         then()
@@ -369,6 +378,18 @@ def _serve_own_ports() -> None:
 
     rendezvous._create_c10d_store = create_c10d_store  # noqa: SLF001 - as above
     rendezvous._torchelastic_use_agent_store = use_agent_store  # noqa: SLF001 - as above
+
+
+def _set_tracker_apart() -> None:
+    tracker: Any = sys.modules[_TRACKER]
+    util = tracker.util
+
+    def spawnv_passfds(path: str, args: list[str], fds: list[int]) -> int:
+        *rest, code = args
+        pid: int = util.spawnv_passfds(path, [*rest, f"import os; os.setsid(); {code}"], fds)
+        return pid
+
+    tracker.util = SimpleNamespace(**vars(util) | {"spawnv_passfds": spawnv_passfds})
 
 
 class _AfterImport:

@@ -138,6 +138,7 @@ class ForkServer:
         entry.show_steps()
         entry.end_modules_before_groups()
         entry.serve_own_ports()
+        entry.let_trackers_outlive()
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
         self._imports.withhold(names, entry.mapped_files())
         return True

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> entry.Entry:
     entry.show_steps()
     entry.end_modules_before_groups()
     entry.serve_own_ports()
+    entry.let_trackers_outlive()
     return given
 
 
