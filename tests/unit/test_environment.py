@@ -168,6 +168,26 @@ def test_a_virtual_local_rank_sees_one_device(visible: str | None, device: str) 
     assert env(base).get("CUDA_VISIBLE_DEVICES") == visible
 
 
+@pytest.mark.parametrize(
+    ("base", "own"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "6"}),
+        ({"ROCR_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "1"}),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "2,3"},
+            {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "3"},
+        ),
+    ],
+)
+def test_f11_a_virtual_local_rank_sees_one_device_of_rocm(
+    base: dict[str, str], own: dict[str, str]
+) -> None:
+    """HIP's variable counts before CUDA's: all workers would share its first device."""
+    found = env(base, virtual=True)
+    named = {name: found[name] for name in found if "_VISIBLE_" in name}
+    assert named == base | own
+
+
 def test_more_workers_than_visible_devices_is_told() -> None:
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4 "):
         env({"CUDA_VISIBLE_DEVICES": "4"}, virtual=True)
