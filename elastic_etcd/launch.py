@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import termios
+import zlib
 from argparse import ArgumentTypeError
 from array import array
 from contextlib import suppress
@@ -135,6 +136,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
         etcd=etcd,
         job=job,
         argv=argv,
+        command=_digest(args),
         node=args.node_name,
         limits=limits,
         has_peers=limits.max_nodes > 1 or job == args.job,
@@ -226,6 +228,15 @@ def _worker_command(args: Namespace, env: Mapping[str, str]) -> tuple[str, ...]:
         return (python, "-u", "-m", script, *arguments)
     _check_script(script)
     return (python, "-u", script, *arguments)
+
+
+def _digest(args: Namespace) -> str:
+    """A digest of what workers run, "" for a function of `elastic_launch`: a file of each node."""
+    script = Path(args.training_script)
+    if script.is_relative_to(Path(__file__).parent):
+        return ""
+    command = "\0".join((script.name, *args.training_script_args))
+    return f"{zlib.crc32(command.encode(errors='surrogateescape')):08x}"
 
 
 def _check_script(script: str) -> None:

@@ -593,6 +593,15 @@ class Agent:
         if self._first:
             await self._report()
         code = _exit_code(outcome)
+        if (
+            outcome.state == _SUCCEEDED
+            and self._membership.other_command
+            and not self._state.local.ran
+        ):
+            raise UsageError(
+                f"job {self._config.job}: {reason}, with another command than this node's, which "
+                "has not run.\nGive it a --job id of its own."
+            )
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
     async def _report(self) -> None:

@@ -56,6 +56,7 @@ class AgentConfig:
     node: str
     nproc: int
     limits: Limits  # as asked for here; a job that is there already has its own
+    command: str = ""  # a digest of what workers run: two trainings with one job id differ in it
     prefix: str = PREFIX
     advertise: str | None = None  # an address, an interface or a network; see agent/address.py
     role: str = "default"

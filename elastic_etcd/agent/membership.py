@@ -95,6 +95,7 @@ class Membership:
         self._tasks = tasks
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
+        self.other_command = False  # the job was begun with another than this node's
         self._limits = config.limits  # the job's, as soon as they are known
         self._links: PeerLinks | None = None
         if config.has_peers:
@@ -140,9 +141,10 @@ class Membership:
         A job that has succeeded needs nothing that takes long to be loaded.
         """
         self._early = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
-        over = None if self._config.rerun else writes.succeeded(self.keys, self._early)
+        command = self._config.command
+        over = None if self._config.rerun else writes.succeeded(self.keys, self._early, command)
         if over:
-            self._inbox.put(Fatal(over))
+            self._inbox.put(self._why_not(over, again=False))
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
         """Whether `generation` is the job's current world, or None without etcd; and why not."""
@@ -338,7 +340,7 @@ class Membership:
             version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"
-        spec = Spec(run or os.urandom(6).hex(), self._limits, by)
+        spec = Spec(run or os.urandom(6).hex(), self._limits, by, command=config.command)
         try:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
         except LeaseNotFound:
@@ -367,7 +369,7 @@ class Membership:
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
             if not isinstance(txn, Txn):
-                self._inbox.put(self._why_not(txn, again))
+                self._inbox.put(self._why_not(txn, again=again))
                 return
             reading = structs.replace(txn, then=(*txn.then, *after), otherwise=look)
             result = await self._client.txn(reading, timeout)
@@ -377,7 +379,7 @@ class Membership:
         entered = seen if result.succeeded else await self._client.range(*after, timeout=timeout)
         self._become_member(entered)
 
-    def _why_not(self, why: str | Outdated | Over, again: bool) -> Fatal | FatalError:
+    def _why_not(self, why: str | Outdated | Over, *, again: bool) -> Fatal | FatalError:
         """That this node is in no job, or not any more."""
         if isinstance(why, str):
             over = Fatal(Over(why))
@@ -415,6 +417,7 @@ class Membership:
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._client.refusals.succeeded()
         self._take_limits(view.spec.limits)
+        self._compare_command(view.spec)
         coordinator = view.round.coordinator if view.round else None
         self._first = Narrow(coordinator, self._member.lease % view.spec.limits.pages)
         limits = view.spec.limits
@@ -431,6 +434,18 @@ class Membership:
         self._set_deadline()
         if jobs != known and (differing := jobs.differing(self._config.limits)):
             log.warning("the job's limits count, not this node's: %s", differing)
+
+    def _compare_command(self, spec: Spec) -> None:
+        """Say once that the job trains something else."""
+        differs = writes.differ(spec.command, self._config.command)
+        if differs and not self.other_command:
+            log.warning(
+                "%s has begun job %s with another script or other arguments than this node's; "
+                "two trainings need two --job ids",
+                spec.created_by.partition(" (")[0] or "another node",
+                self._config.job,
+            )
+        self.other_command = differs
 
     def _set_deadline(self) -> None:
         """An agent that is stopped can't stop its workers before its lease may end."""

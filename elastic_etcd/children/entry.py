@@ -68,10 +68,9 @@ class Entry:
             rest.pop(0)
         self.target = rest[0]
         self.argv = ["-m", *rest[1:]] if self.is_module else rest
-        # As Python does it: the way is not normalised.
-        self.file = "" if self.is_module else str(Path.cwd()) + "/" + self.target
-        if self.target.startswith("/"):
-            self.file = self.target
+        self.file = "" if self.is_module else self.target
+        if self.file and not self.file.startswith("/"):
+            self.file = f"{Path.cwd()}/{self.file}"  # as Python does it: the way is not normalised
         self.is_package = not self.is_module and pkgutil.get_importer(self.file) is not None
 
     @property

@@ -124,7 +124,7 @@ class Imports(MetaPathFinder):
 
     def watch(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """From now on this process is to be `argv` in `env`, anew if the script asks too late."""
-        pid, cwd, umask = os.getpid(), os.getcwd(), os.umask(0)  # noqa: PTH109
+        pid, cwd, umask = os.getpid(), Path("/proc/self/cwd").readlink(), os.umask(0)
         os.umask(umask)
         putenv, unsetenv = os.putenv, os.unsetenv
 

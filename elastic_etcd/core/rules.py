@@ -29,7 +29,7 @@ I6 from every state with min live members, no more crashes and a reachable etcd,
 I7 leaving, failing or finishing of one node never closes the job for the others, nor does
    one that is done end their world
 I8 all participants of a final round hold the same generation, ranks, world size and master
-I9 an agent that has seen a key of a newer format version writes nothing and starts no workers
+I9 an agent that has seen a run in a newer format version writes nothing and starts no workers
 I10 no round is frozen while a leaving participant of the last world has its member key, unless
    its deadline is over: it may still write its checkpoint
 I11 with `cut_off`, an agent that could not renew its lease for two thirds of it stops its workers

@@ -195,6 +195,12 @@ class Value(Struct, frozen=True):
     OPTIONAL: ClassVar[tuple[str, ...]] = ()  # fields that need not be there
 
 
+class Lasting(Value, frozen=True, kw_only=True):
+    """A value that several agents change one after the other."""
+
+    unknown: tuple[tuple[str, str], ...] = ()  # a newer version's fields, with their JSON
+
+
 class Phase(StrEnum):
     """How far a round has come."""
 
@@ -314,13 +320,14 @@ _POLICY = {  # the limits that need not be the same on all nodes, by the flags t
 }
 
 
-class Spec(Value, frozen=True):
+class Spec(Lasting, frozen=True):
     """The first key of a run: its id and its limits."""
 
     run: Text  # tells two runs of one job id apart
     limits: Limits
     created_by: Text = ""
     min_version: Number = VERSION  # of the format, which an agent has to know to take part
+    command: Text = ""  # a digest of what its workers run; "": unknown
 
 
 class Labels(Value, frozen=True):
@@ -410,7 +417,7 @@ class Suspect(Value, frozen=True):
     since: Seconds = 0.0  # that worlds have trained since the last of these
 
 
-class Round(Value, frozen=True):
+class Round(Lasting, frozen=True):
     """An agreement on a set of members, who stand in the pages of the world."""
 
     generation: Number
@@ -438,7 +445,7 @@ class Round(Value, frozen=True):
             raise ValueError("phase is final, and master null")
 
 
-class Ledger(Value, frozen=True):
+class Ledger(Lasting, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
 
     generation: Number = 0  # the last one handed out
@@ -575,7 +582,7 @@ class Scale(Sizes, frozen=True, kw_only=True):
     at: Text = ""
 
 
-class Requests(Value, frozen=True):
+class Requests(Lasting, frozen=True):
     """The wishes that people have of a job. They write them, and agents only read them.
 
     Drains outlive a run: a node is kept out until somebody undrains it. The rest is of one run.
@@ -637,6 +644,7 @@ class Outcome(Value, frozen=True):
     exit_code: Number
     failure: Failure | None = None
     at: Text = ""
+    command: Text = ""  # the spec's
 
 
 class Spent(Value, frozen=True):
@@ -672,7 +680,7 @@ def _within(value: float) -> float:
     return min(round(value, 3), MOST_SECONDS / 2)
 
 
-class History(Value, frozen=True):
+class History(Lasting, frozen=True):
     """The story of a world for people to read: why it began and ended, and who was in it."""
 
     OPTIONAL: ClassVar = (
@@ -710,7 +718,8 @@ class History(Value, frozen=True):
 
 def encode(value: Value) -> str:
     """The text of a value: one JSON object, keys sorted; UTF-8, whatever a worker said."""
-    fields = {"v": VERSION, **plain(value)}
+    kept = {n: json.loads(told) for n, told in value.unknown} if isinstance(value, Lasting) else {}
+    fields = {**kept, "v": VERSION, **plain(value)}
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="replace").decode()
 
@@ -724,6 +733,8 @@ def decode(kind: type[V], text: str, **from_key: int) -> V:
         fields = _fields(text)
         if missing := _required(kind) - fields.keys():
             raise ValueError(f"{min(missing)} is missing")
+        if issubclass(kind, Lasting):
+            fields["unknown"] = _unknown(kind, fields)
         return msgspec.convert(fields | from_key, kind, dec_hook=_lease_of)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -764,6 +775,11 @@ def _fields(text: str) -> dict[str, Any]:
     return fields
 
 
+def _unknown(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
+    return tuple((name, json.dumps(fields[name])) for name in names)
+
+
 def _lease_of(kind: type, text: Any) -> Any:
     del kind  # there is one type only that msgspec does not know
     return Lease(unhexed(text))
@@ -771,7 +787,7 @@ def _lease_of(kind: type, text: Any) -> Any:
 
 @cache
 def _required(kind: type[Value]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL}
+    return frozenset(kind.__struct_fields__) - {*kind.FROM_KEY, *kind.OPTIONAL, "unknown"}
 
 
 @cache
@@ -779,7 +795,8 @@ def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
     forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
     fields = msgspec.structs.fields(kind)
-    own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in kind.FROM_KEY]
+    unwritten = (*kind.FROM_KEY, "unknown")
+    own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in unwritten]
     return (*own, *((name, _plain) for name in kind.DERIVED))
 
 

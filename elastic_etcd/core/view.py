@@ -99,7 +99,7 @@ class View(Struct, frozen=True):
     stepped: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()  # leases whose ack or report of now can't be read
     malformed: tuple[str, ...] = ()
-    newer: int = 0  # a format version above ours that any of the keys has or asks for
+    newer: int = 0  # a format version above ours that the run has or asks for
 
     @property
     def last(self) -> int:
@@ -171,16 +171,17 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
             view = _with_parts(view, kvs, keys, bad)
         case Narrow(page=number):
             view = replace(view, page=_value(Page, kvs.get(keys.page(number)), bad))
-    return replace(view, malformed=tuple(bad), newer=_newer(kvs))
+    return replace(view, malformed=tuple(bad), newer=_newer(kvs, keys))
 
 
-def _newer(kvs: Mapping[str, KeyValue]) -> int:
-    """The highest format version in these keys or asked for by them, 0 if this program knows it.
+def _newer(kvs: Mapping[str, KeyValue], keys: Keys) -> int:
+    """The highest format version that the run is written in or asks for, 0 if it is known here.
 
-    It looks also in keys that this version does not read: to it, what a newer one wrote looks
-    absent, so that it would begin anew over a job that lives.
+    To this version such a run looks absent, so that it would begin anew over a job that lives. A
+    node that alone writes a newer format takes no part, and ends nobody.
     """
-    newest = max(map(_format_of, kvs.values()), default=0)
+    once = (keys.spec, keys.round, keys.ledger, keys.outcome)
+    newest = max((_format_of(kvs[key]) for key in once if key in kvs), default=0)
     return newest if newest > VERSION else 0
 
 

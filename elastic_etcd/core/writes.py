@@ -25,6 +25,7 @@ from elastic_etcd.core.rules import (
     Verdict,
 )
 from elastic_etcd.core.schema import (
+    VERSION,
     Drain,
     Hang,
     History,
@@ -44,6 +45,7 @@ from elastic_etcd.core.schema import (
     Stragglers,
     decode,
     encode,
+    format_of,
 )
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
@@ -72,18 +74,25 @@ def look_again(keys: Keys, seen: Snapshot) -> bool:
     return members == SOME and keys.spec not in seen.kvs
 
 
-def succeeded(keys: Keys, seen: Snapshot) -> Over | None:
+def succeeded(keys: Keys, seen: Snapshot, command: str) -> Over | str | None:
     """Says that there is nothing left to do, in a job that nobody wants to run once more.
 
     Whoever supervises agents starts them again also after the job's success, and a new run would
-    begin to write over what this one has made.
+    begin to write over what this one has made. Another `command` is told why it does not run.
     """
     outcome = view_of(seen, keys, Everything()).outcome
     if outcome is None or outcome.state != Verdict.SUCCEEDED.state:
         return None
     when = f" at {outcome.at}" if outcome.at else ""
+    if differ(outcome.command, command):
+        return f"it has already succeeded{when} with another command; give this one its own --job"
     again = "--rerun (torchrun: --rdzv-conf rerun=true) runs it again"
     return Over(f"this job has already succeeded{when}; {again}")
+
+
+def differ(command: str, own: str) -> bool:
+    """Whether two digests are known to be of different commands."""
+    return bool(command and own) and command != own
 
 
 def join(
@@ -102,8 +111,8 @@ def join(
     `again` says that it was in run `spec.run`, up to generation `last`. After an outcome, or
     when nobody lives of a run with another --nnodes, `spec` begins a new run
     (pytorch/elastic#151); after success only for a `rerun`. The run's other limits count for all
-    its agents, whatever theirs are; but when nobody is there who goes by them, they become those
-    of `spec`. If nothing is left at all (etcd was wiped) the run it was in begins anew.
+    its agents, whatever theirs are; but when nobody is there who goes by them, they and the command
+    become those of `spec`. If nothing is left (etcd was wiped) the run it was in begins anew.
     A node that is drained meanwhile comes back into its run `again`, and leaves it as others do.
     Generations keep growing over runs, so that no key of an old run is ever mistaken for one of
     the new.
@@ -111,7 +120,9 @@ def join(
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
-    if not (again or rerun) and (over := succeeded(keys, seen)):
+    if keys.spec in seen.kvs and 0 < (older := format_of(seen.kvs[keys.spec].value)) < VERSION:
+        return f"an older elastic_etcd (format {older}) runs it; this one writes format {VERSION}"
+    if not (again or rerun) and (over := succeeded(keys, seen, spec.command)):
         return over
     if not again and (drain := requests.drained(view, member.node)):
         return drain
@@ -135,8 +146,9 @@ def join(
         return Txn(fence, (_put_member(keys, member, spec.run, view), *begun))
     limits = spec.limits.with_sizes(known.limits)  # this node's own may be what it is scaled to
     deserted = not any(key.startswith(keys.members) for key in seen.kvs)  # of any run's members
-    if deserted and known.limits != limits:
-        known, fence = replace(known, limits=limits), (*fence, *nobody(keys))
+    if deserted and (known.limits, known.command) != (limits, spec.command):
+        known = replace(known, limits=limits, command=spec.command)
+        fence = (*fence, *nobody(keys))
     renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
 
@@ -323,7 +335,8 @@ def _write_close(
     keys: Keys, view: View, local: Local, close: Close, now: str, spent: Spent | None
 ) -> Txn:
     """Write the outcome and remove all else but history; the closed round goes with its lease."""
-    outcome = replace(close.outcome, at=now)
+    command = view.spec.command if view.spec else ""
+    outcome = replace(close.outcome, at=now, command=command)
     settled = _settle_history(keys, view, spent, ended=close.reason, ended_at=now, outcome=outcome)
     return Txn(
         (*_round_fence(keys, view, local), Compare(keys.spec, "create", local.spec)),

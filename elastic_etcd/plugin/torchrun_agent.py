@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         # torchrun reads those for itself.
         env = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
         config = launch.parse([*argv[2:], "--no-python", sys.executable], env)
-        config = replace(config, signals=())
+        config = replace(config, signals=(), command="")
         launch.set_up_logging(config)
         code = asyncio.run(_run(config, channel, int(argv[1])))
     except ElasticEtcdError as why:

@@ -76,6 +76,30 @@ def test_r20_an_agent_that_is_started_again_after_success_runs_nothing(
     assert after["outcome"]["run"] != before["outcome"]["run"]
 
 
+def test_m6_another_training_with_the_same_job_id_is_told_and_is_no_success(
+    jobs: Callable[..., Job], etcd: EtcdServer
+) -> None:
+    job = jobs(kind=TickingJob)
+    n1 = job.start("n1", nnodes="1")
+    g = job.trains(1)
+    spec = keys(etcd, job.name)["spec"]
+    n2 = job.start("n2", "--steps", "7", nnodes="1")
+    job.said(n2, "n1 has begun job")
+    job.said(n2, "another script or other arguments")
+    job.said(n2, "spare")
+    job.finish(n1)
+    job.exits(n2, 2)
+    assert "with another command than this node's" in n2.output
+    assert {e.generation for e in job.events()} == {g}
+    assert keys(etcd, job.name)["outcome"]["command"] == spec["command"] != ""
+    late = job.start("n3", "--steps", "7", nnodes="1")
+    job.exits(late, 2)
+    assert "has already succeeded" in late.output
+    assert "give this one its own --job" in late.output
+    same = job.start("n3", nnodes="1")
+    job.exits(same, 0)
+
+
 def test_two_jobs_on_one_etcd(jobs: Callable[..., Job]) -> None:
     a, b = jobs(kind=TickingJob), jobs(kind=TickingJob)
     agent_a, agent_b = a.start("n1", nnodes="1"), b.start("n1", nnodes="1")

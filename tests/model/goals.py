@@ -59,10 +59,8 @@ class Goals:
         """Whose workers the final world of this store awaits: (0, {}) after the end, (0, {0})
         without a final world; -1 for a job of a newer format."""
         store = self.stores[number]
-        if store.value(KEYS.outcome) is not None:
-            return 0, frozenset()
-        if store.value(NEWER) is not None:
-            return -1, frozenset()
+        if (outcome := store.value(KEYS.outcome)) is not None:
+            return -1 if outcome == NEWER else 0, frozenset()
         now = round_of(store)
         if now is None or now.phase is not Phase.FINAL or wanted_of(store).stop:
             return 0, frozenset({0})
@@ -102,7 +100,7 @@ class Goals:
         """How many failures the job has counted, at least; giving up takes one more."""
         store = self.stores[number]
         value = store.value(KEYS.outcome)
-        if value and decode(Outcome, value).failure:
+        if value and value != NEWER and decode(Outcome, value).failure:
             return self.limits.max_restarts + 1
         now, value = round_of(store), store.value(KEYS.ledger)
         ledger = decode(Ledger, value) if value else Ledger()

@@ -11,7 +11,7 @@ from elastic_etcd.core.schema import Keys, Participant
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 
 KEYS = Keys("/m/j")
-NEWER = KEYS.member(1 << 16)  # of an agent of a newer version
+NEWER = '{"v": 2}'  # an outcome that an agent of a newer version writes
 
 _revisions: dict[str, int] = {}
 

@@ -223,8 +223,7 @@ class System:
             gone = node._replace(lease=0, told=False)
             yield self._ends(store, node.lease, gone, "its lease is taken", "expire")
         if may.newer:
-            member = Put(NEWER, '{"v": 2}')
-            newer = store.apply(Txn((), (member,)))[0]
+            newer = store.apply(Txn((), (Put(KEYS.outcome, NEWER),)))[0]
             yield Move("meets a newer one", self.stores.of(newer), node, "newer")
         now = round_of(store)
         if may.hang and node.lease and not node.txn and not (now and now.coordinator == node.lease):

@@ -100,7 +100,7 @@ def test_worker_that_parks_with_a_strange_error(ticks: TickingJob) -> None:
         "    sock.sendall(json.dumps(message).encode())\n"
         "while sock.recv(1 << 16): pass\n"
     )
-    soon: dict[str, Any] = {"max_restarts": 0, "lease_ttl": 1, "shutdown_timeout": 0}
+    soon: dict[str, Any] = {"max_restarts": 0, "shutdown_timeout": 0}
     n1 = ticks.start("n1", nnodes="1", script=(str(script),), **soon)
     ticks.exits(n1, 1, seconds=60)
     assert "it lost its peers: \\x1b[2J \\x00 \\x9b xxx" in n1.output

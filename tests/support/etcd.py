@@ -119,7 +119,7 @@ class EtcdServer:
             f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
             f"--initial-cluster-token={self.token}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
-            "--backend-batch-limit=1",  # 3.5.1 loses an answered write when it is killed: etcd#13766
+            "--backend-batch-limit=1",  # killed, 3.5.1 loses an answered write: etcd#13766
             *(["--unsafe-no-fsync"] if may_skip_fsync(program) else []),
             "--logger=zap",
             "--log-level=warn",

@@ -126,7 +126,7 @@ class Job:
         argv += ["--etcd", self.endpoint] if self.endpoint else []
         argv += ["--node-name", node, "--nnodes", nnodes, "--nproc-per-node", str(nproc)]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-        argv += script or (DDP, "--dir", str(self.directory), *worker)
+        argv += script or (DDP, "--dir", ".", *worker)
         said = (output or self.directory) / f"{node}.{len(self.agents)}.agent.log"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), MARK: mark}

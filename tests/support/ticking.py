@@ -23,7 +23,7 @@ class TickingJob(Job):
 
     def start(self, node: str, *worker: str, **more: object) -> Agent:
         """As Job.start."""
-        script = (TICKER, "--dir", str(self.directory), *worker)
+        script = (TICKER, "--dir", ".", *worker)  # the same in each of a name
         flags = {"start_method": "exec", "script": script} | more
         return super().start(node, **flags)  # type: ignore[arg-type]
 

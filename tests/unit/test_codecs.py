@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -228,17 +229,28 @@ def test_what_is_not_plain_is_refused_by_its_place(value: Any, where: str) -> No
     assert where in str(error.value)
 
 
-def test_depth_is_bounded_on_both_sides() -> None:
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}],
+    ids=["list", "tuple", "dict", "dict of numbers"],
+)
+def test_depth_is_bounded_on_both_sides(wrapped: Callable[[Any], Any]) -> None:
     value: Any = 0
     for _ in range(MAX_DEPTH - 1):
-        value = [value]
+        value = wrapped(value)
     assert read(written(value)) == value
     with pytest.raises(UsageError, match="nested deeper"):
-        encode([value], {})
+        encode(wrapped(value), {})
+
+
+def test_a_value_in_itself_is_refused_and_so_is_a_text_too_deep() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UsageError, match="nested deeper"):
         encode(loop, {})
+    value: Any = 0
+    for _ in range(MAX_DEPTH - 1):
+        value = [value]
     with pytest.raises(MalformedState, match="nested deeper"):
         decode([encode(value, {})], {})
     with pytest.raises(MalformedState, match="not JSON"):

@@ -144,6 +144,17 @@ def test_a_link_to_a_script_in_another_folder(quick: BothWays, tmp_path: Path) -
     check_facts(quick, python(tmp_path / "link.py"))
 
 
+def test_a_working_directory_that_is_gone(
+    quick: BothWays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = quick.script("print('trains')")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert quick.same(script).out == "trains\n"
+
+
 def test_a_folder_an_archive_and_compiled_code(quick: BothWays, tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(FACTS)
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
