@@ -429,5 +429,8 @@ def test_p2_the_length_of_a_loader_stays_while_it_runs(workers: int) -> None:
         data.record()
         assert len(loader) == total
     assert loader.remaining() < total
-    lengths = [(data.record(), len(loader))[1] for _ in loader]
+    lengths = []
+    for _ in loader:
+        data.record()
+        lengths.append(len(loader))
     assert set(lengths) == {len(lengths)}
