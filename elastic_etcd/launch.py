@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
+import termios
 import zlib
 from argparse import ArgumentTypeError
+from array import array
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +62,7 @@ def main(
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            write_error_file(path, error, error.exit_code)
+            write_error_file(path, error)
         return error.exit_code
 
 
@@ -292,6 +296,13 @@ def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
         raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
 
 
+def _stdin_has_text() -> bool:
+    waiting = array("i", [0])
+    with suppress(OSError):  # /dev/null, and what else can't tell
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    return waiting[0] > 0
+
+
 def _can_serve() -> bool:
     return find_spec("prometheus_client") is not None
 
@@ -310,6 +321,8 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
             yield f"{flag.names} has no meaning here: {flag.text}"
     for key in args.rdzv_conf.keys() - {key for flag in FLAGS for key in flag.rdzv_conf}:
         yield f"--rdzv-conf {key} has no meaning here"
+    if args.nnodes.max_nodes > 1 and _stdin_has_text():
+        yield "stdin is not handed on to the workers of several nodes: let them read a file"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
 

@@ -335,9 +335,10 @@ class Spec(Lasting, frozen=True):
 
 
 class Labels(Value, frozen=True):
-    """The place of a node, as it says itself."""
+    """The place of a node, as it says itself, and the role of its workers."""
 
     topology: Text | UnsetType = UNSET
+    role: Text | UnsetType = UNSET
 
 
 class Contact(Value, frozen=True):
@@ -370,6 +371,11 @@ class Member(Value, frozen=True):
         """The label of its place, "" without one."""
         return (self.labels and self.labels.topology) or ""
 
+    @property
+    def role(self) -> str:
+        """The role of its workers, "" for the default one."""
+        return (self.labels and self.labels.role) or ""
+
 
 class Participant(Value, frozen=True):
     """A member in a world: its group rank, and the rank of its first worker."""
@@ -379,6 +385,8 @@ class Participant(Value, frozen=True):
     nproc: Workers
     group_rank: Number
     first_rank: Number
+    role_rank: Number | UnsetType = UNSET  # of its first worker, where a world has several roles
+    role_size: Number | UnsetType = UNSET  # workers of this role
 
 
 class Page(Value, frozen=True):

@@ -280,7 +280,7 @@ def fuzz_error(data: bytes) -> None:
         file.write(data)
         file.flush()
         for stderr in (b"", data):
-            failure_message(1, file.name, stderr).encode()
+            failure_message(1, file.name, stderr, 0).encode()
 
 
 def fuzz_page(data: bytes) -> None:

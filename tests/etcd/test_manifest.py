@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import pytest
 import yaml
 
 from elastic_etcd.etcd.embedded import free_ports
