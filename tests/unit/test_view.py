@@ -24,6 +24,7 @@ from elastic_etcd.core.rules import (
     decide,
 )
 from elastic_etcd.core.schema import (
+    LONGEST,
     Contact,
     Failure,
     Hang,
@@ -404,6 +405,8 @@ def test_unknown_fields_stay_in_what_several_agents_change(value: Lasting) -> No
     text = json.dumps(later, sort_keys=True)
     forged = json.dumps(later | {"later": [["v", "9"]]})
     assert encode(decode(type(value), text)) == encode(decode(type(value), forged)) == text
+    long = json.dumps(later | {"long": "x" * LONGEST})
+    assert encode(decode(type(value), long)) == encode(value), "it would be too much for a Txn"
 
 
 @pytest.mark.parametrize("key", [k for k in JOB if "/history/" not in k])
