@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
-from elastic_etcd.agent.directories import find_temporary_directory
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import flag_values, parsers
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
@@ -81,7 +80,9 @@ def run(
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
-    find_temporary_directory()
+    from elastic_etcd.agent import directories  # noqa: PLC0415 - a wrong flag is an error at once
+
+    directories.find_temporary_directory()
     if not kernel.has_pidfds():
         log.info("%s has no pidfds, or a container refuses them: threads wait", kernel.machine())
     if not kernel.is_open_to_its_user():
