@@ -263,7 +263,7 @@ def test_defaults(parse: Parse) -> None:
     assert (config.limits.min_nodes, config.limits.max_nodes, config.nproc) == (1, 1, 1)
     # The data class and the flags agree on every default.
     of = None, config.job, config.argv, config.node, 1, Limits(1, 1)
-    assert config == AgentConfig(*of, has_peers=False)
+    assert config == AgentConfig(*of, has_peers=False, command=config.command)
     assert config.log.redirects == StreamChoice(Streams.NONE)
 
 
