@@ -61,7 +61,7 @@ def test_etcd_away_for_longer_than_its_timeout(
     job.exits(n1, 5, seconds=40)
     assert "--etcd-timeout" in n1.output
     told = n1.output.partition("nothing trains on this node until etcd answers\n")[2]  # P6
-    assert told.startswith("root cause: rank 0 (local rank 0, pid"), n1.output
+    assert told.lstrip().startswith("root cause: rank 0 (local rank 0, pid"), n1.output
     assert "on n1: SIGKILL after" in told
     job.abandoned = True
     etcd.start()
