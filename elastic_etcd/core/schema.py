@@ -781,8 +781,10 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The fields that a newer version has, if with them etcd still takes what is written."""
     names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
-    return tuple((name, json.dumps(fields[name])) for name in names)
+    found = tuple((name, json.dumps(fields[name])) for name in names)
+    return found if sum(len(name) + len(told) for name, told in found) <= LONGEST else ()
 
 
 def _lease_of(kind: type, text: Any) -> Any:
