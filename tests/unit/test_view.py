@@ -63,7 +63,7 @@ KEYS = Keys("/elastic_etcd/j")
 
 leases = st.integers(1, (1 << 63) - 1)
 numbers = st.integers(0, 1 << 53)
-words = st.text(st.characters(exclude_characters="\n"), max_size=8)
+words = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=8)
 addresses = st.from_regex(r"[A-Za-z0-9.:%_-]{1,255}", fullmatch=True)
 masters = st.none() | st.builds(Master, addresses, st.integers(1, 65535))
 nprocs = st.integers(1, 4096)
