@@ -20,9 +20,14 @@ An agent's exit status is the error's `exit_code`; docs/failures.md lists them.
 
 
 class ElasticEtcdError(Exception):
-    """Anything this program tells its user; `exit_code` is the process's exit status."""
+    """Anything this program tells its user; `exit_code` is the process's exit status.
+
+    A worker that is the cause is told as torch's error files have it: (what it raised, its call
+    stack, when in ISO 8601, its exit code).
+    """
 
     exit_code = 1
+    cause: tuple[str, str, str, int] | None = None
 
 
 class UsageError(ElasticEtcdError):

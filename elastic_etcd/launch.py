@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
+import termios
 import zlib
 from argparse import ArgumentTypeError
+from array import array
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +21,6 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from elastic_etcd.agent.config import AgentConfig, LogConfig
-from elastic_etcd.agent.directories import find_temporary_directory
 from elastic_etcd.agent.failures import write_error_file
 from elastic_etcd.cli import flag_values, parsers
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING
@@ -58,7 +61,7 @@ def main(
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            write_error_file(path, error, error.exit_code)
+            write_error_file(path, error)
         return error.exit_code
 
 
@@ -77,7 +80,9 @@ def run(
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
-    find_temporary_directory()
+    from elastic_etcd.agent import directories  # noqa: PLC0415 - a wrong flag is an error at once
+
+    directories.find_temporary_directory()
     if not kernel.has_pidfds():
         log.info("%s has no pidfds, or a container refuses them: threads wait", kernel.machine())
     if not kernel.is_open_to_its_user():
@@ -292,6 +297,13 @@ def _health_check(env: Mapping[str, str]) -> tuple[str, int] | None:
         raise UsageError(f"{_HEALTH_CHECK}={port}: {error}") from error
 
 
+def _stdin_has_text() -> bool:
+    waiting = array("i", [0])
+    with suppress(OSError):  # /dev/null, and what else can't tell
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    return waiting[0] > 0
+
+
 def _can_serve() -> bool:
     return find_spec("prometheus_client") is not None
 
@@ -310,12 +322,17 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
             yield f"{flag.names} has no meaning here: {flag.text}"
     for key in args.rdzv_conf.keys() - {key for flag in FLAGS for key in flag.rdzv_conf}:
         yield f"--rdzv-conf {key} has no meaning here"
+    if args.nnodes.max_nodes > 1 and _stdin_has_text():
+        yield "stdin is not handed on to the workers of several nodes: let them read a file"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"
 
 
 class _Lines(logging.Formatter):
-    """`elastic_etcd[node]: message`, with the level where it is not the usual one."""
+    """`elastic_etcd[node]: message`, with the level where it is not the usual one.
+
+    Nothing that others say begins a line: what follows the first is indented.
+    """
 
     def __init__(self, node: str) -> None:
         super().__init__()
@@ -323,7 +340,8 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"elastic_etcd[{self._node}]: {level}{shown(super().format(record))}"
+        text = shown(super().format(record)).replace("\n", "\n    ")
+        return f"elastic_etcd[{self._node}]: {level}{text}"
 
 
 def set_up_logging(config: AgentConfig) -> None:

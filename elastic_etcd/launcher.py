@@ -146,9 +146,12 @@ class elastic_launch:  # noqa: N801 - it is torch's name
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         result = self.run(*args)
+        name = functions.name_of(self._entrypoint)
+        if result.outcome == "over":
+            cure = "give another run_id, or flags=['--rerun']"
+            raise UsageError(f"{name}: job {self._config.run_id} had succeeded before: {cure}")
         if result.exit_code == 0:
             return result.return_values
-        name = functions.name_of(self._entrypoint)
         if result.cause is not None:
             from elastic_etcd.api.child_failed import child_failed  # noqa: PLC0415 - it loads torch
 

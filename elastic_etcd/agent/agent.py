@@ -46,6 +46,7 @@ from elastic_etcd.core.lifecycle import (
     Error,
     Event,
     Exit,
+    Failed,
     Fatal,
     Grace,
     JobEnded,
@@ -253,7 +254,7 @@ class LocalWorkers(Protocol):
         park: float | None = None,
     ) -> None: ...
 
-    def tell_leaving(self) -> None: ...
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None: ...
 
     async def end(self, reason: str) -> None: ...
 
@@ -280,6 +281,7 @@ class Agent:
         self._followers = (membership, *followers)
         self._timer = Timer()
         self._state = State(Local(run=""), config.nproc)
+        self._told: Failed | None = None  # the failure that is logged although etcd is silent
         self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
@@ -369,12 +371,22 @@ class Agent:
         self._state, step.actions = lifecycle.step(before, event, now)
         if self._state.local.leaving and not before.local.leaving:
             self._note_departure()
+        self._tell_failure()
         for follower in self._followers:
             follower.see(before, event, self._state)
         for action in step.actions:
             self._do(action)
         if self._state.local.lease and self._state.life is not Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
+
+    def _tell_failure(self) -> None:
+        """Log at once, while etcd is silent, what the others can't be told yet."""
+        result = self._state.result
+        silent = self._state.silent_since is not None
+        if silent and isinstance(result, Failed) and result is not self._told:
+            self._told = result
+            cause = _root_cause(result.failure)
+            log.warning("nothing trains on this node until etcd answers\n%s", cause)
 
     async def _join(self) -> None:
         """Have everything ready before joining, so that nobody waits for this node."""
@@ -527,7 +539,7 @@ class Agent:
 
     def _begin_to_leave(self) -> None:
         if not self._state.local.leaving:
-            self._workers.tell_leaving()  # before they get SIGTERM
+            self._workers.tell_leaving(self._signal)  # before they get it
             self._inbox.put(Signalled())
 
     def _take_notice(self, notice: Notice) -> None:
@@ -631,8 +643,12 @@ def _exit_code(outcome: Outcome) -> int:
         return 0
     kinds = (TrainingFailed, BudgetUsedUp, RendezvousTimeout)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), TrainingFailed)
-    cause = f"\n{_root_cause(outcome.failure)}" if outcome.failure else ""
-    raise kind(f"{outcome.reason}{cause}")
+    failure = outcome.failure
+    error = kind(f"{outcome.reason}\n{_root_cause(failure)}" if failure else outcome.reason)
+    if failure:
+        said = failure.message or str(failure)
+        error.cause = failure.hang or said.splitlines()[-1], said, failure.at, failure.code
+    raise error
 
 
 def _root_cause(failure: Failure) -> str:

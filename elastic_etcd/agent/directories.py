@@ -16,7 +16,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
@@ -24,12 +23,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.threads import start_thread
 
 Made = TypeVar("Made")
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
 LOOK = 1.0  # seconds for any call about these paths, which may be on a disk that stands still
-_LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
+_LONGEST = 36  # bytes of TMPDIR: a Unix socket's address has 107, with an embedded etcd's name
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ def _directory(parent: str, prefix: str) -> Directory:
     """Make one there; a thread removes what dead agents of this user have left beside it."""
     prefix = f"{prefix}{_boot()}-"
     remove_former = partial(_remove_former, Path(parent), prefix)
-    threading.Thread(target=remove_former, name="directories", daemon=True).start()
+    with suppress(BlockingIOError):  # then the next agent does it
+        start_thread(remove_former, "directories")
     return Directory(parent, prefix)
 
 
@@ -172,7 +173,11 @@ def _locked(path: str | Path) -> int:
 
 
 def _remove_former(parent: Path, prefix: str) -> None:
-    for path in parent.glob(f"{prefix}*"):
+    try:
+        former = list(parent.glob(f"{prefix}*"))
+    except FileNotFoundError:  # somebody has removed that meanwhile
+        return
+    for path in former:
         with suppress(OSError):  # somebody's, or gone meanwhile
             lock = _locked(path)
             log.info("removing what a dead agent left: %s", path)

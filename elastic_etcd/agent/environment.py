@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from functools import cache
 
+from msgspec import UnsetType
+
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.core.schema import Limits, Participant, Round
 from elastic_etcd.errors import UsageError
@@ -67,17 +69,17 @@ def worker_env(
     """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
     Its node is participant `part`, `limits` are the job's. Raises UsageError when
-    --virtual-local-rank finds fewer devices in CUDA_VISIBLE_DEVICES than workers.
+    --virtual-local-rank finds fewer visible devices than workers.
     """
-    rank = str(part.first_rank + local_rank)
     world_size = str(now.world_size)
+    role_rank = part.first_rank if isinstance(part.role_rank, UnsetType) else part.role_rank
     assert now.master is not None  # it is final
     env = common_env(base, part.nproc, mark)
     env.update(
-        RANK=rank,
-        ROLE_RANK=rank,  # there is one role
+        RANK=str(part.first_rank + local_rank),
+        ROLE_RANK=str(role_rank + local_rank),
         WORLD_SIZE=world_size,
-        ROLE_WORLD_SIZE=world_size,
+        ROLE_WORLD_SIZE=str(part.role_size or world_size),
         ROLE_NAME=config.role,
         LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(part.nproc),
@@ -111,28 +113,35 @@ def worker_env(
     if ours:
         env[_NOT_THE_USERS] = " ".join(f"{name}={env[name]}" for name in ours)
     if config.virtual_local_rank:
-        env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _own_device(env.get("CUDA_VISIBLE_DEVICES"), local_rank)
+        env |= {"LOCAL_RANK": "0", **_own_device(env, local_rank)}
     return env
 
 
 def check_devices(config: AgentConfig) -> None:
     """Raise UsageError now for what would only show when the last worker starts."""
     if config.virtual_local_rank:
-        _own_device(os.environ.get("CUDA_VISIBLE_DEVICES"), config.nproc - 1)
+        _own_device(os.environ, config.nproc - 1)
 
 
-def _own_device(visible: str | None, local_rank: int) -> str:
-    if visible is None:
-        return str(local_rank)
-    devices = visible.split(",")
-    if local_rank >= len(devices):
-        raise UsageError(
-            f"--virtual-local-rank gives each worker a device of its own, but "
-            f"CUDA_VISIBLE_DEVICES={visible} has none for local rank {local_rank}: "
-            "make it longer or --nproc-per-node smaller"
-        )
-    return devices[local_rank].strip()
+def _own_device(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """The variables that leave a worker one device.
+
+    ROCm heeds that of HIP, among those of ROCR, or else that of CUDA.
+    """
+    cuda, hip = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+    variables = [name for name in (cuda, hip) if name in env]
+    unset = hip if "ROCR_VISIBLE_DEVICES" in env else cuda
+    own = {} if variables else {unset: str(local_rank)}
+    for name in variables:
+        devices = env[name].split(",")
+        if local_rank >= len(devices):
+            raise UsageError(
+                f"--virtual-local-rank gives each worker a device of its own, but "
+                f"{name}={env[name]} has none for local rank {local_rank}: "
+                "make it longer or --nproc-per-node smaller"
+            )
+        own[name] = devices[local_rank].strip()
+    return own
 
 
 @cache

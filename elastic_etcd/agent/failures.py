@@ -1,4 +1,4 @@
-"""The cause of a worker's failure, by its torchelastic error file or its last traceback.
+"""The cause of a worker's failure, by its torchelastic error file or its last words.
 
 All of it is pure, but for reading that file and the kernel's, and for writing the agent's own.
 """
@@ -8,8 +8,12 @@ import re
 import signal
 import time
 from contextlib import suppress
+from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from elastic_etcd.errors import ElasticEtcdError
 
 _LONGEST = 1 << 13
 _LARGEST = 1 << 24  # no error file is as long
@@ -23,7 +27,9 @@ _LINKS = (
 )
 _IGNORED = "Exception ignored in"
 _OTHER = re.compile(rf"\[?[IWEF]\d{{4}} |{_IGNORED}")  # torch's log, in C++ and in Python
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+# By which the interpreter and C++ begin what they say of a signal that ends the process.
+_FATAL = re.compile(r"Fatal Python error: |terminate called ")
+_LAST = 10  # lines
 _CGROUPS = Path("/sys/fs/cgroup")
 _OOM_KILL = re.compile(r"(?m)^oom_kill (\d+)$")
 _NO_MEMORY = (
@@ -39,10 +45,7 @@ def failure_message(code: int, error_file: str, stderr: bytes, oom_kills_before:
     """
     if code == 0:
         return ""
-    text = stderr.decode(errors="replace")
-    message = _from_file(error_file) or last_traceback(text)
-    if not message and code in (_NOT_FOUND, _NOT_EXECUTABLE):
-        message = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    message = _from_file(error_file) or _last_words(code, stderr.decode(errors="replace"))
     # A DataLoader says so of a process of its own.
     killed = code == -signal.SIGKILL or "killed by signal: Killed" in message
     if killed and (more := oom_kills() - oom_kills_before) > 0:
@@ -68,17 +71,42 @@ def oom_kills() -> int:
     return 0
 
 
-def write_error_file(path: str, error: Exception, code: int) -> None:
-    """Tell who has started this agent why it ends, in torch's form; torchrun does so, too."""
+def write_error_file(path: str, error: ElasticEtcdError) -> None:
+    """Tell who has started this agent why it ends, in torch's form; torchrun does so, too.
+
+    If a worker is the cause it has what the worker's own error file has.
+    """
     text = str(error)
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    record = {"message": {"message": text, "errorCode": code, "extraInfo": extra}}
+    message, stack, when, code = error.cause or (text, text, "", error.exit_code)
+    at = time.time()
+    with suppress(ValueError):  # anybody may have written it
+        at = datetime.fromisoformat(when).timestamp()
+    extra = {"py_callstack": stack, "timestamp": str(int(at))}
+    record = {"message": {"message": message, "errorCode": code, "extraInfo": extra}}
     with suppress(OSError):  # the error is also on the console
         Path(path).write_text(json.dumps(record))
 
 
-def last_traceback(text: str) -> str:
-    """The last traceback, with the exceptions that led to its own.
+def _last_words(code: int, text: str) -> str:
+    """The last traceback and the lines after it, or the last lines if there is none.
+
+    A traceback may be of an exception that was caught, long before the script gave up by
+    `sys.exit("...")`, or C++ by a signal.
+    """
+    traceback, end = last_traceback(text)
+    ended = text.splitlines(keepends=True)[end:]
+    if traceback:
+        ended = [*takewhile(lambda line: not line.startswith(_IGNORED), ended)]
+    # A line of a progress bar that ends with a return was written over.
+    said = [line.rstrip() for line in ended if line.strip() and not line.endswith("\r")]
+    said = [line for line in said if not _OTHER.match(line)]
+    fatal = [at for at, line in enumerate(said) if _FATAL.match(line)] if code < 0 else []
+    first = fatal[-1] if fatal else max(0, len(said) - _LAST)
+    return "\n".join([*([traceback] if traceback else []), *said[first : first + _LAST]])
+
+
+def last_traceback(text: str) -> tuple[str, int]:
+    """The last traceback, with the exceptions that led to its own, and the line after it.
 
     Those of exceptions that Python ignored while it shut down are no cause of anything.
     """
@@ -90,8 +118,9 @@ def last_traceback(text: str) -> str:
         while headers and _before(bare, start) in _LINKS:
             start = headers.pop()
         if not (start and bare[start - 1].startswith(_IGNORED)):
-            return "\n".join(bare[start : _end(lines, bare, last)])
-    return ""
+            end = _end(lines, bare, last)
+            return "\n".join(bare[start:end]), end
+    return "", 0
 
 
 def _before(bare: list[str], start: int) -> str:

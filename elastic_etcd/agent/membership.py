@@ -341,7 +341,10 @@ class Membership:
             nproc=config.nproc,
             address=address,
             contact=contact,
-            labels=Labels(config.topology_label or UNSET),
+            labels=Labels(
+                config.topology_label or UNSET,
+                config.role if config.role != AgentConfig.role else UNSET,
+            ),
             version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"

@@ -5,15 +5,15 @@ once, and ends its connections. So every member calls the coordinator of a final
 link open. It carries a hello of fixed size, an answer of one byte, and a goodbye of one byte before
 an orderly end, and no more.
 
-A link that ends without a goodbye is checked by calling again. When nobody is there any more the
-lease is revoked: a member's by the coordinator, the coordinator's by a member of the last world's
-first two ranks. That ends no more than the lease's own end would, only sooner; whoever is revoked
-by mistake joins again. A link that is silent shows nothing, nor does a call that is taken and not
-answered: its agent may be stopped. Nothing that goes wrong here is an error of the job.
+A link that ends without a goodbye is checked by calling again. When that is refused the lease is
+revoked: a member's by the coordinator, the coordinator's by a member of the last world's first two
+ranks. That ends no more than the lease's own end would, only sooner; whoever is revoked by mistake
+joins again. Nothing else proves a death: not silence, nor a call that is taken and then cut or not
+answered. Its agent may be stopped or have no place, and strangers can fill a node's places. Nothing
+that goes wrong here is an error of the job.
 """
 
 import asyncio
-import errno
 import hmac
 import ipaddress
 import logging
@@ -39,12 +39,13 @@ from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, OWN_LOOK_UP, PROOF
 
 HELLO_FORM = struct.Struct(">16sQ")  # the nonce of who is called, and the caller's lease
 _ASKING = 0  # a caller's lease: it only wants to know who is there
-_HERE, _GOODBYE = b"\x06", b"\x04"
+_HERE, _BUSY, _GOODBYE = b"\x06", b"\x15", b"\x04"
 _BACKLOG = 256
-_STRANGERS = 64  # connections that have not said hello yet; from there on the oldest is cut
+_STRANGERS = 64  # connections that have not said hello yet; from there on the newest is sent away
 _BACK = 16  # calls to callers at a time
 _FIRST = 2  # ranks of the last world that revoke the coordinator's lease
 _SPREAD = 0.001  # seconds for each participant: the coordinator is not called by all at once
+_SOON = 1.0  # seconds until a call is tried again, and longer from time to time
 _QUIET = (60, 15, 4)  # the kernel asks on a quiet link after 60 s, and 4 times each 15 s
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,9 @@ class Found(Enum):
     """The result of a call."""
 
     HERE = "here"
+    BUSY = "busy"  # it has no place for this caller now
     SILENT = "silent"  # nothing is known
-    GONE = "gone"
+    GONE = "gone"  # its machine refuses the call
 
 
 class End(Enum):
@@ -72,36 +74,52 @@ _Link: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _call(contact: Contact, lease: int, within: float) -> _Link | Found:
     """Call an agent as the member with `lease`; gives the link to it, if it answers in time."""
     deadline = asyncio.get_running_loop().time() + within
-    found = Found.SILENT
     try:
         ipaddress.ip_address(contact.addr)  # a name would have to be looked up
         async with asyncio.timeout_at(deadline):
             reader, writer = await asyncio.open_connection(contact.addr, contact.port)
-    except (OSError, ValueError) as error:
-        return Found.GONE if _is_missing(error) else Found.SILENT
+    except ConnectionRefusedError:
+        return Found.GONE
+    except (OSError, ValueError):  # TimeoutError among them: this agent's loop may have stood still
+        return Found.SILENT
+    answer = b""
     try:
         _keep_alive(writer.get_extra_info("socket"))
         writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
         async with asyncio.timeout_at(deadline):
             answer = await reader.read(1)
-        found = Found.HERE if answer == _HERE else Found.GONE  # another one has its port
-    except TimeoutError:
-        pass  # somebody's kernel took the call: the agent may be stopped
-    except OSError as error:
-        found = Found.GONE if _is_missing(error) else Found.SILENT
+    except OSError:
+        pass
     finally:
-        if found is not Found.HERE:
+        if answer != _HERE:
             writer.close()
-    return (reader, writer) if found is Found.HERE else found
+    if answer == _HERE:
+        return reader, writer
+    return Found.BUSY if answer == _BUSY else Found.SILENT
 
 
-async def _ask_whether_there(contact: Contact) -> Found:
-    """Whether the agent is there, as far as that can be known in a moment."""
-    found = await _call(contact, _ASKING, PROOF)
+async def _ask_whether_there(contact: Contact, within: float = PROOF) -> Found:
+    found = await _call(contact, _ASKING, within)
     if isinstance(found, Found):
         return found
     _hang_up(found[1])
     return Found.HERE
+
+
+async def _is_gone(contact: Contact) -> bool:
+    """Whether an agent is gone, as far as that can be known in a moment.
+
+    A kernel that ends what a process leaves behind may take a call, and cut it, before it refuses.
+    """
+    loop, pause = asyncio.get_running_loop(), 0.005
+    deadline = loop.time() + PROOF
+    while (left := deadline - loop.time()) > 0:
+        found = await _ask_whether_there(contact, left)
+        if found is not Found.SILENT:
+            return found is Found.GONE
+        await asyncio.sleep(pause)
+        pause *= 2
+    return False
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
@@ -109,16 +127,6 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
     if not writer.is_closing():
         writer.write(_GOODBYE)
         writer.close()
-
-
-def _is_missing(error: OSError | ValueError) -> bool:
-    """Whether a call failed for want of who was called, not for want of something here.
-
-    The network of a container goes with it, so that nobody is there who could refuse.
-    """
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    return isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH
 
 
 def _end_of(error: Exception | None) -> End:
@@ -188,6 +196,13 @@ class _Caller(asyncio.BufferedProtocol):
             self._transport.write(_GOODBYE)
             self._transport.close()
 
+    def send_away(self) -> None:
+        """End it, and say that this is for want of a place."""
+        if self._transport:
+            self.over = True
+            self._transport.write(_BUSY)
+            self._transport.close()
+
     def cut(self) -> None:
         """End it at once."""
         if self._transport:
@@ -197,12 +212,15 @@ class _Caller(asyncio.BufferedProtocol):
     def _hear_hello(self) -> None:
         self._late.cancel()
         nonce, self.lease = HELLO_FORM.unpack_from(self._buffer)
-        if not self._links.greeted(self, nonce):
-            self.cut()
-        elif self._transport:
-            self._transport.write(_HERE)
-            if self.lease == _ASKING:
-                self._transport.close()
+        match self._links.greeted(self, nonce):
+            case Found.HERE if self._transport:
+                self._transport.write(_HERE)
+                if self.lease == _ASKING:
+                    self._transport.close()
+            case Found.BUSY:
+                self.send_away()
+            case _:
+                self.cut()
 
 
 class PeerLinks:
@@ -219,9 +237,8 @@ class PeerLinks:
         self._lease = 0
         self._server: asyncio.Server | None = None
         self._nonce = b""
-        self._strangers: dict[_Caller, None] = {}  # the oldest first
+        self._strangers = set[_Caller]()
         self._callers: dict[int, _Caller] = {}  # by lease
-        self._new: dict[int, _Caller] = {}  # of them, those that have not been called back
         self._back = asyncio.Semaphore(_BACK)
         self._called: Contact | None = None
         self._calling: asyncio.Task[None] | None = None
@@ -254,7 +271,6 @@ class PeerLinks:
         elif now.phase is Phase.FINAL:
             other = None if now.coordinator == lease else view.coordinator
             self._call_coordinator(other, _SPREAD * now.nodes)
-        self._call_back_new()
 
     def close(self) -> None:
         """Say goodbye to all."""
@@ -267,7 +283,7 @@ class PeerLinks:
             caller.hang_up()
         for stranger in [*self._strangers]:
             stranger.cut()
-        self._callers, self._new = {}, {}
+        self._callers = {}
 
     # --- the link to the coordinator
 
@@ -283,24 +299,23 @@ class PeerLinks:
             self._calling = self._tasks.create(self._keep_link(other, contact, spread))
 
     async def _keep_link(self, to: Member, contact: Contact, spread: float) -> None:
-        """Keep a link to an agent: when it breaks call again at once, and else now and then."""
+        """Keep a link to an agent; when it breaks find out why, if this agent is in charge."""
+        soon = pause = max(_SOON, spread)
         await asyncio.sleep(jitter.uniform(0.0, spread))
-        checking = False
         while True:
-            found = await _call(contact, self._lease, PROOF if checking else CALL)
+            found = await _call(contact, self._lease, CALL)
             if not isinstance(found, Found):
+                self._warned = True  # it can be called
                 end, lasted = await self._hold(found)
                 if end is End.GOODBYE:
                     return
-                checking = end is End.BROKEN and not (checking and lasted < CALL_AGAIN)
-                if checking:
-                    continue
-            elif not checking:
+                if end is End.BROKEN:
+                    await self._check(to, contact)
+                pause = soon if lasted > CALL_AGAIN else pause
+            elif found is not Found.BUSY:
                 self._tell_once(to, contact)
-            elif found is Found.GONE and self._in_charge_of_coordinator(to):
-                await self._prove_dead(to, contact)
-            checking = False
-            await asyncio.sleep(CALL_AGAIN * jitter.uniform(0.5, 1.0))
+            await asyncio.sleep(pause * jitter.uniform(0.5, 1.0))
+            pause = min(2 * pause, CALL_AGAIN)
 
     async def _hold(self, link: _Link) -> tuple[End, float]:
         """Wait for the end of a link; how it ended, and after how many seconds."""
@@ -320,56 +335,44 @@ class PeerLinks:
         log.log(logging.DEBUG if self._warned else logging.INFO, text, *where)
         self._warned = True
 
-    def _in_charge_of_coordinator(self, coordinator: Member) -> bool:
-        view = self._view
-        if view is None or view.coordinator is None or view.coordinator.lease != coordinator.lease:
-            return False
-        part = view.part(self._lease)
-        return part is not None and part.group_rank < _FIRST
-
     # --- those who call
 
     def came(self, caller: _Caller) -> None:
         """Somebody has connected."""
-        self._strangers[caller] = None
-        if len(self._strangers) > _STRANGERS:
-            next(iter(self._strangers)).cut()
+        if len(self._strangers) < _STRANGERS:
+            self._strangers.add(caller)
+        else:
+            caller.send_away()
 
-    def greeted(self, caller: _Caller, nonce: bytes) -> bool:
-        """Somebody has said hello; whether that is answered."""
-        self._strangers.pop(caller, None)
+    def greeted(self, caller: _Caller, nonce: bytes) -> Found:
+        """Somebody has said hello; the answer, which is silence to who knows nothing."""
+        self._strangers.discard(caller)
         if not hmac.compare_digest(nonce, self._nonce):
-            return False
+            return Found.SILENT
         if caller.lease == _ASKING:
-            return True
+            return Found.HERE
+        member = self._coordinated(caller.lease)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files > 0 and len(self._callers) >= files // 2:  # workers and disks need some, too
-            return False
+        full = 0 < files // 2 <= len(self._callers)  # workers and disks need some, too
+        if member is None or full:
+            return Found.BUSY
         older = self._callers.pop(caller.lease, None)
         if older:
             older.cut()
-        self._callers[caller.lease] = self._new[caller.lease] = caller
-        self._call_back_new()
-        return True
+        self._callers[caller.lease] = caller
+        if member.contact:
+            self._tasks.create(self._call_back(caller, member, member.contact))
+        return Found.HERE
 
     def ended(self, caller: _Caller, end: End) -> None:
         """A connection that was made to this agent is no more."""
-        self._strangers.pop(caller, None)
+        self._strangers.discard(caller)
         if self._callers.get(caller.lease) is not caller:
             return
         del self._callers[caller.lease]
-        self._new.pop(caller.lease, None)
-        member = self._in_charge_of(caller.lease)
+        member = self._coordinated(caller.lease)
         if member and member.contact and caller.answers and not caller.over and end is End.BROKEN:
             self._tasks.create(self._check(member, member.contact))
-
-    def _call_back_new(self) -> None:
-        for lease in [*self._new]:
-            member = self._in_charge_of(lease)
-            if member:
-                caller = self._new.pop(lease)
-                if member.contact:
-                    self._tasks.create(self._call_back(caller, member, member.contact))
 
     async def _call_back(self, caller: _Caller, member: Member, contact: Contact) -> None:
         """Find out whether a caller can be called: where a firewall refuses, nobody is dead."""
@@ -383,11 +386,7 @@ class PeerLinks:
             await asyncio.sleep(pause)
             pause = min(2 * pause, CALL_AGAIN)
 
-    async def _check(self, member: Member, contact: Contact) -> None:
-        if await _ask_whether_there(contact) is Found.GONE and self._in_charge_of(member.lease):
-            await self._prove_dead(member, contact)
-
-    def _in_charge_of(self, lease: int) -> Member | None:
+    def _coordinated(self, lease: int) -> Member | None:
         """The member with this lease, where this agent is the coordinator and sees it."""
         view = self._view
         now = view.round if view else None
@@ -397,7 +396,14 @@ class PeerLinks:
         found = view.members[at : at + 1]
         return found[0] if found and found[0].lease == lease else None
 
-    async def _prove_dead(self, member: Member, contact: Contact) -> None:
+    # --- a link that broke
+
+    async def _check(self, member: Member, contact: Contact) -> None:
+        """Revoke a lease if its agent is gone, and if that is up to this agent, then and now."""
+        if not self._in_charge_of(member):
+            return
+        if not await _is_gone(contact) or not self._in_charge_of(member):
+            return
         where = (contact.addr, contact.port)
         text = "%s is dead: its connection has ended, and it is not at %s, port %d, any more"
         log.warning(text, member.node, *where)
@@ -405,3 +411,10 @@ class PeerLinks:
             await self._revoke(member.lease)
         except ElasticEtcdError as error:
             log.debug("the lease of %s is left to its end: %s", member.node, error)
+
+    def _in_charge_of(self, member: Member) -> bool:
+        view = self._view
+        if view is None or view.coordinator is None or view.coordinator.lease != member.lease:
+            return self._coordinated(member.lease) is not None
+        part = view.part(self._lease)
+        return part is not None and part.group_rank < _FIRST

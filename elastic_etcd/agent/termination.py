@@ -7,6 +7,7 @@ barrier without a process group of torch's (it is parked) counts as gone.
 
 import asyncio
 import logging
+import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import ParamSpec
 
@@ -48,6 +49,7 @@ class Termination:
         self.stopping = False
         self.patient = False  # they stop when their step is over
         self.gone = True  # nothing of the generation runs, though some of it may be parked
+        self.signal = signal.SIGTERM  # for those that can't park
         self._kill_timeout = kill_timeout
         self._inbox = tasks.inbox
         self._tasks = tasks
@@ -111,7 +113,7 @@ class Termination:
         for worker in self._running.values():
             parks = notice is not None and worker.tell(notice)
             if not (parks or again) and grace is not None:
-                worker.terminate()
+                worker.terminate(self.signal)
             seconds = park if parks and park is not None else grace
             if seconds is not None:
                 worker.give(seconds)

@@ -79,17 +79,17 @@ class Worker:
         if end < self.end:
             self.grace, self.end = grace, end
 
-    def terminate(self) -> None:
-        """SIGTERM to the process itself, or to its whole group if it hands no signal on.
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        """A signal to the process itself, or to its whole group if it hands no signal on.
 
         A script's children end with it. A DataLoader's workers that got SIGTERM, too, would make
         the very step fail after which the script saves.
         """
         if not self.spec.hands_signals_on:
-            signal_group(self.pid, signal.SIGTERM)
+            signal_group(self.pid, number)
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # as for a group
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
@@ -111,10 +111,12 @@ class Worker:
         self._ended(self, code)
 
 
-async def execute(argv: Sequence[str], env: Mapping[str, str], output: WorkerLog) -> Process:
+async def execute(
+    argv: Sequence[str], env: Mapping[str, str], output: WorkerLog, stdin: int
+) -> Process:
     """Start a program, which leads a session and a process group. Raises OSError."""
     out, err = output.out.child_fd, output.err.child_fd
-    return await start(argv, env, stdout=out, stderr=err, stdin=output.stdin, session=True)
+    return await start(argv, env, stdout=out, stderr=err, stdin=stdin, session=True)
 
 
 def through_run_script(argv: Sequence[str]) -> Sequence[str]:

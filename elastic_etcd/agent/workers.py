@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -92,8 +93,9 @@ class Workers:
         self._tasks = tasks
         self._membership = membership
         self._directory, self._memory = folder, memory
-        alone = config.nproc == 1 and config.limits.max_nodes == 1
-        self._at_terminal = alone and os.isatty(0) and os.isatty(1)
+        one_node = config.limits.max_nodes == 1
+        self._stdin = 0 if one_node else subprocess.DEVNULL
+        self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
@@ -156,9 +158,13 @@ class Workers:
         self._interface = reached.interface
         return Master(reached.address, self._store.offer(generation, reached.address))
 
-    def tell_leaving(self) -> None:
-        """Answer from now on that this node leaves, when a worker asks."""
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Answer from now on that this node leaves, when a worker asks.
+
+        `number` is the signal on which it leaves: those that can't park get it, too.
+        """
         self._channels.leaving = True
+        self._termination.signal = number
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
         """Start this node's workers of the final round `now`, or send on those that wait for it.
@@ -209,9 +215,9 @@ class Workers:
     ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
 
-        A worker that can park is given `notice`, if there is one, instead of SIGTERM, and has
-        `park` seconds, if they are given. Without a `grace` the others get nothing, and all of
-        them have the time that they need.
+        A node that leaves sends the signal of `tell_leaving` in place of SIGTERM. A worker that can
+        park is given `notice`, if there is one, instead, and has `park` seconds, if they are given.
+        Without a `grace` the others get nothing, and all of them have the time that they need.
         """
         self._termination.stop(grace, notice, park)
 
@@ -378,13 +384,13 @@ class Workers:
             try:
                 times = self._times_imports and self._launches > 1 and spec.local_rank == 0
                 return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, output.stdin, time_imports=times
+                    spec.argv, spec.env, out, err, self._stdin, time_imports=times
                 )
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
         argv = through_run_script(spec.argv) if scripted else spec.argv
-        return await execute(argv, spec.env, output)
+        return await execute(argv, spec.env, output, self._stdin)
 
     def _report_not_started(self, spec: WorkerSpec, error: OSError) -> None:
         code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
@@ -468,7 +474,7 @@ class Workers:
                 worker.finished = True
                 self._tell_elastic()
                 if self._termination.stopping and not self._termination.patient:
-                    worker.terminate()  # it has not heard what it was told
+                    worker.terminate(self._termination.signal)  # it has not heard what it was told
             case Disconnected() if worker.channel is channel:
                 worker.channel = None
                 # It may be at its end, which says more.

@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
             sys.exit(128 + signal.SIGTERM)
         record.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
         if not record.outcome:
-            record.outcome = "left" if record.exit_code else "succeeded"
+            record.outcome = "left" if record.exit_code else "over"
             record.reason = "this node has left" if record.exit_code else "it had succeeded before"
     except ElasticEtcdError as error:
         record.exit_code, record.error = error.exit_code, str(error)

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
 _ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
+_RENDEZVOUS = "torch.distributed.rendezvous"
+_TRACKER = "multiprocessing.resource_tracker"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
     f"{scipy}openblas_set_num_threads{bits}" for scipy in ("", "scipy_") for bits in ("", "64_")
@@ -248,6 +250,22 @@ def end_modules_before_groups() -> None:
     _when_imported(_DDP, _end_reducers_first)
 
 
+def serve_own_ports() -> None:
+    """Let rank 0 serve the store of a script that meets at a port of its own.
+
+    The agent's store is at MASTER_PORT only; torch 2.13 makes all ranks clients of any.
+    """
+    _when_imported(_RENDEZVOUS, _serve_own_ports)
+
+
+def let_trackers_outlive() -> None:
+    """Have Python's resource tracker in a session of its own, where no signal to a group ends it.
+
+    It removes what its process has left in shared memory, once that has ended, and ends then.
+    """
+    _when_imported(_TRACKER, _set_tracker_apart)
+
+
 def _when_imported(name: str, then: Callable[[], None]) -> None:
     if name in sys.modules:
         then()
@@ -342,6 +360,35 @@ def _end_reducers_first() -> None:
                 vars(self).pop(name, None)
 
     sys.modules[_DDP].DistributedDataParallel.__del__ = __del__
+
+
+def _serve_own_ports() -> None:
+    rendezvous: Any = sys.modules[_RENDEZVOUS]
+    create, has_agent_s = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store  # noqa: SLF001 - no other way
+    asked = threading.local()
+
+    def create_c10d_store(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        asked.port = str(port)
+        return create(hostname, port, *args, **kwargs)
+
+    def use_agent_store() -> bool:
+        port = getattr(asked, "port", None)
+        return has_agent_s() and port in (None, os.environ.get("MASTER_PORT"))
+
+    rendezvous._create_c10d_store = create_c10d_store  # noqa: SLF001 - as above
+    rendezvous._torchelastic_use_agent_store = use_agent_store  # noqa: SLF001 - as above
+
+
+def _set_tracker_apart() -> None:
+    tracker: Any = sys.modules[_TRACKER]
+    util = tracker.util
+
+    def spawnv_passfds(path: str, args: list[str], fds: list[int]) -> int:
+        *rest, code = args
+        pid: int = util.spawnv_passfds(path, [*rest, f"import os; os.setsid(); {code}"], fds)
+        return pid
+
+    tracker.util = SimpleNamespace(**vars(util) | {"spawnv_passfds": spawnv_passfds})
 
 
 class _AfterImport:

@@ -31,6 +31,8 @@ def main(argv: list[str]) -> entry.Entry:
     entry.show_stacks()
     entry.show_steps()
     entry.end_modules_before_groups()
+    entry.serve_own_ports()
+    entry.let_trackers_outlive()
     return given
 
 

@@ -178,7 +178,7 @@ CONNECTION = (
         "CA that signed etcd's certificate; turns TLS on",
         metavar="FILE",
         more="Or `ETCDCTL_CACERT`.",
-        rdzv_conf=("cacert",),
+        rdzv_conf=("cacert", "ca_cert"),
         in_plugin=True,
     ),
     Flag(
@@ -186,7 +186,7 @@ CONNECTION = (
         "certificate of this client",
         metavar="FILE",
         more="Or `ETCDCTL_CERT`.",
-        rdzv_conf=("cert",),
+        rdzv_conf=("cert", "ssl_cert"),
         in_plugin=True,
     ),
     Flag(
@@ -194,7 +194,7 @@ CONNECTION = (
         "its key",
         metavar="FILE",
         more="Or `ETCDCTL_KEY`.",
-        rdzv_conf=("key",),
+        rdzv_conf=("key", "ssl_cert_key"),
         in_plugin=True,
     ),
     Flag(
@@ -288,7 +288,7 @@ WORKERS = Section(
         ),
         Flag(
             "--signals-to-handle",
-            "signals on which this node leaves the job",
+            "signals on which this node leaves the job; its workers get the same one",
             flag_values.signals,
             "NAMES",
             to="signals",
@@ -361,7 +361,7 @@ FAILURES = Section(
             "give up when fewer than MIN nodes were there for so long, while etcd answered",
             flag_values.seconds,
             to="limits.join_timeout",
-            rdzv_conf=("join_timeout", "timeout"),
+            rdzv_conf=("timeout", "join_timeout"),
             in_plugin=True,
             in_python="rdzv_timeout",
         ),

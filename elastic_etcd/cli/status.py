@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_etcd.cli import query
-from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core import requests, suspects
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Local, awaited
@@ -193,20 +192,21 @@ def _show_one(state: dict[str, Any]) -> None:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     for line in summary(state):
-        print(shown(line))
+        print(query.in_one_line(line))
     if state["nodes"]:
         table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
         for node in state["nodes"]:
             group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
             cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
             row = (node["node"], *cells, node["address"] or "-")
-            table.add_row(*(Text(shown(cell)) for cell in row))  # names may look like markup
+            # Names may look like markup.
+            table.add_row(*(Text(query.in_one_line(cell)) for cell in row))
         query.console().print(table)
     for line in _reasons(state):
-        print(shown(line))
+        print(query.in_one_line(line))
     for entry in state["history"][-_HISTORY:]:
         for line in _lines_of(entry):
-            print(shown(line))
+            print(query.in_one_line(line))
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:

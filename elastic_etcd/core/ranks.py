@@ -8,8 +8,11 @@ Newcomers come in the order of topology label and natural node name: node2 befor
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from elastic_etcd.core.schema import Lease, Member, Participant
 
@@ -58,8 +61,13 @@ def assign(chosen: Sequence[Member], group_ranks: Sequence[int]) -> tuple[Member
 
 def ranked(world: Sequence[Member]) -> tuple[Participant, ...]:
     """`world`, which is in rank order, with each node's group rank and first rank."""
-    firsts = accumulate((m.nproc for m in world), initial=0)
-    return tuple(
-        Participant(Lease(m.lease), m.node, m.nproc, group_rank, first)
-        for group_rank, (m, first) in enumerate(zip(world, firsts, strict=False))
-    )
+    sizes: Counter[str] = Counter()
+    participants = []
+    for group_rank, m in enumerate(world):
+        at = Lease(m.lease), m.node, m.nproc, group_rank, sizes.total(), sizes[m.role]
+        participants.append(Participant(*at))
+        sizes[m.role] += m.nproc
+    if len(sizes) == 1:
+        return tuple(replace(part, role_rank=UNSET) for part in participants)
+    both = zip(world, participants, strict=True)
+    return tuple(replace(part, role_size=sizes[m.role]) for m, part in both)

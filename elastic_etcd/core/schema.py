@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ MOST_SECONDS = 1e12
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
 _IP = r"\A[0-9A-Fa-f.:]{2,45}\Z"
 _NONCE = r"\A[0-9a-f]{32}\Z"
+_LINE = r"\A[^\n]*\Z"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
 # One text for one number: else two keys could be the same member's.
@@ -177,8 +179,10 @@ Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
-Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
-Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST)]
+# Names and reasons, of which logs consist: nobody forges another line of them.
+Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
+Lines: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
+Reason: TypeAlias = Annotated[str, Meta(min_length=1, max_length=LONGEST, pattern=_LINE)]
 Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 # It becomes a variable of the workers' environment.
 Address: TypeAlias = Annotated[str, Meta(pattern=_ADDRESS)]
@@ -331,9 +335,10 @@ class Spec(Lasting, frozen=True):
 
 
 class Labels(Value, frozen=True):
-    """The place of a node, as it says itself."""
+    """The place of a node, as it says itself, and the role of its workers."""
 
     topology: Text | UnsetType = UNSET
+    role: Text | UnsetType = UNSET
 
 
 class Contact(Value, frozen=True):
@@ -366,6 +371,11 @@ class Member(Value, frozen=True):
         """The label of its place, "" without one."""
         return (self.labels and self.labels.topology) or ""
 
+    @property
+    def role(self) -> str:
+        """The role of its workers, "" for the default one."""
+        return (self.labels and self.labels.role) or ""
+
 
 class Participant(Value, frozen=True):
     """A member in a world: its group rank, and the rank of its first worker."""
@@ -375,6 +385,8 @@ class Participant(Value, frozen=True):
     nproc: Workers
     group_rank: Number
     first_rank: Number
+    role_rank: Number | UnsetType = UNSET  # of its first worker, where a world has several roles
+    role_size: Number | UnsetType = UNSET  # workers of this role
 
 
 class Page(Value, frozen=True):
@@ -471,7 +483,7 @@ class Failure(Value, frozen=True):
     pid: Number
     code: ExitCode  # negative for a signal, 0 for a hang
     uptime: Seconds
-    message: Text = ""
+    message: Lines = ""
     at: Text = ""
     hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
 
@@ -769,8 +781,10 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The fields that this version does not know; none where they are too long for a Txn."""
     names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
-    return tuple((name, json.dumps(fields[name])) for name in names)
+    found = tuple((name, json.dumps(fields[name])) for name in names)
+    return found if sum(len(name) + len(text) for name, text in found) <= LONGEST else ()
 
 
 def _lease_of(kind: type, text: Any) -> Any:
@@ -786,7 +800,7 @@ def _required(kind: type[Value]) -> frozenset[str]:
 @cache
 def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """The names of the fields that are written, and what makes JSON of each."""
-    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed}
+    forms: dict[Any, Callable[[Any], Any]] = {Lease: hexed, Lines: itemgetter(slice(LONGEST))}
     fields = msgspec.structs.fields(kind)
     unwritten = (*kind.FROM_KEY, "later")
     own = [(f.name, forms.get(f.type, _plain)) for f in fields if f.name not in unwritten]
@@ -794,9 +808,9 @@ def _written(kind: type[Value]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _plain(field: Any) -> Any:
-    """A text that grew too long is cut: what is written can be read."""
+    """A text that grew too long is cut, and a line is one: what is written can be read."""
     if isinstance(field, str):
-        return field[:LONGEST]
+        return field[:LONGEST].replace("\n", " ")
     if isinstance(field, Value):
         return plain(field)
     return [_plain(item) for item in field] if isinstance(field, tuple) else field

@@ -94,6 +94,12 @@ class EmbeddedEtcd:
         await asyncio.wait({self.failed})
         await self._stop()
 
+    def _last_words(self) -> str:
+        try:
+            return complaint(self._log.read_text(errors="replace"))
+        except FileNotFoundError:  # somebody has removed it
+            return "its log is gone"
+
     async def _start(self) -> bool:
         """Start on a fresh port or its socket; False if somebody else took the port."""
         if not self._private:
@@ -142,11 +148,11 @@ class EmbeddedEtcd:
                 await exited(self._process)
             if loop.time() - began > EMBEDDED_QUIET:
                 pause = 0.0
-            when, said = f"in {pause:.0f} s" if pause else "now", ""
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-                said = self._log.read_text(errors="replace")
-            text = "the embedded etcd has ended, see %s: %s; it is started again %s"
-            log.warning(text, self._log, complaint(said), when)
+            when = f"in {pause:.0f} s" if pause else "now"
+            log.warning(
+                "the embedded etcd has ended, see %s: %s; it is started again %s",
+                *(self._log, self._last_words(), when),
+            )
             await asyncio.sleep(pause)
             pause = min(EMBEDDED_SLOWEST, max(1.0, 2 * pause))
             began = loop.time()

@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -51,14 +52,16 @@ if TYPE_CHECKING:
 
     from msgspec import Struct
 
+    from elastic_etcd.cli.flags import Flag
     from elastic_etcd.protocol.messages import ToTorchrun
 
 NAME = "etcd-v3"
 _NO_ID = "none"  # what torchrun calls every job without --rdzv-id
-# Keys of --rdzv-conf that torchrun adds, or that mean something to its other backends.
+_ADDED = "rank"  # to --rdzv-conf, by torchrun
+# Keys of --rdzv-conf that mean something to its other backends only.
 _OTHERS = {
-    *("timeout", "read_timeout", "last_call_timeout", "close_timeout", "rank", "store_type"),
-    *("is_host", "heartbeat", "keep_alive_interval", "keep_alive_max_attempt"),
+    *("read_timeout", "close_timeout", "heartbeat_timeout", "heartbeat", "keep_alive_interval"),
+    *("keep_alive_max_attempt", "is_host", "store_type", "protocol", "etcd_prefix"),
 }
 _STORE_TIMEOUT = 60.0  # seconds; torchrun's barrier at the end says for itself how long it waits
 _LOOK = 1.0
@@ -87,18 +90,28 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         )
     from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only where this backend is wanted
 
-    known = [flag.dest for flag in FLAGS if flag.in_plugin]
-    unknown = params.config.keys() - {*known, *_OTHERS}
-    if unknown:
-        fault = f"{NAME} has no such key; it has {', '.join(known)}"
-        raise ValueError(f"--rdzv-conf {min(unknown)}: {fault}")
+    flags = [flag for flag in FLAGS if flag.in_plugin]
+    known = {key: flag for flag in flags for key in (*flag.rdzv_conf, flag.dest)}  # the last counts
+    for key in sorted(params.config.keys() - known.keys() - {_ADDED}):
+        if key not in _OTHERS:
+            fault = f"{NAME} has no such key; it has {', '.join(flag.dest for flag in flags)}"
+            raise ValueError(f"--rdzv-conf {key}: {fault}")
+        log.warning("--rdzv-conf %s has no meaning for %s", key, NAME)
     return EtcdV3Handler(params.run_id, _flags(params, known), params.local_addr)
 
 
-def _flags(params: RendezvousParameters, known: list[str]) -> list[str]:
+def _flags(params: RendezvousParameters, known: dict[str, Flag]) -> list[str]:
     """The flags of our launcher; failures that torchrun counts itself never end a job here."""
-    conf = {key: str(params.config[key]) for key in known if params.config.get(key) is not None}
-    conf.setdefault("join_timeout", str(params.get_as_int("timeout", 600)))
+    conf: dict[str, str] = {}
+    for key, flag in known.items():
+        value = params.config.get(key)
+        if value is None or flag.kind is None:
+            continue
+        conf[flag.dest] = str(value)
+        try:
+            flag.kind(str(value))
+        except (ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"--rdzv-conf {key}={value}: {error}") from error
     # Several torchruns of one host are several nodes.
     conf.setdefault("node_name", f"{os.uname().nodename}-{os.getpid()}")
     if params.local_addr:
@@ -106,7 +119,7 @@ def _flags(params: RendezvousParameters, known: list[str]) -> list[str]:
     flags = ["--etcd", params.endpoint, "--job", params.run_id]
     flags += ["--nnodes", f"{params.min_nodes}:{params.max_nodes}", "--nproc-per-node", "1"]
     flags += ["--max-restarts", str(UNCOUNTED), "--suspect-after", "0", "--hang-timeout", "off"]
-    if conf.pop("rerun", "").lower() in ("1", "true", "yes"):
+    if params.get_as_bool("rerun"):
         flags.append("--rerun")
     for key, value in conf.items():
         flags.append(f"--{key.replace('_', '-')}={value}")

@@ -204,7 +204,7 @@ class TorchrunWorkers:
         self._runs = False
         self._inbox.put(WorkersGone(self.generation))
 
-    def tell_leaving(self) -> None:
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None:
         """There is nobody to tell."""
 
     async def end(self, reason: str) -> None:

@@ -25,7 +25,7 @@ class RunRecord(Struct):
 
     exit_code: int = 0
     error: str = ""
-    outcome: str = ""  # succeeded, failed, stopped, or left: the job may go on; "" until then
+    outcome: str = ""  # one of RunResult's; "" until then
     reason: str = ""
     generation: int = 0  # of the job's last world
     generations: list[int] = []  # of the worlds that this node was in
@@ -38,7 +38,9 @@ class RunRecord(Struct):
 class RunResult:
     """The way a job went, as this node saw it."""
 
-    outcome: str  # succeeded, failed, stopped, or left: this node left and the job may go on
+    # succeeded, failed, stopped; left: this node left and the job may go on; or over: it had
+    # succeeded before, and nothing was run.
+    outcome: str
     reason: str
     exit_code: int  # the launcher's
     generations: tuple[int, ...]  # of the worlds that this node was in, in order

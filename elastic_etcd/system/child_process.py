@@ -71,8 +71,11 @@ def spawn(
     It leads a process group of its own, out of the reach of the terminal's Ctrl-C, or with
     `session` a session of its own.
     """
+    trampoline = [sys.executable, "-I", "-S", _TRAMPOLINE, str(os.getpid()), "--"]
+    if "pydevd" in sys.modules:  # an editor's debugger, which goes with a child but not with exec
+        trampoline = []  # then the guardian is all that ends it with this process
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", _TRAMPOLINE, str(os.getpid()), "--", *command],
+        [*trampoline, *command],
         env=dict(env),
         stdin=stdin,
         stdout=stdout,

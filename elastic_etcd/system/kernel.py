@@ -36,8 +36,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 def check() -> None:
     """Raise UsageError if this machine refuses a call for which there is no other way.
 
-    Also if it has too few descriptors for an agent: gRPC would crash.
+    Also if it has no /proc, or too few descriptors for an agent: gRPC would crash.
     """
+    if not Path("/proc/self/stat").exists():
+        raise UsageError(
+            "no /proc, by which an agent finds what its workers have started.\n"
+            "Mount it, `mount -t proc proc /proc`, or let the container have it"
+        )
     try:
         with ExitStack() as held:
             fd = memfd_create("elastic_etcd-check", MFD_CLOEXEC)

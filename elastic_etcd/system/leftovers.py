@@ -33,6 +33,8 @@ from elastic_etcd.times import STUCK
 # In the environment of an agent's workers, and of all that they start: which agent that is. Its
 # guardian has it under another name, as that is to end by itself.
 MARK, GUARDS = "ELASTIC_ETCD_AGENT", "ELASTIC_ETCD_GUARDS"
+# Python's resource tracker, and that of torch's sharing strategy "file_system".
+_REMOVERS = (b"from multiprocessing.resource_tracker import main;", b"torch_shm_manager\0")
 _NAMED = 5  # processes, in a line of the log
 
 log = logging.getLogger(__name__)
@@ -140,13 +142,22 @@ def _is_left(pid: int, is_marked: Callable[[int], bool]) -> bool:
     process is a scheduler's child. An orphan's parent is an ancestor of its agent: init, or a
     subreaper. This process and its ancestors may have the mark of the agent that submitted them.
     """
-    if not is_marked(pid):
+    if not is_marked(pid) or _removes_and_ends(pid):
         return False
     first, seen = pid, stat(pid)
     while seen and is_marked(seen.parent):
         first, seen = seen.parent, stat(seen.parent)
     ours = _ancestors(os.getpid())
     return seen is not None and first not in {os.getpid(), *ours} and seen.parent in ours
+
+
+def _removes_and_ends(pid: int) -> bool:
+    """Whether it removes what its process has left in /dev/shm, and ends then by itself."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(words in command for words in _REMOVERS)
 
 
 def _ancestors(pid: int) -> set[int]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -199,7 +200,7 @@ class SimulatedWorkers:
         """An endpoint at which nobody will be: there is no process group to build."""
         return Master(reached.address, 1024 + generation)
 
-    def tell_leaving(self) -> None:
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Nobody asks."""
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:

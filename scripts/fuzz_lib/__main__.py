@@ -24,6 +24,14 @@ TARGETS = {
     "socket": "packets at the agent's end of a worker's channel, with descriptors",
     "codecs": "the encoded objects of a snapshot",
     "snapshot": "a snapshot's header and table of tensors, sums right and wrong",
+    "saved": "a file that a state is loaded from",
+    "checkpoint": "a node's offer of checkpoints, and the manifest of one",
+    "inventory": "the numbers by which a rank says which snapshots it has",
+    "link": "bytes at an agent's port for others, after the right nonce or a wrong one",
+    "request": "a request to --metrics-addr",
+    "error": "a worker's error file, and the end of what it said",
+    "page": "the page of memory in which a worker says what it is doing",
+    "notice": "the file that tells that this machine goes",
 }
 
 

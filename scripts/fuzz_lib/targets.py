@@ -4,16 +4,27 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import socket
 import struct
+import tempfile
+from pathlib import Path
 
 import torch
 
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
+from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.file_timers import request_of
+from elastic_etcd.agent.followers import metrics_server
+from elastic_etcd.agent.followers.metrics import Metrics
+from elastic_etcd.agent.followers.notices import FileSource
+from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import schema
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.etcd import wire
+from elastic_etcd.protocol.activity import SIZE, ActivityPage, Doing
 from elastic_etcd.protocol.messages import (
     LONGEST_TEXT,
     AskCurrent,
@@ -31,7 +42,9 @@ from elastic_etcd.protocol.messages import (
     from_forked,
     from_worker,
 )
-from elastic_etcd.train.state import encoding, snapshot_format
+from elastic_etcd.train.checkpoint.latest_checkpoint import read_offer
+from elastic_etcd.train.checkpoint.memory_checkpoint import Checkpoint, read_manifest
+from elastic_etcd.train.state import encoding, files, snapshot_format, sync
 from elastic_etcd.train.state.snapshot_bytes import digest_of
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from tests.support.spoilt import JOBS, LOCAL, acts
@@ -49,7 +62,18 @@ _OBJECTS = encoding.dumps(
     )
 )
 _NAMED = {"a": torch.zeros(3), "b": torch.zeros(2, 2, dtype=torch.int64)}
-_TABLE, _ = snapshot_format.pack({"x": {"$tensor": "a"}}, _NAMED)
+_TABLE, _BODY = snapshot_format.pack({"x": {"$tensor": "a"}}, _NAMED)
+_PARTS = torch.zeros(_BODY - snapshot_format.aligned(len(_TABLE)), dtype=torch.uint8)
+_WHOLE = torch.cat((_PARTS, torch.frombuffer(bytearray(_TABLE), dtype=torch.uint8)))
+_WHOLE = torch.nn.functional.pad(_WHOLE, (0, _BODY - len(_WHOLE)))
+_HEADER = snapshot_format.Header(
+    snapshot_format.Version(1, 1, 1), len(_TABLE), _BODY, digest_of(_WHOLE)
+)
+_MANIFEST = b'{"step": 1, "generation": 1, "files": [{"name": "a/b", "size": 1, "crc": 1}]}'
+_OFFER = b'{"addr": "h", "port": 1, "nonce": "%s", "held": [[1, 1]]}' % (b"0" * 32)
+_METRICS = Metrics(AgentConfig(None, "j", ("train",), "n1", 1, schema.Limits(1, 1)))
+_ports: list[tuple[PeerLinks, schema.Contact]] = []
+_revoked: list[int] = []
 _loop = asyncio.new_event_loop()
 SEEDS: dict[str, list[bytes]] = {
     "value": [value.encode() for job in JOBS for value in job.values()],
@@ -66,6 +90,17 @@ SEEDS: dict[str, list[bytes]] = {
     "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
     "codecs": [_OBJECTS, _TABLE],
     "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + bytes(128) + _TABLE],
+    "saved": [files._header_of(_HEADER, _TABLE) + bytes(44)],  # noqa: SLF001 - a whole file
+    "checkpoint": [_MANIFEST, _OFFER],
+    "inventory": [_HEADER.pack() + bytes(32)],
+    "link": [b"\1" + bytes(8), b"\1" + bytes(9), b"\1" + bytes(7) + b"\1\4", b"\0" + bytes(24)],
+    "request": [b"GET /metrics?x HTTP/1.1\r\nHost: h\r\n\r\n", b"HEAD /readyz HTTP/1.0\r\n\r\n"],
+    "error": [
+        b'{"message": {"message": "m", "extraInfo": {"py_callstack": "s"}}}',
+        b"[rank0]: Traceback (most recent call last):\n[rank0]:   File\n[rank0]: E: a\n\nb",
+    ],
+    "page": [bytes(SIZE), struct.pack("=9q", *range(9))],
+    "notice": [b"120", b"1e999", b"nan"],
 }
 
 
@@ -170,3 +205,103 @@ def fuzz_snapshot(data: bytes) -> None:
         if newest := snapshots.newest_intact():
             with contextlib.suppress(MalformedState):
                 newest.load()
+
+
+def fuzz_saved(data: bytes) -> None:
+    """A file that a state is loaded from: all of its bytes are right, or it is refused."""
+    snapshots = Snapshots([os.memfd_create("fuzz") for _ in range(2)])
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(MalformedState):
+            files.load(Path(file.name), snapshots.clear_older).load()
+
+
+def fuzz_checkpoint(data: bytes) -> None:
+    """No manifest has a name that leads out of its folder."""
+    with contextlib.suppress(MalformedState):
+        assert len(bytes.fromhex(read_offer(data).nonce)) == 16
+    with contextlib.suppress(MalformedState):
+        for file in read_manifest(data, Checkpoint(1, 1)).files:
+            inside = os.path.normpath(f"/checkpoint/{file.name}")
+            assert inside.startswith("/checkpoint/"), file
+
+
+def fuzz_inventory(data: bytes) -> None:
+    """13 numbers, as they come from each rank."""
+    numbers = struct.unpack("<13q", data[:104].ljust(104, b"\0"))
+    sync._read_inventory(*numbers)  # noqa: SLF001 - what is read of another rank
+
+
+def fuzz_link(data: bytes) -> None:
+    """Nobody is revoked, and no more than a byte is said."""
+    _loop.run_until_complete(_call(data))
+
+
+async def _call(data: bytes) -> None:
+    contact = await _port()
+    nonce = bytes.fromhex(contact.nonce) if data[:1] == b"\1" else b""
+    reader, writer = await asyncio.open_connection(contact.addr, contact.port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(nonce + data[1:])
+        writer.write_eof()
+        said = await reader.read()
+        assert said in (b"", b"\x06", b"\x15"), said
+    writer.close()
+    assert not _revoked
+
+
+async def _port() -> schema.Contact:
+    """Where an agent of the fuzzer's listens; it stays."""
+
+    async def revoke(lease: int) -> None:
+        _revoked.append(lease)
+
+    while not _ports:  # an address is looked up for a second at most
+        links = PeerLinks(Tasks(), revoke)
+        if contact := await links.open("127.0.0.1"):
+            _ports.append((links, contact))
+    return _ports[0][1]
+
+
+def fuzz_request(data: bytes) -> None:
+    """Whatever is asked, there is an answer, and one only."""
+    answer = metrics_server.answer(data, _METRICS)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 "), head
+    length = re.search(rb"Content-Length: (\d+)", head)
+    assert length
+    assert len(body) == (0 if data.startswith(b"HEAD ") else int(length[1]))
+
+
+def fuzz_error(data: bytes) -> None:
+    """What a worker left is a text that can be told, and not too long."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for stderr in (b"", data):
+            failure_message(1, file.name, stderr, 0).encode()
+
+
+def fuzz_page(data: bytes) -> None:
+    """A page of memory with anything in it tells of some activity."""
+    fd = os.memfd_create("fuzz")
+    os.pwrite(fd, data[:SIZE].ljust(SIZE, b"\0"), 0)
+    page = ActivityPage(fd)
+    os.close(fd)
+    read = page.read()
+    assert isinstance(read.doing, Doing)
+    assert all(math.isfinite(number) for number in read if isinstance(number, float)), read
+    read.what.encode()
+
+
+def fuzz_notice(data: bytes) -> None:
+    """A file that says when, or anything."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        source = FileSource(file.name)
+        source.look()
+        notice = source.look()
+        assert notice
+        assert notice.seconds is None or math.isfinite(notice.seconds)

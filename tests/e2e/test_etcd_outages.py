@@ -55,10 +55,14 @@ def test_etcd_away_for_longer_than_its_timeout(
 ) -> None:
     job = jobs(kind=TickingJob)
     n1 = job.start("n1", nnodes="1", etcd_timeout=1)
-    job.trains(1)
+    g = job.trains(1)
     etcd.kill()
+    os.kill(job.worker(g, rank=0).pid, signal.SIGKILL)
     job.exits(n1, 5, seconds=40)
     assert "--etcd-timeout" in n1.output
+    told = n1.output.partition("nothing trains on this node until etcd answers\n")[2]  # P6
+    assert told.lstrip().startswith("root cause: rank 0 (local rank 0, pid"), n1.output
+    assert "on n1: SIGKILL after" in told
     job.abandoned = True
     etcd.start()
 

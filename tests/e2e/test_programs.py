@@ -56,6 +56,32 @@ def test_the_terminal_s_end(disposition: str) -> None:
     assert done.returncode == (128 + signal.SIGHUP if left else 0)
 
 
+LEAVES = """
+import os, signal, time
+if {number}: signal.signal({number}, lambda *_: print("got", {number}, flush=True) or os._exit(0))
+try:
+    os.kill(os.getppid(), {number} or signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, "interrupted"), (signal.SIGUSR1, "got 10")])
+def test_f4_a_worker_gets_the_signal_on_which_its_node_leaves(number: int, told: str) -> None:
+    agent = ("-m", "elastic_etcd.launch", "--signals-to-handle", "SIGINT,SIGUSR1", "--no-python")
+    done = subprocess.run(
+        [sys.executable, *agent, sys.executable, "-c", LEAVES.format(number=int(number))],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert told in done.stdout, done.stderr
+    assert done.returncode == 128 + (number or signal.SIGINT)
+
+
 @pytest.mark.parametrize("method", ["prefork", "exec"])
 def test_m5_a_failure_is_one_although_sigchld_was_ignored(tmp_path: Path, method: str) -> None:
     """By `trap '' CHLD`, or an old daemon, that has started the agent: exit codes are lost then."""
@@ -245,6 +271,22 @@ def test_torchrun_s_prefix_of_lines() -> None:
     assert done.stdout == "<trainer/0> hello\n"
 
 
+@pytest.mark.parametrize(("nodes", "told"), [("1", {"got a", "got b"}), ("1:2", {"got nothing"})])
+def test_f6_stdin_is_handed_on_with_one_node(nodes: str, told: set[str]) -> None:
+    agent = ("-m", "elastic_etcd.launch", f"--nnodes={nodes}", "--settle=0", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *agent, "--no-python", "sh", "-c", "read x || x=nothing; echo got $x"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        input="a\nb\n",
+        timeout=60,
+    )
+    assert {line.partition(": ")[2] for line in done.stdout.splitlines()} == told
+    assert ("stdin is not handed on" in done.stderr) == ("nothing" in str(told))
+
+
 def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> None:
     """As torchrun does it for who has started it (TorchX), and as torch reads it."""
     script, file = tmp_path / "train.py", tmp_path / "error.json"
@@ -257,8 +299,11 @@ def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     failure = ProcessFailure(0, 1, 1, str(file))
-    assert "ValueError: a mistake" in str(failure.message)
     assert failure.timestamp > 0
+    told = failure.message
+    assert isinstance(told, dict)
+    assert (told["message"], told["errorCode"]) == ("ValueError: a mistake", 1)  # P8
+    assert told["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):")
 
 
 def test_t19_what_a_script_sets_before_it_imports_torch_counts_as_under_torchrun(

@@ -11,12 +11,15 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import elastic_etcd as ee
+from elastic_etcd.errors import UsageError
 from elastic_etcd.launcher import LaunchConfig, elastic_launch
+from tests.support.etcd import EtcdServer
 from tests.support.job import PATIENCE, ROOT
 from tests.support.processes import MARK, Changes, command, marked, send
 
@@ -108,6 +111,16 @@ async def test_a_killed_worker_is_restarted_and_the_last_values_count(tmp_path: 
     for rank in ("0", "1"):
         (log,) = tmp_path.glob(f"*/generation_2/{rank}/stdout.log")
         assert log.read_text() == f"hello from {rank}\n"
+
+
+def test_p7_a_job_that_had_succeeded_before_is_an_error(etcd: EtcdServer, prefix: str) -> None:
+    job = LaunchConfig(run_id="job", rdzv_endpoint=etcd.endpoint, flags=["--prefix", prefix])
+    assert elastic_launch(job, "true")() == {}
+    with pytest.raises(UsageError, match=r"true: job job had succeeded before: .*--rerun"):
+        elastic_launch(job, "true")()
+    assert elastic_launch(job, "true").run().outcome == "over"
+    again = replace(job, flags=[*job.flags, "--rerun"])
+    assert elastic_launch(again, "true").run().generations == (2,)
 
 
 class Program:

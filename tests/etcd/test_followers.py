@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ class Workers:
     def offer(self, generation: int, reached: Reached) -> Master:
         return Master(reached.address, 1024 + generation)
 
-    def tell_leaving(self) -> None: ...
+    def tell_leaving(self, number: signal.Signals = signal.SIGTERM) -> None: ...
 
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
         del part, limits

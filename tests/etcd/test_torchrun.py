@@ -267,6 +267,27 @@ def members(etcd: EtcdServer, prefix: str) -> str:
     return etcd.ctl("get", "--prefix", f"{prefix}/one/members/", "--keys-only").strip()
 
 
+def test_p5_rdzv_conf_is_read_as_torch_reads_it(caplog: pytest.LogCaptureFixture) -> None:
+    def flags(**conf: str) -> list[str]:
+        given = RendezvousParameters(NAME, "127.0.0.1:1", "job", 1, 2, timeout=900, **conf)
+        return etcd_v3()(given)._flags  # type: ignore[no-any-return]
+
+    assert "--settle=60" in flags(last_call_timeout="60")
+    assert "--join-timeout=900" in flags()
+    assert "--join-timeout=5" in flags(join_timeout="5")
+    assert "--cacert=a" in flags(ca_cert="a", ssl_cert="b", ssl_cert_key="c")
+    assert all("--rerun" in flags(rerun=yes) for yes in ("t", "Y", "1", "true"))
+    assert "--rerun" not in flags(rerun="f")
+    assert not caplog.messages
+    for others in ("protocol", "etcd_prefix", "heartbeat_timeout"):
+        flags(**{others: "5"})
+        assert caplog.messages.pop() == f"--rdzv-conf {others} has no meaning for etcd-v3"
+        caplog.clear()
+    for key, wrong in (("rerun", "Ture"), ("join_timeout", "-1"), ("proof_of_death", "x")):
+        with pytest.raises(ValueError, match=key):
+            flags(**{key: wrong})
+
+
 def test_what_cannot_work_is_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
     with pytest.raises(ValueError, match=r"--rdzv-conf setle: etcd-v3 has no such key.*settle"):

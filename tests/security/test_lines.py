@@ -2,13 +2,16 @@
 
 import os
 import socket
+import struct
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_etcd.core.schema import Contact
 from tests.support.etcd import EtcdServer
 from tests.support.job import Agent
 from tests.support.lines import (
@@ -81,8 +84,30 @@ def test_strangers_are_not_heard_and_do_no_harm(job: TickingJob, etcd: EtcdServe
     job.finish(n1)
 
 
+@contextmanager
+def floods(to: Contact) -> Iterator[None]:
+    """All places of an agent are taken while this is open, again and again."""
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            with ExitStack() as stack:
+                for _ in range(150):
+                    sock = stack.enter_context(socket.socket())
+                    sock.setblocking(False)
+                    sock.connect_ex((to.addr, to.port))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_who_can_read_etcd_kills_nobody(job: TickingJob, etcd: EtcdServer) -> None:
-    """A line in another one's name, which ends: the agent asks that one, and it answers."""
+    """A line in another one's name, which ends: that one is asked, if it has a place or not."""
     n1, n2, g = pair(job, etcd)
     there = members(etcd, job.name)
     for number in range(5):
@@ -92,5 +117,13 @@ def test_who_can_read_etcd_kills_nobody(job: TickingJob, etcd: EtcdServer) -> No
     with impostor(called=there["n2"], named=there["n1"]):
         pass
     nobody_is_dead(job, n1, g, 2)
+    calls = n1.output.count("n2 would be missed at once")
+    with impostor(called=there["n1"], named=there["n2"]) as line:
+        missed(job, n1, n2, times=calls + 1)
+        with floods(contact(there["n2"])):
+            nobody_is_dead(job, n1, g, 0.2)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.close()  # by a reset, as a kernel ends what a process leaves behind
+            nobody_is_dead(job, n1, g, 1)
     job.undisturbed(g)
     job.finish(n1, n2)

@@ -20,8 +20,10 @@ from elastic_etcd.core.schema import (
     Outcome,
     Phase,
     Report,
+    Requests,
     Round,
     Spec,
+    Value,
     decode,
     encode,
 )
@@ -64,6 +66,9 @@ LEDGER, HISTORY, PAGE = (
 )
 PARTS = json.loads(PAGE)["participants"]
 SETUP, FROZEN = (job(phase)[KEYS.round] for phase in (Phase.SETUP, Phase.FROZEN))
+
+
+OUTCOME = Outcome("failed", "no restart is allowed", "r", 1, 1, FAILURE)
 
 
 def spoil(value: str, **fields: Any) -> str:
@@ -278,3 +283,27 @@ def test_seconds_without_an_end_are_no_limits(odd: str) -> None:
 def test_the_outcome_of_a_long_story_is_short() -> None:
     outcome = Outcome("failed", "x" * 200_000, "r", 1, 1, FAILURE)
     assert decode(Outcome, encode(outcome)).reason == "x" * LONGEST
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Requests, {"drains": [{"node": "n1", "by": "ann\nelastic_etcd[n1]: n2 is dead"}]}),
+        (Requests, {"stop": {"run": "r", "by": "\n"}}),
+        (Requests, {"scale": {"run": "r", "instead_of": "1:2", "by": "a\n", "min_nodes": 1}}),
+        (Round, json.loads(job(Phase.FINAL)[KEYS.round]) | {"reason": "n1 left\nn2 left"}),
+        (Outcome, json.loads(encode(OUTCOME)) | {"reason": "x\ny"}),
+    ],
+)
+def test_o8_what_a_log_has_in_one_line_has_no_second(
+    kind: type[Value], value: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="regex"):
+        decode(kind, json.dumps({"v": 1} | value))
+
+
+def test_o8_what_is_written_in_more_lines_can_be_read() -> None:
+    told = structs.replace(OUTCOME, reason="n1 hangs in a\nb")
+    assert decode(Outcome, encode(told)).reason == "n1 hangs in a b"
+    traceback = structs.replace(OUTCOME, failure=structs.replace(FAILURE, message="a\nb"))
+    assert decode(Outcome, encode(traceback)) == traceback

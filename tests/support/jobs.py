@@ -25,7 +25,7 @@ from elastic_etcd.core.txn import KeyValue, Snapshot
 from elastic_etcd.core.view import Everything, View, view_of
 
 KEYS = Keys("/elastic_etcd/j")
-HOSTILE = "<script>\x1b[2J\n&\"'"  # a node's name, as whoever may write keys can make it
+HOSTILE = "<script>\x1b[2J&\"'"  # a node's name, as whoever may write keys can make it
 FAILURE = Failure("n2", 1, 0, 4388, 1, 61.5, "RuntimeError: why", "2026-11-21T10:01:05.500+00:00")
 SPENT = Spent(
     steps=600,

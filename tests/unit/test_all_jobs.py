@@ -23,7 +23,7 @@ from tests.support.jobs import KEYS, OVER, RUNNING
 
 DRAINED = Requests((Drain("n1"),))
 LEFT = {KEYS.member(0xA), KEYS.member(0xB), KEYS.wanted}
-SHOUTED = r"<script>\x1b[2J\n&" + "\"'"
+SHOUTED = r"<script>\x1b[2J&" + "\"'"
 
 
 class Shell:

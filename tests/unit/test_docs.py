@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 def test_tests_that_are_named_exist(page: Path) -> None:
     for file, named in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
         assert f"def {named}(" in (ROOT / file).read_text(), named
+
+
+def test_each_nothing_in_the_table_of_neighbours_names_a_test() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    table = page.partition("### What a neighbour may do")[2].partition("\n\nSo: ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    head, *neighbours = rows
+    assert len(neighbours) == 6
+    for neighbour, *cells in neighbours:
+        assert len(cells) == len(head) - 1, neighbour
+        for before, cell in pairwise(("", *cells)):
+            named = re.findall(r"`tests/", before if "nothing: the same" in cell else cell)
+            assert named or "nothing" not in cell, (neighbour, cell)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

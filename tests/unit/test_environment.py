@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elastic_etcd.agent import environment
 from elastic_etcd.agent.config import AgentConfig
@@ -87,6 +88,13 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_AGENT": "1:2:host-a@j",
         "ELASTIC_ETCD_SET": "OMP_NUM_THREADS=1",
     }
+
+
+def test_p1_where_nodes_have_several_roles_each_has_ranks_of_its_own() -> None:
+    part = structs.replace(PART, role_rank=3, role_size=5)
+    found = worker_env({}, CONFIG, NOW, part, CONFIG.limits, 1, error_file="")
+    told = [found[f"{name}{what}"] for name in ("", "ROLE_") for what in ("RANK", "WORLD_SIZE")]
+    assert told == ["5", "9", "4", "5"]
 
 
 def test_torchrun_sets_nothing_else(tmp_path: Path) -> None:
@@ -176,6 +184,26 @@ def test_a_virtual_local_rank_sees_one_device(visible: str | None, device: str) 
     assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)
     assert found["RANK"] == "5"
     assert env(base).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("base", "own"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "6"}),
+        ({"ROCR_VISIBLE_DEVICES": "4,6"}, {"HIP_VISIBLE_DEVICES": "1"}),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "2,3"},
+            {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "3"},
+        ),
+    ],
+)
+def test_f11_a_virtual_local_rank_sees_one_device_of_rocm(
+    base: dict[str, str], own: dict[str, str]
+) -> None:
+    """HIP's variable counts before CUDA's: all workers would share its first device."""
+    found = env(base, virtual=True)
+    named = {name: found[name] for name in found if "_VISIBLE_" in name}
+    assert named == base | own
 
 
 def test_more_workers_than_visible_devices_is_told() -> None:

@@ -151,7 +151,7 @@ def test_followed_to_the_end(etcd: EtcdServer, prefix: str) -> None:
         assert shown.stdout
         before = [next(shown.stdout) for _ in range(7)]
         assert HOSTILE not in "".join(before)
-        assert "<script>\\x1b[2J\\n&" in before[3]
+        assert "<script>\\x1b[2J&" in before[3]
         etcd.ctl("put", keys.member(0xC), encode(Member(0xC, "n3", 1, run="r")))
         assert next(shown.stdout).endswith("node.joined     n3 is there\n")
         for lease in (0xA, 0xB, 0xC):

@@ -418,3 +418,19 @@ def test_ranks_take_part_in_each_step_unless_one_may_have_fewer() -> None:
     }
     assert shares.pop(("uneven", 2)) is False
     assert all(shares.values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_p2_the_length_of_a_loader_stays_while_it_runs(workers: int) -> None:
+    data = iterable()
+    loader = data.loader(4, num_workers=workers)
+    total = len(loader)
+    for _ in islice(loader, 3):
+        data.record()
+        assert len(loader) == total
+    assert loader.remaining() < total
+    lengths = []
+    for _ in loader:
+        data.record()
+        lengths.append(len(loader))
+    assert set(lengths) == {len(lengths)}

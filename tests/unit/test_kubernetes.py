@@ -1,6 +1,7 @@
 """What the manifests of examples/kubernetes say of our program, and of each other."""
 
 import re
+from difflib import ndiff
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def configured(name: str) -> AgentConfig:
 
 
 def test_all_manifests_are_here() -> None:
-    known = {"etcd", "monitoring", *WITH_A_JOB}
+    known = {"etcd", "etcd-tls", "monitoring", "job-tls", *WITH_A_JOB}
     assert {path.name for path in FOLDER.iterdir()} == {f"{name}.yaml" for name in known}
 
 
@@ -79,8 +80,72 @@ def test_all_variants_have_the_same_pods_and_policies() -> None:
         assert field.endswith(f"/{label}']")
         spec.pop("suspend", None)
     assert specs[0] == specs[1] == specs[2]
-    for kind in ("PodDisruptionBudget", "PersistentVolumeClaim"):
+    for kind in ("PodDisruptionBudget", "PersistentVolumeClaim", "NetworkPolicy"):
         assert only("job", kind) == only("jobset", kind) == only("kueue", kind)
+
+
+def code(name: str) -> str:
+    """A manifest without its comments."""
+    text = (FOLDER / f"{name}.yaml").read_text()
+    return re.sub(r" *# .*", "", text)
+
+
+@pytest.mark.parametrize("name", ["job", "etcd"])
+def test_o10_the_variants_with_tls_differ_in_nothing_else(name: str) -> None:
+    plain, tls = code(name), code(f"{name}-tls")
+    assert set(re.findall(r"http://.*:(\d+)", tls)) <= {"2381"}, "but for metrics and probes"
+    before, after = (re.sub("https?://", "", text).split("\n") for text in (plain, tls))
+    changed = [line for line in ndiff(before, after) if line[0] in "-+" and line[1:].strip()]
+    known = ("/etcd-", "etcd-server", "etcd-client", "CERT_AUTH", "volumes:")
+    assert all(line[0] == "+" and any(word in line for word in known) for line in changed), changed
+
+
+def test_o10_agents_with_tls_show_a_certificate_and_check_etcd_s() -> None:
+    config = configured("job-tls").etcd
+    assert config
+    assert config.tls
+    mounts = {each["mountPath"]: each["name"] for each in agent("job-tls")["volumeMounts"]}
+    files = (config.cacert, config.cert, config.key)
+    assert {mounts[str(Path(str(file)).parent)] for file in files} == {"etcd-client"}
+
+
+def let_in(name: str, labels: dict[str, str], namespace: str = "here") -> set[str] | None:
+    """The ports at which a policy lets a pod of these labels in; None for all."""
+    found: set[str] = set()
+    for rule in only(name, "NetworkPolicy")["spec"]["ingress"]:
+        for peer in rule["from"]:
+            pods = peer.get("podSelector", {}).get("matchLabels", {}).items()
+            where = peer.get("namespaceSelector", {}).get("matchLabels")
+            there = where == {"kubernetes.io/metadata.name": namespace}
+            if pods <= labels.items() and (there or (where is None and namespace == "here")):
+                if "ports" not in rule:
+                    return None
+                found |= {each["port"] for each in rule["ports"]}
+    return found
+
+
+def test_o10_nobody_else_reaches_agents_and_etcd() -> None:
+    agents = job_spec("job")["template"]["metadata"]["labels"]
+    etcd = only("etcd", "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    other_job = agents | {"app.kubernetes.io/name": "other"}
+    assert let_in("job", agents) is None
+    assert let_in("job", other_job) == let_in("job", etcd) == set()
+    assert let_in("job", agents, "elsewhere") == set()
+    assert let_in("job", {}, "monitoring") == {"metrics"}
+    assert let_in("etcd", agents) == {"client"}
+    assert let_in("etcd", etcd) == {"client", "peer"}
+    assert let_in("etcd", {"app.kubernetes.io/name": "digits"}) == set()
+    assert let_in("etcd", {}, "monitoring") == {"metrics"}
+    for name, labels in (("job", agents), ("etcd", etcd)):
+        spec = only(name, "NetworkPolicy")["spec"]
+        assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+        assert spec["policyTypes"] == ["Ingress"]
+
+
+@pytest.mark.parametrize("name", [*WITH_A_JOB, "job-tls"])
+def test_o10_the_image_is_in_nobody_s_registry(name: str) -> None:
+    """A name without a registry would be somebody's on Docker Hub."""
+    assert agent(name)["image"].startswith("registry.example.com/")
 
 
 @pytest.mark.parametrize("name", WITH_A_JOB)

@@ -263,7 +263,7 @@ def test_defaults(parse: Parse) -> None:
     assert (config.limits.min_nodes, config.limits.max_nodes, config.nproc) == (1, 1, 1)
     # The data class and the flags agree on every default.
     of = None, config.job, config.argv, config.node, 1, Limits(1, 1)
-    assert config == AgentConfig(*of, has_peers=False)
+    assert config == AgentConfig(*of, command=config.command, has_peers=False)
     assert config.log.redirects == StreamChoice(Streams.NONE)
 
 
@@ -429,7 +429,9 @@ def test_lines_of_the_agent() -> None:
         return launch._Lines("node%1").format(record)
 
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
-    assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n\\x1b[2J"
+    assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n    \\x1b[2J"
+    forged = line(logging.INFO, "%s: leaving", "n1\nelastic_etcd[node%1]: o8")
+    assert forged == "elastic_etcd[node%1]: n1\n    elastic_etcd[node%1]: o8: leaving"
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
 
 

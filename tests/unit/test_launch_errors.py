@@ -142,6 +142,15 @@ def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
     assert len(done.stderr.splitlines()) <= 3
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a mount namespace")
+def test_no_proc(directory: Path) -> None:
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc; exec "$@"', "sh"]
+    done = run(["--no-python", "true"], directory, [*hidden, *LAUNCH])
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: no /proc, ")
+    assert len(done.stderr.splitlines()) <= 3
+
+
 def test_help_teaches(directory: Path) -> None:
     done = run(["--help"], directory, env={"COLUMNS": "100"})
     assert done.returncode == 0

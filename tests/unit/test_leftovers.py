@@ -60,6 +60,18 @@ def test_an_orphan_is_ended(end: str) -> None:
     assert not lives(pid)
 
 
+def test_f1_what_removes_shared_memory_is_left_to_its_work() -> None:
+    """As torch_shm_manager, which begins with its work when its process has ended."""
+    code = "import time; time.sleep(600)  # from multiprocessing.resource_tracker import main;"
+    orphan = f'setsid {sys.executable} -c "{code}" > /dev/null & echo $!'
+    pid = int(run("sh", "-c", orphan, **{MARK: FORMER}))
+    try:
+        run(*agent(ENDS["a worker"]))
+        assert lives(pid)
+    finally:
+        os.kill(pid, 9)
+
+
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_m3_an_agent_that_has_the_mark_ends_neither_itself_nor_who_has_started_it(end: str) -> None:
     """A worker submits the next job of its chain."""

@@ -51,6 +51,32 @@ def test_a_windows_line_end_is_one_line_end_however_it_is_cut() -> None:
         assert prefixed(*chunks) == b"[p] a\r\n[p] b\r\n"
 
 
+def test_f9_an_unfinished_line_is_shown_after_a_while() -> None:
+    lines = LinePrefixer(b"[p] ")
+    assert lines.feed(b"a\nContinue? ") + lines.show() == b"[p] a\n[p] Continue? \n"
+    assert lines.show() == b""
+    assert lines.feed(b"yes\n") == b"[p] yes\n"
+    bar = [lines.feed(b"\r 10%"), lines.show(), lines.feed(b"\r 20%"), lines.show()]
+    assert b"".join([*bar, lines.feed(b"\n"), lines.feed(b"b\n")]) == (
+        b"\r[p]  10%\r[p]  20%\n[p] b\n"
+    )
+    bar = [lines.feed(b"\r 10%"), lines.show(), lines.feed(b".."), lines.show(), lines.finish()]
+    assert b"".join([*bar, lines.feed(b"b\n")]) == b"\r[p]  10%..\n[p] b\n"
+
+
+async def test_f9_a_prompt_is_shown_while_its_worker_waits(tmp_path: Path) -> None:
+    answer, shown = tmp_path / "answer", tmp_path / "o"
+    os.mkfifo(answer)
+    text = f"print('Continue? ', end='', flush=True); open({str(answer)!r}).read()"
+    with shown.open("wb") as o:
+        async with running(LogConfig(), o.fileno()) as run:
+            run.start(text)
+            await until(shown.read_bytes)
+            answer.write_text("y")
+            await run.watched.emptied()
+    assert shown.read_text() == "[node0 4]: Continue? \n"
+
+
 def test_a_very_long_line_is_passed_on_in_pieces() -> None:
     lines = LinePrefixer(b"[p] ")
     assert lines.feed(b"x" * 70_000) == b"[p] " + b"x" * 70_000 + b"\n"
@@ -69,10 +95,10 @@ def test_no_byte_is_lost_however_the_stream_is_cut(chunks: list[bytes]) -> None:
 def test_the_last_traceback_is_found() -> None:
     block = 'Traceback (most recent call last):\n  File "a", line 1\nValueError: x\nmore of it'
     older = block.replace("ValueError", "KeyError")
-    assert last_traceback(f"noise\n{older}\n\nThen:\n\n{block}\n\nW0000 after") == block
-    assert last_traceback("Traceback of nothing\n") == ""
+    assert last_traceback(f"noise\n{older}\n\nThen:\n\n{block}\n\nW0000 after")[0] == block
+    assert last_traceback("Traceback of nothing\n")[0] == ""
     ignored = block.replace("ValueError", "OSError")
-    assert last_traceback(f"{block}\n\nException ignored in: <x>\n{ignored}\n") == block
+    assert last_traceback(f"{block}\n\nException ignored in: <x>\n{ignored}\n")[0] == block
 
 
 def test_the_rank_prefix_of_torch_is_taken_off_and_ends_the_block() -> None:
@@ -82,7 +108,7 @@ def test_the_rank_prefix_of_torch_is_taken_off_and_ends_the_block() -> None:
         "[rank3]: ValueError: x\n"
         "[W1121 ProcessGroup.cpp] warning"
     )
-    assert last_traceback(text) == (
+    assert last_traceback(text)[0] == (
         'Traceback (most recent call last):\n  File "a", line 1\nValueError: x'
     )
     assert last_traceback(text.replace("[rank3]: ", "[rank3]: [rank0]: ")) == last_traceback(text)
@@ -125,16 +151,16 @@ def test_a_traceback_is_whole(text: str, ranked: bool) -> None:
     older = raised("raise KeyError('older')")
     if ranked:  # as torch does it
         said = "\n".join(line and f"[rank0]: {line}" for line in whole.split("\n"))
-    assert last_traceback(f"{older}\nmore\n\n{said}\n") == whole
-    assert last_traceback(f"{older}\n\n{said}\n\n[W1121 12:00 x.cpp] warning\n") == whole
+    assert last_traceback(f"{older}\nmore\n\n{said}\n")[0] == whole
+    assert last_traceback(f"{older}\n\n{said}\n\n[W1121 12:00 x.cpp] warning\n")[0] == whole
     ignored = raised(text)
-    assert last_traceback(f"{said}\n\nException ignored in: <x>\n{ignored}\n") == whole
+    assert last_traceback(f"{said}\n\nException ignored in: <x>\n{ignored}\n")[0] == whole
 
 
 def test_what_came_long_after_a_traceback_is_none_of_it() -> None:
     block = raised("raise KeyError('caught')")
     output = "a line of the training\n\n" * 1000
-    assert last_traceback(f"{block}\n\n{output}") == block
+    assert last_traceback(f"{block}\n\n{output}")[0] == block
 
 
 @pytest.mark.parametrize(
@@ -143,10 +169,10 @@ def test_what_came_long_after_a_traceback_is_none_of_it() -> None:
         ('{"message": "plain", "timestamp": "1"}', "plain"),
         ('{"message": {"message": "E: m", "extraInfo": {"py_callstack": "stack"}}}', "stack"),
         ('{"message": {"message": "E: m", "extraInfo": {"py_callstack": ""}}}', "E: m"),
-        ('{"message": {"message": ["odd"]}}', "from stderr"),
-        ('["odd"]', "from stderr"),
-        ('{"message": "cut o', "from stderr"),
-        ("", "from stderr"),
+        ('{"message": {"message": ["odd"]}}', "x\nfrom stderr"),
+        ('["odd"]', "x\nfrom stderr"),
+        ('{"message": "cut o', "x\nfrom stderr"),
+        ("", "x\nfrom stderr"),
     ],
 )
 def test_the_error_file_has_the_first_word(tmp_path: Path, content: str, message: str) -> None:
@@ -154,6 +180,46 @@ def test_the_error_file_has_the_first_word(tmp_path: Path, content: str, message
     file.write_text(content)
     assert failure_message(127, str(file), b"x\nfrom stderr\n", 0) == message
     assert failure_message(0, str(file), b"", 0) == ""
+
+
+def words_of(code: int, text: str) -> str:
+    return failure_message(code, "", text.encode(), 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys; sys.exit('error: no data under /data')",
+        "import argparse; argparse.ArgumentParser().parse_args(['--larning-rate'])",
+        "exec('x = = 1')",
+    ],
+)
+def test_n1_f10_a_death_without_traceback_is_told_by_its_last_words(text: str) -> None:
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert words_of(run.returncode, f"step 1\n{run.stderr}").endswith(run.stderr.strip())
+
+
+def test_f10_the_last_words_of_the_interpreter_and_of_c_plus_plus() -> None:
+    text = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    loaded = f"{run.stderr}\nExtension modules: {'numpy, ' * 90}\n" * 2 + "a\n" * 50
+    assert words_of(run.returncode, f"a\n{loaded}").startswith("Fatal Python error: Segmentation")
+    said = "terminate called after throwing an instance of 'E'\n  what():  no device"
+    frames = "".join(f"\nframe #{number}: f()" for number in range(30))
+    assert words_of(-6, f"a\n{said}{frames}").startswith(said)
+    assert words_of(1, f"{said}{frames}\nb").endswith("frame #29: f()\nb")  # of a child's
+
+
+def test_f10_an_older_traceback_hides_no_last_words() -> None:
+    caught = raised("raise KeyError('caught')")
+    output = "a line of the training\n\n" * 1000
+    told = words_of(1, f"{caught}\n{output}error: no data\n")
+    assert told.startswith(caught)
+    assert told.endswith("error: no data")
+    log = "[W1121 12:00 x.cpp] warning\n"
+    assert words_of(1, f"{caught}\n{log}Exception ignored in: <x>\nb\n") == caught
+    assert words_of(-9, " 1%\r 2%\r 3%\n\n" + log) == "3%"
+    assert words_of(-9, "\n".join(map(str, range(100)))).split() == [str(n) for n in range(90, 100)]
 
 
 class Run:

@@ -10,6 +10,7 @@ from msgspec import json
 
 from elastic_etcd.agent import directories
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train.checkpoint.latest_checkpoint import read_offer
 from elastic_etcd.train.checkpoint.memory_checkpoint import (
     MANIFEST,
     Checkpoint,
@@ -241,10 +242,19 @@ def test_what_is_no_manifest_is_refused(change: dict[str, object]) -> None:
         read_manifest(json.encode(whole | change), Checkpoint(1, 2))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b"[" * 10_000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"\xff", b"[]", b"{}", b"[" * 10_000),
+        b'{"step": 1, "generation": 2, "files": [{"name": "\x80", "size": 1, "crc": 0}]}',
+        b'{"addr": "\x80", "port": 1, "nonce": "%s", "held": []}' % (b"0" * 32),
+    ],
+)
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedState):
         read_manifest(data, Checkpoint(1, 2))
+    with pytest.raises(MalformedState):
+        read_offer(data)
 
 
 @pytest.mark.parametrize("damage", ["other", "longer", "shorter", "gone", "manifest"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.error import URLError
 
@@ -13,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.followers import metrics_server
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.metrics import Metrics, nodes, unready
 from elastic_etcd.agent.followers.metrics_server import serving
@@ -137,6 +139,67 @@ def test_whoever_says_nothing_keeps_nobody_else_out() -> None:
         assert get(metrics.address, "/healthz")[0] == 200
         for each in silent:
             each.close()
+
+
+def connected(stack: ExitStack, address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE))
+
+
+def test_o9_slow_requests_take_no_probe_s_place() -> None:
+    """More of them than there are places, each of which says a little now and then."""
+    with serving(CONFIG) as metrics, ExitStack() as stack:
+        slow = [connected(stack, metrics.address) for _ in range(300)]
+        for _ in range(3):
+            for each in slow:
+                with suppress(OSError):  # it has lost its place
+                    each.sendall(b"GET /healthz HTTP/1.1\r\nX")
+            assert get(metrics.address, "/healthz") == (200, "ok\n")
+
+
+def test_o9_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_DEADLINE", 0.5)
+    with serving(CONFIG) as metrics, ExitStack() as stack:
+        slow = connected(stack, metrics.address)
+        slow.settimeout(0.05)
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                slow.sendall(b"x")
+                if not slow.recv(1):
+                    break
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                break
+
+
+def test_o9_a_request_of_more_than_8_kib_is_not_read() -> None:
+    with serving(CONFIG) as metrics, ExitStack() as stack:
+        long = connected(stack, metrics.address)
+        long.sendall(b"GET /metrics HTTP/1.1\r\nX: " + bytes(20_000))
+        with suppress(ConnectionResetError):
+            assert long.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "body"),
+    [
+        (b"HEAD /healthz?x=1 HTTP/1.0", b"200 OK", b""),
+        (b"GET /healthz?x=1 HTTP/1.0", b"200 OK", b"ok\n"),
+        (b"GET /other HTTP/1.1", b"404 Not Found", b"/metrics, /healthz, /readyz\n"),
+        (b"POST /metrics HTTP/1.1", b"400 Bad Request", b"only GET and HEAD\n"),
+        (b"\xff", b"400 Bad Request", b"only GET and HEAD\n"),
+    ],
+)
+def test_what_is_answered(request_line: bytes, status: bytes, body: bytes) -> None:
+    with serving(CONFIG) as metrics, ExitStack() as stack:
+        sock = connected(stack, metrics.address)
+        sock.sendall(request_line + b"\r\n\r\n")
+        answer = sock.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 " + status + b"\r\n")
+        assert answer.partition(b"\r\n\r\n")[2] == body
 
 
 def launch(tmp_path: Path, *flags: str, before: str = "pass") -> subprocess.CompletedProcess[str]:

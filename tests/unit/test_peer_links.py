@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 from msgspec.structs import replace
@@ -12,12 +13,13 @@ from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.peer_links import HELLO_FORM, PeerLinks
 from elastic_etcd.core.schema import Contact, Ledger, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
-from elastic_etcd.times import PROOF
+from elastic_etcd.times import CALL_AGAIN, PROOF
 
 OWN, OTHER, THIRD = 0xA, 0xB, 0xC
 HOME = "127.0.0.1"
 NONCE = "0" * 32
-HERE, GOODBYE = b"\x06", b"\x04"
+HERE, BUSY, GOODBYE = b"\x06", b"\x15", b"\x04"
+CUT = b"cut"  # a peer that has no place for who calls: its kernel sends a reset
 
 
 class Etcd:
@@ -38,6 +40,7 @@ class Peer:
     def __init__(self, answer: bytes = HERE) -> None:
         self.hellos: list[bytes] = []
         self.heard = asyncio.Event()
+        self.dies = False  # with the next call that is cut
         self._answer = answer
         self._open: list[asyncio.StreamWriter] = []
         self._server: asyncio.Server | None = None
@@ -48,12 +51,12 @@ class Peer:
         self._port = self._server.sockets[0].getsockname()[1]
         return Contact(HOME, self._port, NONCE)
 
-    async def call(self, contact: Contact, lease: int) -> None:
+    async def call(self, contact: Contact, lease: int, answer: bytes = HERE) -> None:
         """Have a link there, in the name of a member."""
         reader, writer = await asyncio.open_connection(contact.addr, contact.port)
         self._open.append(writer)
         writer.write(HELLO_FORM.pack(bytes.fromhex(contact.nonce), lease))
-        assert await reader.read(1) == HERE
+        assert await reader.read(1) == answer
 
     def say(self, text: bytes) -> None:
         for writer in self._open:
@@ -74,8 +77,13 @@ class Peer:
 
     async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.append(writer)
-        self.hellos.append(await reader.readexactly(HELLO_FORM.size))
-        writer.write(self._answer)
+        if self._answer == CUT:
+            writer.transport.abort()  # with the hello unread: a reset
+            if self.dies:
+                self.stop_listening()
+        else:
+            self.hellos.append(await reader.readexactly(HELLO_FORM.size))
+            writer.write(self._answer)
         self.heard.set()
 
 
@@ -145,19 +153,86 @@ async def test_a_link_that_ends_of_an_agent_that_is_gone() -> None:
         assert stage.etcd.revoked == [OTHER]
 
 
-async def test_another_program_has_its_port() -> None:
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400", BUSY, CUT])
+@pytest.mark.parametrize("coordinates", [True, False])
+async def test_m13_only_a_refused_call_is_a_proof(coordinates: bool, answer: bytes) -> None:
+    """Not one that is taken, and then cut, answered by somebody else, or not at all."""
     async with agent() as stage:
-        peer, stranger = stage.peer(), stage.peer(b"HTTP/1.1 400")
+        peer = stage.peer()
         contact = await peer.listen()
-        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
+        leader = OWN if coordinates else OTHER
+        stage.links.follow(view(leader, Member(OTHER, "n", 1, contact=contact)), OWN)
+        if coordinates:
+            await peer.call(stage.own, OTHER)
+        await peer.heard.wait()
+        await asyncio.sleep(0.05)  # for its answer to be read
+        peer.heard.clear()
+        peer._answer = answer
+        peer.hang_up()
+        await peer.heard.wait()
+        await nothing_follows(stage.etcd)
+
+
+async def test_m13_a_kernel_may_take_one_more_call_of_a_dead_agent() -> None:
+    """It ends the link first, and what the agent has listened at a moment later."""
+    async with agent() as stage:
+        peer = stage.peer()
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
         await peer.call(stage.own, OTHER)
         await peer.heard.wait()
-        peer.stop_listening()
-        stranger._port = contact.port
-        await stranger.listen()
+        await asyncio.sleep(0.05)  # for its answer to be read
+        peer._answer, peer.dies = CUT, True
         peer.hang_up()
         await stage.etcd.news.wait()
         assert stage.etcd.revoked == [OTHER]
+
+
+async def test_m13_a_loop_that_stood_still_proves_nothing() -> None:
+    """At each of the turns that a check takes."""
+    async with agent() as stage:
+        peer = stage.peer()
+        contact = await peer.listen()
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=contact)), OWN)
+        for turns in range(12):
+            peer.heard.clear()
+            await peer.call(stage.own, OTHER)
+            await peer.heard.wait()
+            await asyncio.sleep(0.05)  # for its answer to be read
+            peer.hang_up()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            time.sleep(PROOF + 0.05)  # noqa: ASYNC251 - it is what is tested
+            await asyncio.sleep(0.02)
+        await nothing_follows(stage.etcd)
+
+
+async def test_m13_a_node_without_a_place_says_so_and_keeps_those_that_it_has() -> None:
+    """Strangers who say nothing are no reason to send an older caller away."""
+    async with agent() as stage, AsyncExitStack() as stack:
+        stage.links.follow(view(OWN, Member(OTHER, "n", 1)), OWN)
+        to = stage.own
+        first, *silent = [await asyncio.open_connection(to.addr, to.port) for _ in range(64)]
+        for _, writer in (first, *silent):
+            stack.callback(writer.close)
+        late, writer = await asyncio.open_connection(to.addr, to.port)
+        stack.callback(writer.close)
+        assert await late.read() == BUSY
+        first[1].write(HELLO_FORM.pack(bytes.fromhex(to.nonce), OTHER))
+        assert await first[0].read(1) == HERE
+
+
+async def test_m13_links_that_a_network_has_cut_are_soon_there_again() -> None:
+    """Also those of members that are not in charge of the coordinator."""
+    async with agent() as stage:
+        coordinator = stage.peer()
+        leader = Member(OTHER, "c", 1, contact=await coordinator.listen())
+        stage.links.follow(view(OTHER, leader, ranks=(OTHER, THIRD, OWN)), OWN)
+        await coordinator.heard.wait()
+        coordinator.heard.clear()
+        coordinator.hang_up()
+        async with asyncio.timeout(CALL_AGAIN / 4):
+            await coordinator.heard.wait()
+        assert coordinator.hellos[1:] == [HELLO_FORM.pack(bytes.fromhex(NONCE), OWN)]
 
 
 @pytest.mark.parametrize("text", [GOODBYE, b"anything else"])
@@ -221,11 +296,12 @@ async def test_an_agent_that_may_not_write_revokes_nothing() -> None:
         await nothing_follows(stage.etcd)
 
 
-async def test_a_member_that_nobody_knows() -> None:
+async def test_m13_a_lease_that_is_no_member_s_takes_no_place() -> None:
     async with agent() as stage:
         peer = stage.peer()
         stage.links.follow(view(OWN, Member(OTHER, "n", 1, contact=await peer.listen())), OWN)
-        await peer.call(stage.own, THIRD)
+        await peer.call(stage.own, THIRD, BUSY)
+        assert not stage.links._callers
         peer.die()
         await nothing_follows(stage.etcd)
 
@@ -236,7 +312,7 @@ async def test_who_does_not_coordinate_revokes_no_caller() -> None:
         known = Member(OTHER, "n", 1, contact=await peer.listen())
         leader = Member(THIRD, "c", 1, contact=await coordinator.listen())
         stage.links.follow(view(THIRD, known, leader), OWN)
-        await peer.call(stage.own, OTHER)
+        await peer.call(stage.own, OTHER, BUSY)
         peer.die()
         await nothing_follows(stage.etcd)
 
@@ -273,7 +349,7 @@ async def test_a_coordinator_that_says_goodbye_is_not_called_again() -> None:
         assert len(coordinator.hellos) == 1
 
 
-async def test_a_link_that_breaks_again_and_again_is_left_for_a_while() -> None:
+async def test_a_link_that_breaks_again_and_again_is_left_longer_each_time() -> None:
     async with agent() as stage:
         coordinator = stage.peer()
         leader = Member(OTHER, "c", 1, contact=await coordinator.listen())
@@ -282,8 +358,11 @@ async def test_a_link_that_breaks_again_and_again_is_left_for_a_while() -> None:
             await coordinator.heard.wait()
             coordinator.heard.clear()
             coordinator.hang_up()
+            await coordinator.heard.wait()  # it is asked at once
+            coordinator.heard.clear()
         await nothing_follows(stage.etcd)
-        assert len(coordinator.hellos) == 2
+        asked = [HELLO_FORM.unpack(hello)[1] for hello in coordinator.hellos]
+        assert asked == [OWN, 0, OWN, 0]
 
 
 async def test_another_coordinator_is_called_in_its_place() -> None:

@@ -1,6 +1,7 @@
 """What torch does in processes of its own, threads and compilers works in a forked worker."""
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +170,28 @@ dist.destroy_process_group()
 del module
 """
     assert getattr(ways, start)(ways.script(text)).out == "{'process_group'}\n"
+
+
+@pytest.mark.parametrize("start", ["fork", "scripted"])
+def test_f8_p3_rank_0_serves_at_a_port_of_the_script_s_own(ways: BothWays, start: str) -> None:
+    """The agent's store is at MASTER_PORT only, and clients look for any for half an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as agents, socket.create_server(("", 0)) as free:
+        master, port = agents.getsockname()[1], free.getsockname()[1]
+    text = f"""\
+import datetime
+import torch.distributed as dist
+
+for port in ({port}, {master}):
+    where, soon = f"tcp://127.0.0.1:{{port}}", datetime.timedelta(seconds=2)
+    try:
+        dist.init_process_group("gloo", where, rank=0, world_size=1, timeout=soon)
+        print("served")
+        dist.destroy_process_group()
+    except dist.DistNetworkError:
+        print("left to the agent")
+"""
+    env = ways.env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(master)}
+    assert getattr(ways, start)(ways.script(text), env).out == "served\nleft to the agent\n"
 
 
 def test_nothing_touches_cuda_before_the_worker_does(ways: BothWays) -> None:

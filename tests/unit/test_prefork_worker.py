@@ -6,6 +6,7 @@ import py_compile
 import signal
 import textwrap
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.protocol.activity import DUMP_STACKS
-from tests.unit.prefork import BothWays, Outcome, python
+from tests.unit.prefork import DEADLINE, BothWays, Outcome, python
 
 pytestmark = pytest.mark.timeout(600)
 NIGHTLY = pytest.mark.nightly(part="forks")  # each costs ends or imports of torch
@@ -362,3 +363,25 @@ def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
 def test_several_in_turn_are_different_processes(quick: BothWays) -> None:
     script = quick.script("import os; print(os.getpid())")
     assert len({quick.fork(script).out for _ in range(5)}) == 5
+
+
+@pytest.mark.parametrize("start", ["fork", "scripted"])
+def test_f1_shared_memory_goes_although_the_whole_group_is_killed(
+    quick: BothWays, start: str
+) -> None:
+    text = """\
+import os, time
+from multiprocessing.resource_tracker import _resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+print(SharedMemory(create=True, size=64).name, flush=True)
+while os.getsid(_resource_tracker._pid) == os.getsid(0):
+    time.sleep(0.01)
+os.killpg(0, 9)  # as its agent does at its end
+"""
+    done = getattr(quick, start)(quick.script(text))
+    name = Path("/dev/shm", done.out.strip())
+    deadline = time.monotonic() + DEADLINE
+    while name.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert done.code == -9
+    assert not name.exists()

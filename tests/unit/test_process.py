@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -525,3 +526,14 @@ def test_no_file_in_memory_stays_open_that_is_longer_than_allowed(make: Callable
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_f7_a_debugger_meets_the_program_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with a child of the process that it debugs, and loses one that execs another."""
+    monkeypatch.setitem(sys.modules, "pydevd", ModuleType("pydevd"))
+    command = [sys.executable, "-c", "import os; print(os.getppid())"]
+    with spawn(command, os.environ, stdout=subprocess.PIPE, stderr=2) as process:
+        assert process.args == command
+        assert process.communicate()[0] == f"{os.getpid()}\n".encode()
+    with pytest.raises(FileNotFoundError):
+        spawn(["/no/such/program"], os.environ, stdout=1, stderr=2)

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from elastic_etcd.core.ranks import assign, choose, natural, order, ranked
 from elastic_etcd.core.schema import Labels, Member
@@ -133,3 +134,11 @@ def test_nodes_of_different_sizes_have_ranks_one_after_the_other() -> None:
     world = [Member(lease, f"n{lease}", nproc) for lease, nproc in ((3, 4), (1, 2), (2, 3))]
     placed = [(p.lease, p.nproc, p.group_rank, p.first_rank) for p in ranked(world)]
     assert placed == [(3, 4, 0, 0), (1, 2, 1, 4), (2, 3, 2, 6)]
+
+
+def test_p1_each_role_has_ranks_of_its_own() -> None:
+    roles = ((3, 4, "trainer"), (1, 2, ""), (2, 3, "trainer"))
+    world = [Member(lease, "n", nproc, labels=Labels(role=role)) for lease, nproc, role in roles]
+    assert [(p.role_rank, p.role_size) for p in ranked(world)] == [(0, 7), (0, 2), (4, 7)]
+    same = [replace(member, labels=Labels(role="trainer")) for member in world]
+    assert {(p.role_rank, p.role_size) for p in ranked(same)} == {(UNSET, UNSET)}

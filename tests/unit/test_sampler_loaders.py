@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from elastic_etcd import ElasticSampler
+from elastic_etcd import ElasticSampler, accumulation_steps
 
 LENGTH = 203
 
@@ -135,3 +135,31 @@ def test_a_finished_stateful_loader_begins_the_epoch_that_is_asked_for() -> None
     sampler.set_epoch(1)
     assert len(taken(loader, None, None)) == LENGTH
     assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
+def test_p2_the_length_stays_while_an_iteration_runs(workers: int, persistent: bool) -> None:
+    """Scripts divide by len(loader) and ask whether a batch is the last one."""
+    sampler = ElasticSampler(LENGTH, rank=0, world_size=1)
+    loader = loader_of(sampler, workers, persistent)
+    for epoch, left in ((0, 41), (1, 31)):
+        sampler.set_epoch(epoch)
+        if epoch:
+            taken(loader, 10, sampler)
+            sampler.load_state_dict(sampler.state_dict())  # as after a change of world
+        assert len(loader) == left
+        lasts = []
+        for number, batch in enumerate(loader):
+            sampler.record(batch)
+            lasts.append(number + 1 == len(loader))
+        assert lasts == [False] * (left - 1) + [True]
+        assert len(loader) == left
+
+
+def test_p2_the_length_of_micro_batches_is_what_an_iteration_gives() -> None:
+    sampler = ElasticSampler(LENGTH, rank=0, world_size=1)
+    batches = accumulation_steps(10, 5, rank=0, world_size=1).batches(sampler)
+    for batch in islice(batches, 20):
+        sampler.record(batch)
+        assert len(batches) == 40
+    assert len(list(batches)) == len(batches) == 20

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -210,7 +211,24 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
                 next(streams.enter_context(server.stream("/api/events")))
             assert server.get("/api/events", "HEAD")[0] == 503
             assert server.get("/api/jobs")[0] == 200
+            idle_connections_keep_nobody_out(server, streams)
         waits_for("there is room again", lambda: server.get("/api/events", "HEAD")[0] == 200)
+
+
+def idle_connections_keep_nobody_out(server: Server, stack: ExitStack) -> None:
+    """O9: nor do they end a stream, or is more than 8 KiB of a head read."""
+    host, _, port = server.host.rpartition(":")
+
+    def connect() -> socket.socket:
+        return stack.enter_context(socket.create_connection((host, int(port)), timeout=ANSWERS))
+
+    for _ in range(400):
+        connect().sendall(b"GET / HTTP/1.1\r\nX")
+    assert server.get("/api/jobs")[0] == 200
+    assert server.get("/api/events", "HEAD")[0] == 503, "the streams go on"
+    long = connect()
+    long.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 9000)
+    assert long.recv(12) == b"HTTP/1.1 400"
 
 
 async def test_one_job_only(etcd: EtcdServer, prefix: str) -> None:

@@ -24,6 +24,7 @@ from elastic_etcd.core.rules import (
     decide,
 )
 from elastic_etcd.core.schema import (
+    LONGEST,
     Contact,
     Failure,
     Hang,
@@ -62,7 +63,7 @@ KEYS = Keys("/elastic_etcd/j")
 
 leases = st.integers(1, (1 << 63) - 1)
 numbers = st.integers(0, 1 << 53)
-words = st.text(max_size=8)
+words = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=8)
 addresses = st.from_regex(r"[A-Za-z0-9.:%_-]{1,255}", fullmatch=True)
 masters = st.none() | st.builds(Master, addresses, st.integers(1, 65535))
 nprocs = st.integers(1, 4096)
@@ -92,7 +93,7 @@ participants = st.lists(
     unique_by=lambda p: p.lease,
 ).map(tuple)
 pages = st.builds(Page, numbers, participants)
-reasons = st.text(min_size=1, max_size=8)
+reasons = words.filter(bool)
 spans = st.floats(0, 1e11)
 suspects = st.lists(st.builds(Suspect, words, numbers, numbers, spans), max_size=3).map(tuple)
 
@@ -404,6 +405,8 @@ def test_unknown_fields_stay_in_what_several_agents_change(value: Lasting) -> No
     text = json.dumps(later, sort_keys=True)
     forged = json.dumps(later | {"later": [["v", "9"]]})
     assert encode(decode(type(value), text)) == encode(decode(type(value), forged)) == text
+    long = json.dumps(later | {"long": "x" * LONGEST})
+    assert encode(decode(type(value), long)) == encode(value), "it would be too much for a Txn"
 
 
 @pytest.mark.parametrize("key", [k for k in JOB if "/history/" not in k])

@@ -1,26 +1,30 @@
 """The HTTP server of --metrics-addr, on a thread of its own: /metrics, /healthz and /readyz.
 
-It answers while the agent's loop stands still. There is no authentication.
+It answers while the agent's loop stands still. There is no authentication, so strangers get little:
+a request a connection, of which the first line is read, and a place until somebody newer needs it.
 """
 
+import asyncio
 import logging
+import re
 import socket
-import socketserver
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics import Metrics
 from elastic_etcd.errors import UsageError
 
-_MOST = 32  # connections at a time; others are closed at once
-_IDLE = 90.0  # seconds until a quiet one is closed: longer than most scrape intervals
-_AGAIN = 0.2  # seconds, while no descriptor is free
+# A probe is answered two turns of the loop after its connection is taken, and a turn takes no more
+# connections than the backlog. So however many there are, no probe is the oldest before that.
+_BACKLOG = 32
+_MOST = 4 * _BACKLOG  # connections at a time; from there on the oldest is cut
+_LONGEST = 8192  # bytes of a request
+_DEADLINE = 10.0  # seconds for a connection, from its beginning to its end
+_REQUEST = re.compile(rb"(GET|HEAD) ([^ ?]*)\S* HTTP/1\.\d\r\n")
 _PLAIN = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,113 +41,103 @@ def serving(config: AgentConfig) -> Iterator[Metrics]:
     host, port = config.metrics_addr
     metrics = Metrics(config)
     try:
-        server = _Server(host, port, metrics)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise UsageError(
             f"--metrics-addr {_shown(host, port)}: {reason}.\n"
             "Give each agent of a machine a port of its own, or 0 for any that is free."
         ) from error
-    thread = threading.Thread(target=server.serve, name="metrics", daemon=True)
+    metrics.address = _shown(*listener.getsockname()[:2])
+    loop, server = asyncio.new_event_loop(), _Server(metrics)
+    serves = server.serve(listener)
+    thread = threading.Thread(target=_run, args=(loop, serves), name="metrics", daemon=True)
     thread.start()
-    metrics.address = _shown(*server.server_address[:2])
     log.info("metrics at http://%s/metrics", metrics.address)
     try:
         yield metrics
     finally:
-        server.end()
+        loop.call_soon_threadsafe(server.over.set)
         thread.join()
-        server.server_close()
+
+
+def _run(loop: asyncio.AbstractEventLoop, serves: Any) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(serves)
 
 
 def _shown(host: Any, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_port = False  # else a port that is taken would be no error
+def answer(head: bytes, metrics: Metrics) -> bytes:
+    """The answer to a request whose first line and headers are `head`."""
+    status, kind, body = HTTPStatus.BAD_REQUEST, _PLAIN, b"only GET and HEAD\n"
+    request = _REQUEST.match(head)
+    match request and request[2]:
+        case None:
+            pass
+        case b"/metrics":
+            status, kind, body = HTTPStatus.OK, _METRICS, metrics.text()
+        case b"/healthz":
+            status, body = _judged(metrics.stuck())
+        case b"/readyz":
+            status, body = _judged(metrics.unready())
+        case _:
+            status, body = HTTPStatus.NOT_FOUND, b"/metrics, /healthz, /readyz\n"
+    lines = (
+        f"HTTP/1.1 {status} {status.phrase}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        "\r\n",
+    )
+    return "\r\n".join(lines).encode() + (b"" if head.startswith(b"HEAD ") else body)
 
-    def __init__(self, host: str, port: int, metrics: Metrics) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.metrics = metrics
-        self._free = threading.BoundedSemaphore(_MOST)
-        self._ended = threading.Event()
-        super().__init__((host, port), _Request)
 
-    def server_bind(self) -> None:
-        """Without a look-up of this machine's name, which may take long."""
-        socketserver.TCPServer.server_bind(self)
+def _judged(why_not: str) -> tuple[HTTPStatus, bytes]:
+    status = HTTPStatus.SERVICE_UNAVAILABLE if why_not else HTTPStatus.OK
+    return status, f"{why_not or 'ok'}\n".encode()
 
-    def serve(self) -> None:
-        """Until `end`; it sleeps as long as nobody comes."""
-        while not self._ended.is_set():
-            self.handle_request()
 
-    def end(self) -> None:
-        """From another thread; wakes up the one that serves."""
-        self._ended.set()
-        self.socket.shutdown(socket.SHUT_RDWR)
+class _Server:
+    def __init__(self, metrics: Metrics) -> None:
+        self.over = asyncio.Event()
+        self._metrics = metrics
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
-    def get_request(self) -> Any:
+    async def serve(self, listener: socket.socket) -> None:
+        """Until `over`; it sleeps as long as nobody comes."""
+        asyncio.get_running_loop().set_exception_handler(_note)
+        server = asyncio.start_server(
+            self._connected, sock=listener, limit=_LONGEST, backlog=_BACKLOG
+        )
+        async with await server:
+            await self.over.wait()
+            for writer in self._open:
+                writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _MOST:
+            oldest = next(iter(self._open))
+            oldest.transport.abort()
+            del self._open[oldest]
+        self._open[writer] = None
         try:
-            return super().get_request()
-        except OSError:
-            self._ended.wait(_AGAIN)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
+            async with asyncio.timeout(_DEADLINE):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(answer(head, self._metrics))
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+            log.debug("metrics: a request was not answered: %r", error)
         finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        del request
-        log.debug("metrics: %s was not answered: %r", client_address, sys.exception())
+            self._open.pop(writer, None)
+            writer.transport.abort()
 
 
-class _Request(BaseHTTPRequestHandler):
-    server: _Server
-    protocol_version = "HTTP/1.1"  # a connection serves many scrapes
-    server_version, sys_version = "elastic_etcd", ""
-    timeout = _IDLE
-
-    def do_GET(self) -> None:
-        """Answer one of the three paths."""
-        metrics = self.server.metrics
-        match self.path.partition("?")[0]:
-            case "/metrics":
-                self._answer(HTTPStatus.OK, metrics.text(), _METRICS)
-            case "/healthz":
-                self._judge(metrics.stuck())
-            case "/readyz":
-                self._judge(metrics.unready())
-            case _:
-                self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz, /readyz\n", _PLAIN)
-
-    def do_HEAD(self) -> None:
-        """Answer like GET, without a body."""
-        self.do_GET()
-
-    def _judge(self, why_not: str) -> None:
-        status = HTTPStatus.SERVICE_UNAVAILABLE if why_not else HTTPStatus.OK
-        self._answer(status, f"{why_not or 'ok'}\n".encode(), _PLAIN)
-
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in the library
-        log.debug("metrics: %s", format % args)
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """No descriptor is free, say: asyncio tries again after a second."""
+    del loop
+    log.debug("metrics: %s: %r", context["message"], context.get("exception"))

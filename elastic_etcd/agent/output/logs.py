@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import tempfile
 import termios
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Self
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
 from elastic_etcd.agent.output.writer import Output, OutputWriter, open_consoles
+from elastic_etcd.agent.timer import Timer
 from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "
@@ -30,6 +30,7 @@ _CHUNK = 1 << 15
 _TAIL = 1 << 16
 _DRAIN = 1 << 21
 _OUTPUT = 1  # among a terminal's attributes
+_SILENCE = 1.0  # seconds until an unfinished line is shown: a prompt, or a bar's newest state
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class WorkerStream:
         self._file = file
         self._lines = LinePrefixer(prefix)
         self._as_it_is = terminal
+        self._silence = Timer()
         self._tail = bytearray()
         try:
             self._read, self.child_fd = _terminal() if terminal else os.pipe()
@@ -103,6 +105,7 @@ class WorkerStream:
         asyncio.get_running_loop().remove_reader(self._read)
         os.close(self._read)
         self._read = -1
+        self._silence.cancel()
         if self._console is not None:
             self._console.write(self._lines.finish())
         if self._file is not None:
@@ -134,9 +137,16 @@ class WorkerStream:
         del self._tail[: -2 * _TAIL]
         if self._file is not None:
             self._file.write(chunk)
-        if self._console is not None:
-            self._console.write(chunk if self._as_it_is else self._lines.feed(chunk))
+        if self._console is not None and self._as_it_is:
+            self._console.write(chunk)
+        elif self._console is not None:
+            self._console.write(self._lines.feed(chunk))
+            if self._lines.unfinished:
+                self._silence.start(_SILENCE, self._show_unfinished, self._console)
         return len(chunk)
+
+    def _show_unfinished(self, console: Output) -> None:
+        console.write(self._lines.show())
 
 
 def _terminal() -> tuple[int, int]:
@@ -152,11 +162,10 @@ def _terminal() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class WorkerLog:
-    """The standard streams of one worker."""
+    """The standard output and error of one worker."""
 
     out: WorkerStream
     err: WorkerStream
-    stdin: int  # a descriptor, or subprocess.DEVNULL
 
     def begin(self) -> None:
         """Begin to read both: the worker has its ends, or could not be started."""
@@ -254,8 +263,8 @@ class Logs:
     ) -> WorkerLog:
         """Pipes for one worker, and the files and consoles that they lead to.
 
-        A worker that is `at_terminal` has the agent's stdin, and a terminal as stdout. Raises
-        OSError when no descriptor is free.
+        A worker that is `at_terminal` has a terminal as stdout. Raises OSError when no descriptor
+        is free.
         """
         prefix = self._prefix_of(generation, rank, local_rank)
 
@@ -271,7 +280,7 @@ class Logs:
             out.begin()
             out.close()
             raise
-        return WorkerLog(out, err, 0 if at_terminal else subprocess.DEVNULL)
+        return WorkerLog(out, err)
 
     def move(self, output: WorkerLog, generation: int, rank: int, local_rank: int) -> None:
         """The worker behind `output` goes on in another generation."""
@@ -368,6 +377,12 @@ class LinePrefixer:
         self.prefix = prefix
         self._rest = bytearray()
         self._after_return = False
+        self._open = False  # what stands in the console's line has no end yet
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of a line waits for its end."""
+        return bool(self._rest)
 
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are complete with this chunk, prefixed; may be empty."""
@@ -381,13 +396,26 @@ class LinePrefixer:
         if self._after_return and lines.startswith(b"\n"):  # the other half of a \r\n
             head, lines = b"\n", lines[1:]
         self._after_return = chunk[cut - 1 : cut] == b"\r"
-        return head + self._prefixed(lines) + self._cut_long()
+        shown = self._prefixed(lines)
+        self._open = False
+        return head + shown + self._cut_long()
+
+    def show(self) -> bytes:
+        """The unfinished line: a bar's has no end yet, any other is a line of its own."""
+        if not self._after_return:
+            return self.finish()
+        shown = (b"" if self._open else self.prefix) + bytes(self._rest)
+        self._rest.clear()
+        self._open = True
+        return shown
 
     def finish(self) -> bytes:
         """The last line if it had no line end, which it gets."""
-        last = bytes(self._rest)
+        last = self.prefix + bytes(self._rest) if self._rest else b""
+        ended = b"\n" if last or self._open else b""
         self._rest.clear()
-        return self.prefix + last + b"\n" if last else b""
+        self._open = False
+        return last + ended
 
     def _cut_long(self) -> bytes:
         if len(self._rest) < _LONGEST_LINE:
@@ -399,7 +427,7 @@ class LinePrefixer:
         prefix = self.prefix
         if not lines or not prefix:
             return lines
-        out = prefix + lines
+        out = lines if self._open else prefix + lines
         if b"\r" in lines:
             out = out.replace(b"\r", b"\r" + prefix).replace(b"\r" + prefix + b"\n", b"\r\n")
         out = out.replace(b"\n", b"\n" + prefix)

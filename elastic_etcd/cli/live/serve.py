@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from elastic_etcd.etcd.client import Client
 
 _LISTEN = "127.0.0.1:8484"
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 256  # from there on the oldest that streams nothing is cut
+_BACKLOG = 64  # so many are taken at a time: far fewer, so that who has just come is answered
+_LONGEST_HEAD = 8192  # bytes
 _GRACE = 1  # seconds, for answers under way at the end
 _EPILOG = """\
 There is no authentication, and everything is only read: names and addresses of nodes, and the last
@@ -85,7 +87,9 @@ async def _serve(client: Client, args: Namespace) -> int:
         async with jobs.Jobs(client, args.prefix, args.timeout, args.job or "") as known:
             config = uvicorn.Config(
                 web.application(known, hosts),
-                http="h11",
+                http=_bounded(),
+                h11_max_incomplete_event_size=_LONGEST_HEAD,
+                backlog=_BACKLOG,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -93,13 +97,39 @@ async def _serve(client: Client, args: Namespace) -> int:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                limit_concurrency=_MOST_CONNECTIONS,
                 timeout_graceful_shutdown=_GRACE,
             )
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve([listener]))
             _say(listener, args)
             return await _until_a_signal(server, serving, known)
+
+
+def _bounded() -> type[asyncio.Protocol]:
+    """The protocol of uvicorn, which itself waits for ever for a request, with a bound."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - as uvicorn itself
+
+    connected: dict[Bounded, None] = {}  # the oldest first
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+            super().connection_made(transport)
+            connected[self] = None
+            if len(connected) > _MOST_CONNECTIONS:
+                oldest = next((each for each in connected if not each.streams()), self)
+                del connected[oldest]
+                oldest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connected.pop(self, None)
+            super().connection_lost(exc)
+
+        def streams(self) -> bool:
+            if self.cycle is None or self.transport.is_closing():
+                return False
+            return self.cycle.response_started and not self.cycle.response_complete
+
+    return Bounded
 
 
 def _say(listener: socket.socket, args: Namespace) -> None:

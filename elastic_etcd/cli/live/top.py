@@ -19,7 +19,6 @@ from rich.text import Text
 
 from elastic_etcd.cli import query, status, write_requests
 from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
-from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import unhexed
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdError
@@ -284,7 +283,7 @@ class Screen:
 
 
 def _line(text: str) -> Text:
-    return Text(shown(text), no_wrap=True, overflow="ellipsis")
+    return Text(query.in_one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 async def _lefts(client: Client, leases: Sequence[int]) -> dict[int, TimeToLive]:

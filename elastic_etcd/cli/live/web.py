@@ -81,7 +81,10 @@ def _file(name: str, kind: str) -> Callable[[Request], Response]:
 
 
 class _Guard:
-    """Refuses what writes, what was meant for another site, and what another site asks for."""
+    """Refuses what writes, what was meant for another site, and what another site asks for.
+
+    An answer that its client does not take any more ends.
+    """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
         self._app, self._hosts = app, hosts
@@ -92,10 +95,12 @@ class _Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value
-            await send(message)
+            async with asyncio.timeout(_STUCK):
+                await send(message)
 
         refused = self._refused(scope)
-        await (refused or self._app)(scope, receive, send_guarded)
+        with suppress(TimeoutError):
+            await (refused or self._app)(scope, receive, send_guarded)
 
     def _refused(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -182,16 +187,11 @@ class _Pages:
 
 
 class _Stream(StreamingResponse):
-    """An answer that ends as soon as its client is gone, or takes nothing any more."""
+    """An answer that ends as soon as its client is gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_STUCK):
-                await send(message)
-
-        streams = asyncio.create_task(self.stream_response(send_in_time))
+        streams = asyncio.create_task(self.stream_response(send))
         leaves = asyncio.create_task(self.listen_for_disconnect(receive))
         try:
             await asyncio.wait({streams, leaves}, return_when=asyncio.FIRST_COMPLETED)

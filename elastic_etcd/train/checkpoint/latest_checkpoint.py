@@ -259,7 +259,7 @@ def read_offer(data: bytes) -> Offer:
     """An offer that somebody else may have written. Raises MalformedState."""
     try:
         return json.decode(data, type=Offer)
-    except (MsgspecError, RecursionError) as error:
+    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
         raise MalformedState(f"not an offer of checkpoints: {error}") from None
 
 

@@ -261,7 +261,7 @@ def read_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """A manifest that somebody else may have written. Raises MalformedState."""
     try:
         manifest = json.decode(data, type=Manifest)
-    except (MsgspecError, RecursionError) as error:
+    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
         raise MalformedState(f"not a checkpoint's manifest: {error}") from None
     if Checkpoint(manifest.step, manifest.generation) != checkpoint:
         raise MalformedState(f"the manifest is another checkpoint's than {checkpoint.name}")

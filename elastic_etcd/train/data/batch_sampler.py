@@ -6,6 +6,7 @@ the micro-batches that make up the same global batch in a world of any size.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -143,7 +144,9 @@ class MicroBatches:
         return len(self.sampler) // sum(self.sizes) * len(self.sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
-        steps = len(self.sampler) // sum(self.sizes)
+        elastic = isinstance(self.sampler, ElasticSampler)
+        with self.sampler.length_of("rest") if elastic else nullcontext():
+            steps = len(self.sampler) // sum(self.sizes)
         indices = iter(self.sampler)
         for _ in range(steps):
             for size in self.sizes:

@@ -87,6 +87,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._follows = rank is None
         self._warned = False
         self.current: object = None  # the token of the loader that has begun last
+        self._begun: list[int] | None  # what each of its workers had to read
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
         self.rank, self.world_size = world
         self._begin_epoch(0)
@@ -220,6 +221,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         if self._ended:
             used_up = f"epoch {self._epoch} has been used up"
             raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
+        self._begun = self.sizes(workers, running=False)
         self._by_worker = self._split_own(max(workers, 1))
         self._delivered.clear()
         self.current = object()
@@ -234,11 +236,16 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self.settle()
         self._ended = True
 
-    def sizes(self, workers: int) -> list[int] | None:
-        """How many samples each worker would read from now on; None if nobody knows."""
+    def sizes(self, workers: int, *, running: bool) -> list[int] | None:
+        """How many samples each worker would read from now on; None if nobody knows.
+
+        `running`: those of the loader that has begun last, if there is one.
+        """
         self._follow()
         if self.lengths is None:
             return None
+        if running and self._begun:
+            return self._begun
         return [sum(map(len, ranges)) for ranges in self._split_own(max(workers, 1))]
 
     def ranges_of(self, worker: int) -> Ranges:
@@ -296,7 +303,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._remaining, self._agreed = remaining, True
         self._by_worker = [parts[rank]]
         self._delivered: deque[_Mark] = deque()
-        self.current = None
+        self.current, self._begun = None, None
         self._ended = self._in_hand = False
 
     def _split_own(self, workers: int) -> list[Ranges]:
@@ -341,8 +348,8 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 class StreamLoader:
     """A DataLoader over an ElasticIterable, which is `data`, whose batches come with marks.
 
-    `loader` is the DataLoader. `len()` is how many batches an iterator would give that began now,
-    TypeError without lengths.
+    `loader` is the DataLoader. `len()` is how many batches its iterator gives, and constant while
+    that runs: until another one begins, or an epoch, a world. TypeError without lengths.
     """
 
     def __init__(
@@ -357,7 +364,14 @@ class StreamLoader:
         self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=marking, **arguments)
 
     def __len__(self) -> int:
-        sizes = self.data.sizes(self.loader.num_workers)
+        return self._batches(running=True)
+
+    def remaining(self) -> int:
+        """How many batches an iterator would give that began now; TypeError without lengths."""
+        return self._batches(running=False)
+
+    def _batches(self, *, running: bool) -> int:
+        sizes = self.data.sizes(self.loader.num_workers, running=running)
         if sizes is None:
             raise TypeError("the number of batches is not known: give ElasticIterable lengths")
         batch = self.loader.batch_size or 1

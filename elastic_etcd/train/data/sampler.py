@@ -29,6 +29,8 @@ from elastic_etcd.train.data.shards import (
     unpack_ranges,
 )
 
+Length = Literal["iteration", "epoch", "rest"]
+
 
 class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read by mypy
     """Yields this rank's indices, for a DataLoader; state.steps counts the samples trained on.
@@ -83,7 +85,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
         self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
-        self._whole = False  # the length is the whole epoch's
+        self._first: int | None = None  # of the latest iteration: how many were trained on before
+        self._length_of: Length = "iteration"
         self._progress: Progress
         self._take_length()
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
@@ -100,10 +103,15 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         return self.length - sum(map(len, self._progress.remaining()))
 
     def __len__(self) -> int:
-        """How many indices this rank has yet to get in this epoch, as things stand."""
+        """How many indices this rank gets from its iterator; constant while that runs.
+
+        Until another one begins, or an epoch, a world: then it is what remains of the epoch.
+        """
         self._follow()
-        if self._whole:
+        if self._length_of == "epoch":
             return replace(self._shards, remaining=(range(self.length),)).size
+        if self._length_of == "iteration" and self._first is not None:
+            return self._shards.size - self._first
         return self._shards.size - self._progress.count - self._in_hand
 
     def __iter__(self) -> Iterator[int]:
@@ -191,13 +199,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             self._progress.finish()
 
     @contextmanager
-    def whole_epoch(self) -> Iterator[None]:
-        """Let len() be that of a whole epoch, and not of what remains of this one."""
-        self._whole = True
+    def length_of(self, part: Length) -> Iterator[None]:
+        """Let len() be that of a whole epoch, or of an iteration that began now."""
+        self._length_of = part
         try:
             yield
         finally:
-            self._whole = False
+            self._length_of = "iteration"
 
     def agree(self, group: dist.ProcessGroup | None = None) -> None:
         """Tell all ranks what each of them has recorded; all call it at the same step.
@@ -315,7 +323,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """The indices that are not recorded yet; a new iterator begins with its first index."""
         self.settle()
         self._void_cursor()
-        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._progress.count)
+        self._first = self._progress.count
+        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._first)
         yield from self._cursor.blocks()
 
     def _order_of_epoch(self) -> Order:
@@ -353,7 +362,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if self._cursor is not None:
             self._cursor.void = True
             self._handed_before = self.handed_out
-        self._cursor, self._looping = None, None
+        self._cursor, self._first, self._looping = None, None, None
 
     def _handed(self) -> int:
         return 0 if self._cursor is None else self._cursor.handed

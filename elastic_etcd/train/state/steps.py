@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
-from elastic_etcd.train.data.sampler import ElasticSampler, Indices
+from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
 
 _INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
 _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
@@ -107,7 +107,7 @@ class Steps:
         return self._ends_step
 
     def __len__(self) -> int:
-        return len(self._batches) if self._total is None else self._total
+        return self._remaining() if self._total is None else self._total
 
     def __iter__(self) -> Iterator[Any]:
         """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
@@ -115,7 +115,7 @@ class Steps:
         if isinstance(self._batches, StreamLoader):
             self._batches.data.settle()  # the batch in hand of the loop before is none of this one
         try:
-            self._total = len(self._batches)
+            self._total = self._remaining()
         except TypeError:  # a batch sampler without a length
             self._total = None
         if self._total is None and self._accumulate > 1:
@@ -142,6 +142,12 @@ class Steps:
             self._total = None
         for sampler in self._own:
             sampler.finish()
+
+    def _remaining(self) -> int:
+        """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
+        if isinstance(self._batches, StreamLoader):
+            return self._batches.remaining()
+        return _length(self._batches, self._samplers, "rest")
 
     @property
     def _uneven(self) -> bool:
@@ -261,10 +267,14 @@ def steps_per_epoch(loader: Iterable[Any], *, accumulate: int = 1) -> int:
     samplers = samplers_in(batches)
     if not samplers:
         raise UsageError(f"{_named(loader)} has no ElasticSampler: give it sampler=")
+    return -(-_length(batches, samplers, "epoch") // accumulate)
+
+
+def _length(batches: Batches, samplers: Iterable[ElasticSampler], part: Length) -> int:
     with ExitStack() as stack:
         for sampler in samplers:
-            stack.enter_context(sampler.whole_epoch())
-        return -(-len(batches) // accumulate)
+            stack.enter_context(sampler.length_of(part))
+        return len(batches)
 
 
 def samplers_in(batches: Any) -> list[ElasticSampler]:
