@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
 LOOK = 1.0  # seconds for any call about these paths, which may be on a disk that stands still
-_LONGEST = 36  # bytes of TMPDIR: a Unix socket's address has 107, with an embedded etcd's name
+_LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
 
 log = logging.getLogger(__name__)
 
