@@ -61,7 +61,8 @@ def test_e2_a_permission_that_is_taken_away_ends_leases_and_says_so_before(
     guarded.ctl("user", "revoke-role", "me", "training")
     for agent in (n1, n2):
         job.said(agent, " s, and its workers with it: etcd at ")
-        job.said(agent, "denies user 'me' access to its lease.\nLet an administrator run `etcdctl")
+        job.said(agent, "denies user 'me' access to its lease.\n")
+        job.said(agent, "Let an administrator run `etcdctl")
     guarded.ctl("user", "grant-role", "me", "training")
     for agent in (n1, n2):
         job.said(agent, "renews this node's lease again")
