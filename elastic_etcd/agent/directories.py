@@ -13,7 +13,6 @@ another job of this user. It is then made anew by the same path.
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -152,7 +151,7 @@ def _boot() -> str:
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
     except (FileNotFoundError, PermissionError):  # then what a dead agent has left stays
-        return secrets.token_hex(8)
+        return os.urandom(8).hex()
     return text.replace("-", "")[:16]
 
 

@@ -329,7 +329,7 @@ def loaded(code: str, *flags: str) -> set[str]:
         (
             "elastic_etcd.agent.agent",
             {
-                *("torch", "numpy", "rich", "prometheus_client", "http.client"),
+                *("torch", "numpy", "rich", "prometheus_client", "http.client", "hashlib"),
                 "elastic_etcd.agent.goodput",
             },
         ),
