@@ -80,7 +80,7 @@ def run(
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
-    from elastic_etcd.agent import directories  # noqa: PLC0415 - a wrong flag is an error at once
+    from elastic_etcd.agent import agent, directories  # noqa: PLC0415 - a wrong flag is told at once
 
     directories.find_temporary_directory()
     if not kernel.has_pidfds():
@@ -93,8 +93,6 @@ def run(
         )
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
-    from elastic_etcd.agent import agent  # noqa: PLC0415 - a wrong flag is an error at once
-
     return agent.run(config, follow)
 
 

@@ -1,4 +1,4 @@
-"""A worker's environment: every variable that torchrun gives, NODE_RANK, and nine of our own."""
+"""A worker's environment: every variable that torchrun gives, NODE_RANK, and ten of our own."""
 
 import logging
 import os

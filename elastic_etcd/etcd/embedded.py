@@ -21,6 +21,7 @@ from typing import IO, Never, Self
 
 from elastic_etcd.errors import EtcdUnreachable, UsageError
 from elastic_etcd.system.child_process import exited, start
+from elastic_etcd.system.threads import begin
 from elastic_etcd.times import (
     CHILD_GONE,
     EMBEDDED_QUIET,
@@ -61,7 +62,7 @@ class EmbeddedEtcd:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def __aenter__(self) -> Self:
-        self.program = find_program()
+        self.program = await begin(find_program)  # it asks programs, which may be on a slow disk
         self._directory = Path(tempfile.mkdtemp(prefix="etcd-", dir=self._parent))
         try:
             for _ in range(PORT_TRIES):
