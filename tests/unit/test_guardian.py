@@ -20,7 +20,7 @@ from elastic_etcd.children import guardian_process
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.retry import boottime
-from elastic_etcd.system.child_process import discard
+from elastic_etcd.system.child_process import discard, exited
 from elastic_etcd.times import GUARD_LIFE
 from tests.support.aio import elapse
 from tests.support.disks import interpreter_not_found_yet
@@ -213,7 +213,7 @@ async def test_r19_dismissed_before_it_is_there(
     guardian.dismiss()
     await happens(spawned)
     assert guardian.pid is None
-    assert await asyncio.to_thread(ended, discarding[0].pid)
+    assert await exited(discarding[0]) == -signal.SIGKILL
 
 
 async def test_one_that_cannot_be_started_is_tried_again(

@@ -141,12 +141,23 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
-async def test_r19_who_gives_up_waiting_for_a_start_leaves_no_child() -> None:
+async def test_r19_who_gives_up_waiting_for_a_start_leaves_no_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    given_up: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
+
+    def discarded(process: "subprocess.Popen[bytes]") -> None:
+        discard(process)
+        given_up.set_result(process)
+
+    monkeypatch.setattr(child_process, "discard", discarded)
     read, write = os.pipe()
     starting = asyncio.create_task(start(("sleep", "1000"), os.environ, stdout=write, stderr=2))
     await asyncio.sleep(0)
     starting.cancel()
     async with asyncio.timeout(DEADLINE):
+        assert await exited(await given_up) == -signal.SIGKILL
         while "starter" in names():  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
     os.close(write)
