@@ -59,6 +59,8 @@ from elastic_etcd.core.lifecycle import (
     Publish,
     Published,
     Rejoin,
+    Relist,
+    Relisted,
     SetTimer,
     Signalled,
     StartWorkers,
@@ -366,6 +368,8 @@ class Agent:
     async def _step(self, event: Event) -> None:
         if isinstance(event, LeaseLost):
             log.warning("the lease is lost: %s", event.reason)
+        if isinstance(event, Relisted) and event.created:
+            log.warning("this node's key is back; others have %.0f s for theirs", event.patience)
         before, now = self._state, self._loop.time()
         step = self._recorder.record(before, now, event)
         self._state, step.actions = lifecycle.step(before, event, now)
@@ -414,6 +418,9 @@ class Agent:
             case Rejoin():
                 log.info("joining again as another member")
                 self._membership.join(self._state.local.run, self._state.local.ran)
+            case Relist():
+                log.warning("this node's key is gone, its world is not: the key is put back")
+                self._membership.relist(self._state)
             case Exit():
                 self._exit = action
             case SetTimer(at):

@@ -27,6 +27,7 @@ from elastic_etcd.core.lifecycle import (
     LeaseLost,
     Outdated,
     Over,
+    Relisted,
     Silent,
     State,
     Write,
@@ -65,6 +66,7 @@ from elastic_etcd.times import (
     LEAVE_TIMEOUT,
     NOTHING_FREE,
     PUBLISH_TIMEOUT,
+    REFUSED_PAUSE,
     REVOKE_TIMEOUT,
 )
 from elastic_etcd.version import __version__
@@ -177,6 +179,18 @@ class Membership:
         if self._task:
             self._task.cancel()
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
+
+    def relist(self, state: State) -> None:
+        """Put the key of the member back under its lease; answered by Relisted or FatalError.
+
+        A write that is still on its way is given up, as by `join`.
+        """
+        if self._task:
+            self._task.cancel()
+        if self._session:
+            self._session.orphan()
+        self._session = None  # its news are no news
+        self._begin_task(partial(self._client.refusals.wait_out, partial(self._relist, state)))
 
     def write(self, state: State, write: Write, offer: Callable[[], Master] | None = None) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError.
@@ -321,16 +335,7 @@ class Membership:
         address = self.reached.address
         called = config.proof_of_death and config.limits.max_nodes > 1
         contact = await self._links.open(address) if self._links and called else None
-        session = Session(
-            self._client,
-            config.lease_ttl,
-            often=RENEWALS if config.limits.cut_off is None else RENEWALS_STRICT,
-            timeout=timeout,
-            on_silence=self._silent,
-            on_answer=self._answered,
-            on_renewed=self._renewed,
-        )
-        session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
+        session = self._new_session(timeout)
         self._session = await self._session_scope.enter_async_context(session)
         if before and not before.lost.done():  # it was given up while etcd did not answer
             with suppress(EtcdError):  # it ends by itself
@@ -353,6 +358,41 @@ class Membership:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
         except LeaseNotFound:
             self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
+
+    def _new_session(self, timeout: float | None, lease: int = 0) -> Session:
+        config = self._config
+        session = Session(
+            self._client,
+            config.lease_ttl,
+            often=RENEWALS if config.limits.cut_off is None else RENEWALS_STRICT,
+            lease=lease,
+            timeout=timeout,
+            on_silence=self._silent,
+            on_answer=self._answered,
+            on_renewed=self._renewed,
+        )
+        session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
+        return session
+
+    async def _relist(self, state: State) -> None:
+        """Have the lease granted once more, and put the key back where its world stands.
+
+        Others who are refused as well try again after REFUSED_PAUSE at the latest.
+        """
+        assert state.view
+        await self._session_scope.aclose()
+        self._silence = self._refused = False
+        session = self._new_session(None, state.local.lease)
+        await self._session_scope.enter_async_context(session)
+        txn = writes.relist(self.keys, state.view, state.local, self._member)
+        try:
+            result = await self._client.txn(txn)
+        except EtcdError:
+            session.orphan()
+            raise
+        self._session = session
+        created = result.gets[0][0].create if result.succeeded else 0
+        self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""

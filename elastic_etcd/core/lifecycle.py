@@ -123,6 +123,16 @@ class LeaseLost(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Relisted(Struct, frozen=True, tag=True):
+    """The member key is back, with this create revision; 0: the world has been ended meanwhile.
+
+    `patience` is for how many seconds other members may still put back theirs.
+    """
+
+    created: int
+    patience: float = 0.0
+
+
 class WriteDone(Struct, frozen=True, tag=True):
     """The pending write was answered; `ok` is whether its fence held."""
 
@@ -215,6 +225,7 @@ Event: TypeAlias = (
     ViewChanged
     | Joined
     | LeaseLost
+    | Relisted
     | WriteDone
     | WorkerEnded
     | WorkersHang
@@ -291,6 +302,13 @@ class Rejoin(Struct, frozen=True, tag=True):
     """Join again, as another incarnation; answered by Joined."""
 
 
+class Relist(Struct, frozen=True, tag=True):
+    """Put the own member key back, under the same lease, if no other world has begun.
+
+    It is answered by Relisted.
+    """
+
+
 class Exit(Struct, frozen=True, tag=True):
     """End the agent; no worker is alive."""
 
@@ -309,7 +327,9 @@ class Log(Struct, frozen=True, tag=True):
     decision: Decision
 
 
-Action: TypeAlias = Write | Publish | StartWorkers | StopWorkers | Rejoin | Exit | SetTimer | Log
+Action: TypeAlias = (
+    Write | Publish | StartWorkers | StopWorkers | Rejoin | Relist | Exit | SetTimer | Log
+)
 
 
 # --- state --------------------------------------------------------------------------------
@@ -319,11 +339,13 @@ class Life(Enum):
     """How far an agent's life has come.
 
     JOINING ──Joined──> MEMBER ──lease lost──> LOST ──no worker is left──> JOINING
+    MEMBER ──key gone, its world stands──> UNLISTED ──Relisted──> MEMBER, or LOST
     any of these ──Signalled, an order, Fatal, Leave──> LEAVING ──no worker is left──> ENDED
     """
 
     JOINING = "joining"
     MEMBER = "member"
+    UNLISTED = "unlisted"
     LOST = "lost"
     LEAVING = "leaving"
     ENDED = "ended"
@@ -373,6 +395,7 @@ class State(Struct, frozen=True):
     phase_since: float = 0.0
     join_since: float = 0.0
     vacant_since: float | None = None  # None: somebody coordinates
+    listing_until: float = 0.0  # until then others may put back their keys, as this agent has
     silent_since: float | None = None  # None: etcd answers
     lasted: Lasted = Lasted()
     timer: float | None = None  # when it is due
@@ -391,8 +414,13 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
             return state, [Publish(by, txn)]
         case Published() | JobEnded():
             return state, []
-    state = _release_failure(_absorb(state, event, now), now)
+    before = state.life is Life.UNLISTED
+    state = _leave_unlisted(_release_failure(_absorb(state, event, now), now))
+    if now >= state.listing_until:
+        state = replace(state, listing_until=0.0)
     actions: list[Action] = []
+    if state.life is Life.UNLISTED and not before:
+        actions.append(Relist())
     state = _give_up_lease(state, now, actions)
     if isinstance(state.result, Failed):
         state = _stop_workers(state, actions, Grace.FAILURE)
@@ -425,6 +453,12 @@ def _absorb(state: State, event: Event, now: float) -> State:
             return _see(state, view, now)
         case Joined():
             return _become_member(state, event)
+        case LeaseLost() if state.life is Life.UNLISTED:
+            return state  # it is known
+        case LeaseLost() if state.view and _stands(state, state.view):
+            return replace(state, life=Life.UNLISTED)
+        case Relisted():
+            return _hear_relisted(state, event, now)
         case LeaseLost():
             lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
             return replace(lost, life=Life.LEAVING) if state.ending else lost
@@ -452,8 +486,11 @@ def _see(state: State, view: View, now: float) -> State:
     if view.newer:
         outdated = Outdated(view.newer)
         return replace(_end_life(state, outdated), view=view, ending=outdated)
-    if vanished(view, state.local):
-        return _lose_lease(state)
+    unlisted = state.life is Life.UNLISTED and not ended(view, state.local)
+    if unlisted or vanished(view, state.local):
+        if not _stands(state, view):
+            return _lose_lease(state)
+        state = replace(state, life=Life.UNLISTED)
     return _heed_order(_take_view(state, view, now))
 
 
@@ -477,6 +514,7 @@ def _become_member(state: State, event: Joined) -> State:
         pending=None,
         tried=(),
         silent_since=None,
+        listing_until=0.0,
     )
 
 
@@ -544,10 +582,47 @@ def _leave_out_silence(state: State, now: float) -> State:
     )
 
 
+def _stands(state: State, view: View) -> bool:
+    """Whether the world that this agent is in goes on, as far as `view` shows, without its key.
+
+    Whoever ends a world writes its round. So an agent whose lease alone has ended goes on, unless
+    its workers have to be gone with the lease.
+    """
+    now, local, limits = view.round, state.local, state.limits
+    if state.ending or local.leaving or limits is None or limits.cut_off is not None:
+        return False
+    if view.coverage == Everything() and view.spec is None:
+        return False
+    known = state.life in (Life.MEMBER, Life.UNLISTED) and now is not None
+    return known and now.phase is Phase.FINAL and now.generation == local.ran
+
+
+def _leave_unlisted(state: State) -> State:
+    """An agent that is to go puts no key back first."""
+    goes = state.ending or state.local.leaving
+    return _lose_lease(state) if state.life is Life.UNLISTED and goes else state
+
+
+def _hear_relisted(state: State, event: Relisted, now: float) -> State:
+    """A member as before, which gives the others the time to be that, too."""
+    if state.life is not Life.UNLISTED:
+        return state
+    if not event.created:
+        return _lose_lease(state)
+    return replace(
+        _leave_out_silence(state, now),
+        local=replace(state.local, created=event.created),
+        life=Life.MEMBER,
+        pending=None,
+        tried=(),
+        listing_until=now + event.patience,
+    )
+
+
 def _lose_lease(state: State) -> State:
     """No member any more: nothing that was acked or seen counts."""
     local = replace(state.local, lease=0, created=0, acked=0)
-    life = Life.LOST if state.life is Life.MEMBER else state.life
+    life = Life.LOST if state.life in (Life.MEMBER, Life.UNLISTED) else state.life
     return replace(state, local=local, life=life, view=None, vacant_since=None, marked=False)
 
 
@@ -681,6 +756,9 @@ def _react(state: State, now: float, actions: list[Action]) -> State:
         return state
     if isinstance(state.ending, Outdated):
         return state
+    if state.life is Life.UNLISTED or (state.view and vanished(state.view, state.local)):
+        if not state.view or not ended(state.view, state.local):
+            return _set_timer(state, Wait("its key is gone"), now, actions)
     if _cut_off(state) and (state.local.leaving or state.life is Life.LEAVING):
         state = _set_timer(state, Wait("leaving"), now, actions)
     if state.local.leaving:
@@ -733,7 +811,8 @@ def _decide(state: State, view: View, limits: Limits, now: float, actions: list[
     clock = now if state.silent_since is None else state.silent_since
     phase, join = clock - state.phase_since, clock - state.join_since
     waited = clock - (clock if state.vacant_since is None else state.vacant_since)
-    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited))
+    listing = max(0.0, state.listing_until - clock)
+    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited), listing)
     scaled = requests.scaled(view, state.local.run, limits)
     decision = decide(view, state.local, scaled, elapsed)
     if decision.reason != state.logged:

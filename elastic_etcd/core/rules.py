@@ -15,9 +15,10 @@ not claim but takes over the lead of the same round: if that one was done, nothi
 Invariants, checked after every step by tests/model:
 
 I1 the generation never decreases; one generation has at most one final world, of which only
-   the coordinator changes, when the one before is gone or leaving
+   the coordinator changes, when the one before is leaving, or its key is or was gone
 I2 a worker of generation g starts only under the lease with which its agent acked g, and is
-   stopped as soon as the agent learns that this lease or generation is gone
+   stopped as soon as the agent learns that this generation is gone, or the lease and its agent
+   sees no final round of g
 I3 no two generations have live workers of the same node at the same time
 I4 a final world has an allowed number of participants, each incarnation once; newcomers end
    none but for a larger one, and none whose training the coordinator knows to be over; one that
@@ -35,6 +36,8 @@ I10 no round is frozen while a leaving participant of the last world has its mem
 I11 with `cut_off`, an agent that could not renew its lease for two thirds of it stops its workers
 I12 an agent that has seen that its node is drained, or that the run is to stop, stops its workers
    and starts none; a drained node does not join
+I13 an agent whose own key was gone takes nobody for lost before it has put the key back, and the
+   others have had the time for it; it puts the key back only if no other world has been begun
 """
 
 import math
@@ -93,6 +96,7 @@ class Elapsed(Struct, frozen=True):
     join: float  # since a member was last seen to arrive
     ran: float = 0.0  # how long the last final world was seen to last
     vacant: float = math.inf  # since nobody was seen to coordinate
+    listing: float = 0.0  # that are left to others to put back their keys, as this agent has
 
 
 class Verdict(Enum):
@@ -223,6 +227,8 @@ def decide(view: View, local: Local, limits: Limits, elapsed: Elapsed) -> Decisi
         left = _turn(view, local) - elapsed.vacant
         if left > 0:
             return Wait("others try to coordinate first", left)
+        if now and elapsed.listing > 0:
+            return Wait(f"{now.node or 'the coordinator'}, too, may put its key back", elapsed.listing)
         return _replace_coordinator(view, local)
     if not _watched(view, now):
         return Wait(awaited(view, now, local, limits))
@@ -654,6 +660,8 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
     for p in view.world:
         if p.lease in done:
             continue
+        if p.lease not in members and elapsed.listing > 0:
+            return Wait(f"{p.node}, too, may put its key back", elapsed.listing)
         if p.lease not in members:
             return _claim(view, local, f"{p.node} is lost")
         if members[p.lease].leaving:

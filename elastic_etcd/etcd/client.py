@@ -248,9 +248,12 @@ class Client:
             except Compacted:  # between two pages; the first page's revision is a new one
                 continue
 
-    async def grant(self, ttl: int, timeout: float | None = None) -> LeaseGrant:
-        """A new lease of at least `ttl` seconds; it expires if the answer gets lost on its way."""
-        request = pb.LeaseGrantRequest(ttl=ttl)
+    async def grant(self, ttl: int, timeout: float | None = None, lease: int = 0) -> LeaseGrant:
+        """A new lease of at least `ttl` seconds; it expires if the answer gets lost on its way.
+
+        It gets the id `lease`, if that is given. Raises LeaseExists.
+        """
+        request = pb.LeaseGrantRequest(ttl=ttl, id=lease)
         answer, _ = await self.call(LEASE_GRANT, request, "a lease", _deadline(timeout))
         return LeaseGrant(answer.id, answer.ttl)
 

@@ -19,6 +19,7 @@ TOO_LARGE = (
 FULL = "database space exceeded"
 AUTH_NOT_ENABLED = "etcdserver: authentication is not enabled"
 LEASE_NOT_FOUND = "etcdserver: requested lease not found"
+LEASE_EXISTS = "etcdserver: lease already exists"
 PERMISSION_DENIED = "etcdserver: permission denied"
 TOKEN_ERRORS = (
     "etcdserver: invalid auth token",
@@ -70,6 +71,10 @@ class Compacted(Exception):
 
 class LeaseNotFound(EtcdRefused):
     """The lease has ended."""
+
+
+class LeaseExists(EtcdRefused):
+    """A lease with the id that was asked for is there already."""
 
 
 class TooLarge(EtcdRefused):
@@ -141,7 +146,8 @@ def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) 
             f"etcd at {endpoint} is full ({details}), {what} was not written.\n"
             "Compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes."
         )
-    kind = LeaseNotFound if details == LEASE_NOT_FOUND else EtcdRefused
+    kinds = {LEASE_NOT_FOUND: LeaseNotFound, LEASE_EXISTS: LeaseExists}
+    kind = kinds.get(details, EtcdRefused)
     return kind(f"etcd at {endpoint} refused {what}: {details or code.name}")
 
 

@@ -9,12 +9,13 @@ the lease is gone.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.etcd.faults import TokenRefused, Unanswered
+from elastic_etcd.etcd.faults import LeaseExists, TokenRefused, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.retry import Attempts, boottime, now
 from elastic_etcd.times import REVOKE_TIMEOUT
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 class Session:
     """`async with Session(client, ttl) as session`: a lease for as long as the scope lasts.
 
-    It is renewed `often` times in each TTL.
+    It is renewed `often` times in each TTL. With `lease` it is the lease of an earlier session,
+    which goes on, or is granted once more if it has ended.
 
     `lost` gets its result, the reason, when etcd says that the lease is gone; its exception is a
     fault of this program.
@@ -43,12 +45,13 @@ class Session:
         ttl: int,
         *,
         often: int = 3,
+        lease: int = 0,
         timeout: float | None = None,
         on_silence: Callable[[float, Exception], None] = lambda _seconds, _error: None,
         on_answer: Callable[[], None] = lambda: None,
         on_renewed: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self.lease = 0
+        self.lease = lease
         self.ttl = ttl
         self.often = often
         self.silent_since: float | None = None
@@ -68,8 +71,9 @@ class Session:
 
     async def __aenter__(self) -> Self:
         self._renewed, self.renewed = now(), boottime()
-        lease = await self._client.grant(self.ttl, self._timeout)
-        self.lease, self.ttl = lease.id, lease.ttl
+        with suppress(LeaseExists):
+            lease = await self._client.grant(self.ttl, self._timeout, self.lease)
+            self.lease, self.ttl = lease.id, lease.ttl
         self._keeper = asyncio.create_task(self._keep_alive(), name="keepalive")
         return self
 

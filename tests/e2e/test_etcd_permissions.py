@@ -142,3 +142,20 @@ def test_r3_a_password_file_is_read_again(
     job.trains(1, after=g)
     job.said(n2, "revoked")
     job.finish(n1)
+
+
+def test_e2_a_password_that_is_changed_for_longer_than_the_ttl_ends_no_training(
+    job: TickingJob, guarded: EtcdServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("mine\n")
+    n1, n2, g = job.pair(lease_ttl=6, user="me", password_file=file)
+    guarded.password("me", "changed")
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is gone, its world is not")
+    file.write_text("changed\n")
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is back")
+    job.undisturbed(g)
+    loses_a_node(job, n2, g)
+    job.finish(n1)

@@ -18,6 +18,7 @@ from tests.model.invariants import (
     check_format,
     check_joins,
     check_leavers,
+    check_listing,
     check_size,
 )
 from tests.model.node import Numbers, owner
@@ -82,6 +83,7 @@ class Agent:
             check_budget(state, write, self.limits)
             check_joins(state, write, self.limits)
             check_leavers(state, write, now, self.limits)
+            check_listing(state, write, now)
             txn = self.txns.of(_txn(state, write))
             state = structs.replace(state, pending=_bare_write(write))
         others = tuple(a for a in actions if not isinstance(a, Write))

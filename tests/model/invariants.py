@@ -1,4 +1,4 @@
-"""I1 to I12 of core/rules.py as checks on single steps; each raises Violation."""
+"""I1 to I13 of core/rules.py as checks on single steps; each raises Violation."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,12 +9,13 @@ from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Action,
     Event,
+    Life,
     StartWorkers,
     State,
     ViewChanged,
     Write,
 )
-from elastic_etcd.core.rules import Claim, Close, Freeze, Local, Verdict
+from elastic_etcd.core.rules import Claim, Close, Freeze, Local, TakeOver, Verdict
 from elastic_etcd.core.schema import (
     Drain,
     Failure,
@@ -99,6 +100,11 @@ def is_live(store: Store, lease: int) -> bool:
     return member is not None and not decode(Member, member, lease=lease).leaving
 
 
+def has_stayed(store: Store, lease: int) -> bool:
+    """Whether that member is there, was all the time, and stays."""
+    return is_live(store, lease) and lease not in store.back
+
+
 def in_endless_step(store: Store, state: State) -> bool:
     """Whether workers that have all the time they need wait for one that is gone or has failed."""
     local = state.local
@@ -117,6 +123,22 @@ def check_learned(name: str, state: State) -> None:
     now = state.view.round if state.view else None
     if not state.local.lease or now is None or now.generation != state.local.running:
         raise Violation(f"I2: {name} goes on with generation {state.local.running}")
+
+
+def check_listing(state: State, write: Write, now: float) -> None:
+    """I13: an agent whose own key was gone does not judge others by theirs too soon."""
+    if state.life is Life.UNLISTED:
+        raise Violation("I13: an agent writes without its key")
+    judges = isinstance(write.what, Claim | TakeOver) and write.what.reason.endswith("is lost")
+    if judges and now < state.listing_until:
+        raise Violation(f"I13: too soon: {write.what}")
+
+
+def check_relisted(name: str, local: Local, store: Store) -> None:
+    """I13: a key is put back into the world that it was in, and no other."""
+    now = round_of(store)
+    if now is None or now.phase is not Phase.FINAL or now.generation != local.ran:
+        raise Violation(f"I13: {name} is listed again in another world")
 
 
 def check_order(name: str, state: State) -> None:
@@ -194,7 +216,7 @@ def checked(name: str, lease: int, txn: Txn, before: Store, after: Store, limits
     if now.phase is Phase.SETUP:
         if now.generation <= before.top:
             raise Violation(f"I1: generation {now.generation} was handed out twice")
-        after = after._replace(lost=None)
+        after = after._replace(lost=None, back=())
         _check_end(was, now, before, limits)
     if now.phase is Phase.FINAL and was and was.phase is Phase.FINAL:
         _check_take_over(lease, was, now, before)
@@ -326,7 +348,7 @@ def _check_take_over(lease: int, was: Round, now: Round, before: Store) -> None:
     """I1: of a final round only the coordinator changes, when the one before is gone."""
     if _unled(now) != _unled(was):
         raise Violation(f"I1: generation {now.generation} has two final worlds")
-    if now.coordinator != lease or is_live(before, was.coordinator):
+    if now.coordinator != lease or has_stayed(before, was.coordinator):
         raise Violation(f"I1: generation {now.generation} is led by two")
 
 
@@ -341,8 +363,9 @@ def _check_end(was: Round | None, now: Round, before: Store, limits: Limits) -> 
         return  # also one that was decided before others were wanted
     if now.planned and was.nodes not in sizes(wanted):
         return
-    missing = [p.lease for p in world_of(before) if not is_live(before, p.lease)]
-    needed = [lease for lease in missing if not is_done(before, was.generation, lease)]
+    missing = [p.lease for p in world_of(before) if not has_stayed(before, p.lease)]
+    done = {lease for lease in missing if is_done(before, was.generation, lease)}
+    needed = [lease for lease in missing if lease in before.back or lease not in done]
     if not needed and not has_failed(before, was.generation):
         raise Violation(f"I7: the world of generation {was.generation} is ended for nothing")
 

@@ -26,7 +26,9 @@ class Store(NamedTuple):
     `top` is the highest generation and `final` the newest final round that was ever
     written, with each of its participants.
     `lost` is whose round went with its coordinator's lease, and in which phase, until the next
-    claim. `hung` are the leases of agents that do nothing any more.
+    claim. `hung` are the leases of agents that do nothing any more. `back` are those whose key was
+    put back into the world of now: somebody may have decided that they are gone. `again` are those
+    whose key was put back at any time, with another create revision.
     """
 
     kvs: tuple[tuple[str, str, int], ...] = ()
@@ -34,14 +36,16 @@ class Store(NamedTuple):
     final: tuple[int, tuple[tuple[str, Participant], ...]] = (0, ())
     lost: tuple[int, str] | None = None
     hung: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
 
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]
         if not match:
             return compare.value == 0
         for _, value, lease in match:
-            revision = _revision(value)
-            got = {"mod": revision, "create": 1, "version": revision, "lease": lease}
+            revision, create = _revision(value), 2 if lease in self.again else 1
+            got = {"mod": revision, "create": create, "version": revision, "lease": lease}
             if got[compare.target] != compare.value:
                 return False
         return True

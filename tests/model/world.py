@@ -18,6 +18,7 @@ from elastic_etcd.core.lifecycle import (
     LeaseLost,
     Life,
     Rejoin,
+    Relisted,
     Signalled,
     Silent,
     StartWorkers,
@@ -50,6 +51,7 @@ from tests.model.invariants import (
     check_cut_off,
     check_learned,
     check_order,
+    check_relisted,
     check_start,
     checked,
     in_endless_step,
@@ -189,10 +191,27 @@ class System:
             yield self._event("hears etcd again", store, node, Answered())
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
+        if state.life is Life.UNLISTED and not node.unread:
+            yield self._relist(store, node, state)
         ending = state.local.stopping or not state.alive
         if node.workers and ending and not in_endless_step(store, state):
             empty = node._replace(workers=0)
             yield self._event("is empty", store, empty, WorkersGone(node.workers))
+
+    def _relist(self, store: Store, node: Node, state: State) -> Move:
+        """Its key is put back, under its lease, or the fence does not hold; a write is given up."""
+        assert state.view
+        lease = state.local.lease
+        own = Member(lease, node.name, 1, run=RUN)
+        after, ok = store.apply(writes.relist(KEYS, state.view, state.local, own))
+        there = node._replace(txn=0, answer=None)
+        if not ok:
+            return self._event("is not listed again", store, there, Relisted(0))
+        check_relisted(node.name, state.local, store)
+        there = there._replace(lease=lease, told=True)
+        back, again = (tuple(sorted({*known, lease})) for known in (after.back, after.again))
+        after = after._replace(back=back, again=again)
+        return self._event("is listed again", after, there, Relisted(2, 1.0))
 
     def _faults(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         here, may = self.stores.of(store), self.faults
