@@ -550,7 +550,7 @@ class Membership:
         if isinstance(error, EtcdError):  # it answers, but not as it should
             if not self._refused:
                 self._refused = True
-                then = "and its workers with it" if train_on else "its workers before"
+                then = "and its key with it" if train_on else "its workers before"
                 text = "this node's lease is not renewed and ends in %.0f s, %s: %s"
                 log.warning(text, self.lease_left, then, error)
         elif not self._silence:

@@ -453,15 +453,10 @@ def _absorb(state: State, event: Event, now: float) -> State:
             return _see(state, view, now)
         case Joined():
             return _become_member(state, event)
-        case LeaseLost() if state.life is Life.UNLISTED:
-            return state  # it is known
-        case LeaseLost() if state.view and _stands(state, state.view):
-            return replace(state, life=Life.UNLISTED)
+        case LeaseLost():
+            return _hear_of_lost_lease(state)
         case Relisted():
             return _hear_relisted(state, event, now)
-        case LeaseLost():
-            lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
-            return replace(lost, life=Life.LEAVING) if state.ending else lost
         case WriteDone(ok):
             heard = _hear_answer(state, ok)
             acked = heard.local.acked != local.acked and _joins(state.view)
@@ -593,8 +588,18 @@ def _stands(state: State, view: View) -> bool:
         return False
     if view.coverage == Everything() and view.spec is None:
         return False
-    known = state.life in (Life.MEMBER, Life.UNLISTED) and now is not None
-    return known and now.phase is Phase.FINAL and now.generation == local.ran
+    if now is None or state.life not in (Life.MEMBER, Life.UNLISTED):
+        return False
+    return now.phase is Phase.FINAL and now.generation == local.ran
+
+
+def _waits_to_be_listed(state: State) -> bool:
+    """Whether the own key is gone, or is put back and not seen yet: the end of the job counts."""
+    view, local = state.view, state.local
+    if view is None:
+        return False
+    unlisted = state.life is Life.UNLISTED and not ended(view, local)
+    return unlisted or vanished(view, local)
 
 
 def _leave_unlisted(state: State) -> State:
@@ -617,6 +622,14 @@ def _hear_relisted(state: State, event: Relisted, now: float) -> State:
         tried=(),
         listing_until=now + event.patience,
     )
+
+
+def _hear_of_lost_lease(state: State) -> State:
+    """A view that is older than the lease's end is no proof that its world stands."""
+    if state.life is Life.UNLISTED:
+        return state  # that is known, and a newer view
+    lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
+    return replace(lost, life=Life.LEAVING) if state.ending else lost
 
 
 def _lose_lease(state: State) -> State:
@@ -756,9 +769,8 @@ def _react(state: State, now: float, actions: list[Action]) -> State:
         return state
     if isinstance(state.ending, Outdated):
         return state
-    if state.life is Life.UNLISTED or (state.view and vanished(state.view, state.local)):
-        if not state.view or not ended(state.view, state.local):
-            return _set_timer(state, Wait("its key is gone"), now, actions)
+    if _waits_to_be_listed(state):
+        return _set_timer(state, Wait("its key is gone"), now, actions)
     if _cut_off(state) and (state.local.leaving or state.life is Life.LEAVING):
         state = _set_timer(state, Wait("leaving"), now, actions)
     if state.local.leaving:

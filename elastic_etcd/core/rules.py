@@ -228,7 +228,9 @@ def decide(view: View, local: Local, limits: Limits, elapsed: Elapsed) -> Decisi
         if left > 0:
             return Wait("others try to coordinate first", left)
         if now and elapsed.listing > 0:
-            return Wait(f"{now.node or 'the coordinator'}, too, may put its key back", elapsed.listing)
+            return Wait(
+                f"{now.node or 'the coordinator'}, too, may put its key back", elapsed.listing
+            )
         return _replace_coordinator(view, local)
     if not _watched(view, now):
         return Wait(awaited(view, now, local, limits))

@@ -28,12 +28,12 @@ class Stalled(Client):
 
     times = 1
 
-    async def grant(self, ttl: int, timeout: float | None = None) -> LeaseGrant:
-        lease = await super().grant(ttl, timeout)
+    async def grant(self, ttl: int, timeout: float | None = None, lease: int = 0) -> LeaseGrant:
+        granted = await super().grant(ttl, timeout, lease)
         if self.times:
             self.times -= 1
-            await self.revoke(lease.id)
-        return lease
+            await self.revoke(granted.id)
+        return granted
 
 
 @asynchronous

@@ -32,7 +32,7 @@ TAKEN = (  # revoked under a live agent, which an agent that takes it for dead m
 STOPPED = tuple(
     f"stopped, its lease ends, the coordinator's in {p}" for p in (*BEFORE_FINAL, "final")
 )
-LISTED_AGAIN = ("is listed again", "is not listed again")
+LISTED_AGAIN = ("is listed again", "is not listed again")  # after its lease has ended
 LEFT_OUT = ("has waited, the time of a suspect",)
 
 DRAINED = ("is drained", "is undrained", "comes back")
@@ -86,7 +86,8 @@ class Case(NamedTuple):
 # In each run of the tests.
 SMALL = [
     Case(1, limits(1, 1), Faults(expire=3, fail=1), ("learns of it while joining",)),
-    Case(2, limits(1, 2), Faults(expire=2), LISTED_AGAIN),
+    Case(2, limits(1, 2), Faults(expire=1), LISTED_AGAIN),
+    Case(2, limits(1, 2), Faults(expire=1, crash=1), (*LOST, *LISTED_AGAIN)),
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(fail=2)),
     Case(2, limits(1, 2), Faults(fail=3, long=2), ("sees, after a long time",)),
@@ -134,6 +135,8 @@ MEDIUM = [
     Case(2, limits(1, 2, restarts=2), Faults(fail=3, crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=2), ("sees, after a long time",)),
     Case(2, limits(1, 2), Faults(expire=1, fail=1), (*LOST, *TAKEN)),
+    Case(2, limits(1, 2), Faults(expire=2), (*TAKEN, *LISTED_AGAIN)),
+    Case(2, limits(1, 2), Faults(expire=1, late=1), LISTED_AGAIN),
     Case(2, limits(1, 2), Faults(stop=1, fail=1), (*LOST, *STOPPED)),
     Case(2, limits(1, 2), Faults(lost=2, late=1, fail=1)),
     Case(2, wary(1, 2), Faults(crash=2, back=1), LOST),

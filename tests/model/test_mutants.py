@@ -60,6 +60,31 @@ def same_generation_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_claim", mutant)
 
 
+def nobody_has_time_to_be_listed(patch: pytest.MonkeyPatch) -> None:
+    def mutant(seen: View, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
+        return rules.decide(seen, local, asked, structs.replace(elapsed, listing=0.0))
+
+    patch.setattr(lifecycle, "decide", mutant)
+
+
+def a_key_is_put_back_into_any_world(patch: pytest.MonkeyPatch) -> None:
+    relist = writes.relist
+
+    def mutant(keys: Keys, seen: View, local: Local, member: Member) -> Txn:
+        return structs.replace(relist(keys, seen, local, member), compare=())
+
+    patch.setattr(writes, "relist", mutant)
+
+
+def who_is_unlisted_judges(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "_waits_to_be_listed", lambda _: False)
+
+
+def who_is_unlisted_holds_any_world(patch: pytest.MonkeyPatch) -> None:
+    here = (Life.MEMBER, Life.UNLISTED)
+    patch.setattr(lifecycle, "_stands", lambda state, _: state.life in here and not state.ending)
+
+
 def acks_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     joinable, frozen = rules._lead_joinable, rules._lead_frozen
     patch.setattr(rules, "_lead_joinable", lambda seen, *args: joinable(_all_ready(seen), *args))
@@ -502,6 +527,10 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I4", newcomers_end_what_comes_after_the_training, TWO, Faults(finish=1), "finish"),
     ("I12", a_drain_is_not_heeded, TWO, Faults(drain=1), "drain"),
     ("I12", who_is_told_to_stop_goes_on, TWO, Faults(halt=1), "halt"),
+    ("I13", nobody_has_time_to_be_listed, TWO, Faults(expire=1, crash=1), "expire"),
+    ("I13", a_key_is_put_back_into_any_world, TWO, Faults(expire=1), "expire"),
+    ("I13", who_is_unlisted_judges, TWO, Faults(expire=1), "expire"),
+    ("I13", who_is_unlisted_holds_any_world, TWO, Faults(expire=1), "expire"),
     ("I4", nobody_scales, TWO, Faults(fewer=1), "fewer"),
     ("I4", nobody_scales, TWO, Faults(more=1), "more"),
     ("I9", a_newer_format_is_as_good_as_absent, TWO, Faults(newer=1), "newer"),

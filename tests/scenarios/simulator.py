@@ -24,6 +24,8 @@ from elastic_etcd.core.lifecycle import (
     Outdated,
     Over,
     Rejoin,
+    Relist,
+    Relisted,
     ReportEnd,
     SetTimer,
     StartWorkers,
@@ -61,6 +63,7 @@ class Agent:
     copy: dict[str, KeyValue] = field(default_factory=dict)
     txn: Txn | None = None
     joining: bool = False
+    relist: Txn | None = None
     workers: int = 0  # generation of its live workers
 
     @property
@@ -130,6 +133,8 @@ class Simulator:
             return
         if agent.joining:
             yield from ("", *self.join(agent))
+        elif agent.relist:
+            yield from ("", *self.relist(agent))
         elif state.local.running and state.local.stopping and not state.local.patient:
             yield from ("", *self.agent_empties(agent))
         elif agent.txn:
@@ -144,6 +149,7 @@ class Simulator:
         assert agent.state is not None
         again = bool(agent.state.local.run)
         agent.joining, agent.coverage, agent.copy = False, Narrow(), {}
+        agent.relist = None
         agent.incarnation += 1
         agent.member = Member(
             agent.lease,
@@ -183,6 +189,15 @@ class Simulator:
         joined = Joined(known.run, spec_kv.create, agent.lease, key.create, known.limits)
         yield from self.event(agent, joined)
 
+    def relist(self, agent: Agent) -> Iterator[str]:
+        """Its key is put back; a write from before is given up."""
+        assert agent.relist
+        ok = self.etcd.txn(agent.relist)
+        agent.relist = agent.txn = None
+        yield f"{agent.name}: {'is listed again' if ok else 'is not listed again'}"
+        key = self.etcd.kvs.get(KEYS.member(agent.lease)) if ok else None
+        yield from self.event(agent, Relisted(key.create if key else 0, 10.0))
+
     def event(self, agent: Agent, event: Event) -> Iterator[str]:
         assert agent.state is not None, f"{agent.name} is not there"
         agent.state, actions = lifecycle.step(agent.state, event, self.clock)
@@ -206,6 +221,10 @@ class Simulator:
             case Rejoin():
                 agent.joining = True
                 yield "joins again"
+            case Relist():
+                assert state.view and agent.member
+                agent.relist = writes.relist(KEYS, state.view, state.local, agent.member)
+                yield "puts its key back"
             case Exit(why):
                 yield from self._exit(agent, state, why)
             case SetTimer(at):
