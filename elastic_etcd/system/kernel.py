@@ -71,8 +71,8 @@ def check() -> None:
     except RuntimeError as error:
         raise ElasticEtcdError(
             f"{error}: an agent and its first processes need {_THREADS}, and fewer are left of "
-            "what this user or container may have.\nAllow more before it is started: `ulimit -u`, "
-            "TasksMax= in a systemd unit, or the pids limit of the container"
+            "what this user or container may have.\nAllow more before it is started: `ulimit -u` "
+            "and `-v`, TasksMax= in a systemd unit, or the pids limit of the container"
         ) from None
     finally:
         over.set()
