@@ -248,6 +248,21 @@ def test_t7_a_newcomer_is_no_obstacle_to_ranks_that_differ(tmp_path: Path) -> No
     assert ranks(3, tmp_path, with_unlike_values_and_a_newcomer) == [[0.0, 5.0]] * 3
 
 
+def with_another_default_device(rank: int) -> list[float]:
+    torch.set_default_device("meta")  # as with "cuda", nothing of a state's own is to be made there
+    with torch.device("cpu"):
+        state = ElasticState(data=torch.zeros(100_000))
+    state.sync()
+    state.data[-1] += rank
+    state.commit()
+    state.sync()
+    return list(state.data[[0, -1]].tolist())
+
+
+def test_t10_ranks_with_another_default_device(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, with_another_default_device) == [[0.0, 0.0]] * 2
+
+
 def while_rank_0_dies(rank: int, folder: Path) -> Any:
     """The lowest holder is killed before it has told what differs."""
     state = ElasticState(data=torch.zeros(100_000))

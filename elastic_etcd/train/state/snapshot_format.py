@@ -153,7 +153,7 @@ def slices_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Tenso
         if size:
             yield start, flat
         if gap := aligned(size) - size:
-            yield start + size, torch.zeros(gap, dtype=torch.uint8)
+            yield start + size, torch.zeros(gap, dtype=torch.uint8, device="cpu")
         start += aligned(size)
 
 

@@ -58,9 +58,9 @@ def even_out(
     mine = snapshots.newest() if rank in holders else None
     same, other = (mine, None) if mine and mine.header == wanted else (None, mine)
     source = same.body if same else None
-    sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
+    sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64, device="cpu")
     sums = _broadcast(sums if source is None else block_sums(source), holders[0])
-    lacking = torch.zeros(len(sums), dtype=torch.uint8)
+    lacking = torch.zeros(len(sums), dtype=torch.uint8, device="cpu")
     if other:
         ours = block_sums(other.body)[: len(sums)]
         lacking.fill_(1)[: len(ours)] = ours != sums[: len(ours)]
@@ -101,7 +101,9 @@ def _pass_on(
     if source is not None:
         packed = torch.cat([source[start:end] for start, end in ranges])
     else:
-        packed = torch.empty(sum(end - start for start, end in ranges), dtype=torch.uint8)
+        packed = torch.empty(
+            sum(end - start for start, end in ranges), dtype=torch.uint8, device="cpu"
+        )
     arrived = _broadcast(packed, sender)
     if target is not None:
         parts = arrived.split([end - start for start, end in ranges])
