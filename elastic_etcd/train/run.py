@@ -109,7 +109,7 @@ def _refuse_where_main_is_imported() -> None:
 class _Ended(NamedTuple):
     """The end of the world before."""
 
-    world: World | None  # this process's part in it
+    here: bool  # in this process
     at: float
     again: int  # whole steps that are trained again, or _NO_STEP
 
@@ -165,7 +165,7 @@ class _Worker:
                     self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
-                self._ended = _Ended(_world(group), time.monotonic(), again)
+                self._ended = _Ended(here=True, at=time.monotonic(), again=again)
                 group.teardown(broken=bool(lost))
                 group.release()
                 self._park(group, lost)
@@ -184,8 +184,7 @@ class _Worker:
             log.warning("%s", self._describe_change(group, ended))
         ddp.make()
         if changed:
-            old = ended.world if ended else None
-            self._state._reset(old, _world(group))
+            self._state._reset(World(group.generation, group.rank, group.world_size))
         try:
             return self._body()
         except WorldChanged:
@@ -211,14 +210,14 @@ class _Worker:
         milliseconds, again = max(row[2] for row in rows), max(row[3] for row in rows)
         if milliseconds < 0:
             return None
-        return _Ended(ended.world if ended else None, now - milliseconds / 1000, again)
+        return _Ended(ended is not None, now - milliseconds / 1000, again)
 
     def _describe_change(self, group: ProcessGroup, ended: _Ended | None) -> str:
         """The line that a user reads of a change."""
         why = f" ({self._channel.reason})" if self._channel.reason else ""
         place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
         line = f"{place} goes on from {self._state._position()}"
-        anew = "" if ended and ended.world else " in a new process"
+        anew = "" if ended and ended.here else " in a new process"
         return f"{line}{anew}{ended.cost() if ended else ''}"
 
     def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
@@ -314,10 +313,6 @@ def _enable_loggers() -> None:
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == log.name and isinstance(logger, logging.Logger):
             logger.disabled = False
-
-
-def _world(group: ProcessGroup) -> World:
-    return World(group.generation, group.rank, group.world_size)
 
 
 def _run_without_agent(

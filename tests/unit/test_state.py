@@ -642,12 +642,12 @@ def test_callbacks_are_called_in_order() -> None:
     state.on_reset(lambda: called.append("second"))
 
     @state.on_reset
-    def third(old: World | None, new: World) -> None:
-        called.append(f"from {old and old.world_size} to {new.world_size}")
+    def third(old: World, new: World) -> None:
+        called.append(f"from {old.world_size} to {new.world_size}")
 
-    state._reset(World(1, 0, 2), World(2, 1, 3))
-    state._reset(None, World(2, 1, 3))
-    assert called == ["first", "second", "from 2 to 3", "first", "second", "from None to 3"]
+    state.sync()
+    state._reset(World(2, 1, 3))
+    assert called == ["first", "second", "from 1 to 3"]
 
 
 def test_a_file_has_the_last_commit_and_is_loaded_by_another_state(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class ElasticState:
         self._committed_at = 0  # the step of this world that the last commit is of
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
+        self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
+        self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
         self._counted: tuple[Version, int] | None = None
 
@@ -110,9 +112,9 @@ class ElasticState:
             for value in self._values.values():
                 if isinstance(value, ElasticIterable):
                     value.agree()
-            last = self._snapshots.version() or Version(0, 0, secrets.randbits(62))
+            last = self._snapshots.version() or _version(0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
-                self._write_snapshot(Version(generation(), last.counter + 1, last.lineage))
+                self._write_snapshot(_version(last.counter + 1, last.lineage))
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -147,7 +149,7 @@ class ElasticState:
             holders, loaded = [0], rank == 0
             self._save_values()  # on all ranks: what can't be kept is refused by all of them
             if rank == 0:
-                self._write_snapshot(Version(generation(), 0, secrets.randbits(62)))
+                self._write_snapshot(_version(0, secrets.randbits(62)))
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = [r for r, version in enumerate(versions) if version == newest]
@@ -161,6 +163,10 @@ class ElasticState:
             self._load_snapshot(snapshot)
         self._at_commit, self._calls = False, 0
         self._committed_at = sync_point.current().steps
+        version = snapshot.header.version
+        old_rank = self._ranks.get(version.generation, -1)
+        self._old = World(version.generation, old_rank, version.world_size)
+        self._ranks[generation()] = rank
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
@@ -221,9 +227,9 @@ class ElasticState:
             state.on_reset(lambda old, new: set_learning_rate(new.world_size))
 
         A callback that takes arguments is given the old and the new world, each with its
-        `generation`, and this process's `rank` and `world_size` in it; the old one is None in a
-        process that was started for the new one. Its changes are part of the next commit. It can be
-        a decorator.
+        `generation`, its `world_size` and this process's `rank` in it. The old world is that of the
+        commit from which all go on, the same on all ranks; `rank` is -1 in a process that was not
+        in it. A callback's changes are part of the next commit. It can be a decorator.
         """
         self._callbacks.append(callback)
         return callback
@@ -235,11 +241,11 @@ class ElasticState:
 
     # For ee.run. Each begins with an underscore, since no value can have the name of a method.
 
-    def _reset(self, old: World | None, new: World) -> None:
+    def _reset(self, new: World) -> None:
         """The world has changed: ee.run calls this after sync()."""
         for callback in self._callbacks:
             if _takes_worlds(callback):
-                callback(old, new)
+                callback(self._old, new)
             else:
                 callback()
 
@@ -330,6 +336,11 @@ class ElasticState:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._values})
+
+
+def _version(counter: int, lineage: int) -> Version:
+    """That of a commit in this world."""
+    return Version(generation(), counter, lineage, rank_and_size(launched=False)[1])
 
 
 def _takes_worlds(callback: Callable[..., Any]) -> bool:

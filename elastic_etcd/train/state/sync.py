@@ -21,7 +21,7 @@ from elastic_etcd.train.state.snapshot_store import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 BLOCK = 64 << 10  # bytes; two snapshots are compared by so many
-_HEADER = struct.Struct("<9q")  # a packed header, as numbers
+_HEADER = struct.Struct("<10q")  # a packed header, as numbers
 _NO_VERSION = Version(-1, -1, -1)
 
 
@@ -36,8 +36,8 @@ def gather_inventories(mine: Inventory) -> list[Inventory]:
 
 
 def _read_inventory(*numbers: int) -> Inventory:
-    *words, generation, counter, lineage, node = numbers
-    loaded = Version(generation, counter, lineage)
+    *words, generation, counter, lineage, world_size, node = numbers
+    loaded = Version(generation, counter, lineage, world_size)
     newest = Header.unpack(_HEADER.pack(*words))
     return Inventory(newest, None if loaded == _NO_VERSION else loaded, node)
 
@@ -152,8 +152,8 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
     version, digest = counted or (_NO_VERSION, -1)
     seen: dict[Version, tuple[int, int]] = {}
     for rank, row in enumerate(gather([*astuple(version), digest])):
-        first, known = seen.setdefault(Version(*row[:3]), (rank, row[3]))
-        if row[3] != known:
+        first, known = seen.setdefault(Version(*row[:4]), (rank, row[4]))
+        if row[4] != known:
             where = f"ranks {first} and {rank} have committed samplers that differ"
             cure = "count batches with state.steps(loader), or call sampler.agree() before a commit"
             raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
