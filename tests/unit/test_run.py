@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class State(ElasticState):
 
     asked: list[str]
     comes_from: str
-    worlds: list[tuple[int | None, int]]
+    worlds: list[int]
 
     def __init__(self) -> None:
         super().__init__(asked=[], comes_from="", worlds=[])
@@ -297,6 +297,54 @@ async def test_t8_what_finally_blocks_do_is_in_the_commit_of_a_planned_change(
     (_, first), (step, second) = seen
     assert step > 0
     assert (first, second) == (0, 1)
+
+
+async def test_t9_a_group_that_finally_has_destroyed_is_no_failure(agent: Agent) -> None:
+    """As torch's own tutorials do."""
+    state = ee.ElasticState(step=0)
+
+    def train(state: Any) -> None:
+        try:
+            while True:
+                agent.worker_trains()
+                dist.all_reduce(torch.ones(1))
+                state.step += 1
+                state.check()
+        finally:
+            dist.destroy_process_group()
+
+    worker = begin(state, train)
+    await agent.parks()
+    agent.goes_on(2)
+    await agent.trains.wait()
+    agent.says(Change(2, "a test", leaving=True))
+    assert await worker == (SystemExit, "0")
+    assert state.step > 1
+
+
+class Trainer:
+    @ee.run
+    def train(self, epochs: int, state: ee.ElasticState) -> tuple[Any, ...]:
+        return self, epochs, state
+
+
+def test_t12_training_may_be_a_method() -> None:
+    trainer, state = Trainer(), ee.ElasticState(step=0)
+    assert trainer.train(3, state=state) == (trainer, 3, state)
+    with pytest.raises(UsageError, match=r"Trainer\.train needs its ElasticState as an argument"):
+        trainer.train(3, state={})  # type: ignore[arg-type]
+
+
+def test_t12_a_call_that_would_train_nothing_is_refused() -> None:
+    def generator(state: Any) -> Iterator[Any]:
+        yield state
+
+    async def coroutine(state: Any) -> None:
+        await state
+
+    for train in (generator, coroutine):
+        with pytest.raises(UsageError, match=f"{train.__name__} only makes a generator or coro"):
+            ee.run(train)
 
 
 async def test_t11_states_that_are_gone_are_dropped_by_the_agent(agent: Agent) -> None:

@@ -340,7 +340,7 @@ class ElasticState:
 
 def _version(counter: int, lineage: int) -> Version:
     """That of a commit in this world."""
-    return Version(generation(), counter, lineage, rank_and_size(launched=False)[1])
+    return Version(generation(), counter, lineage, rank_and_size()[1])
 
 
 def _takes_worlds(callback: Callable[..., Any]) -> bool:
