@@ -101,17 +101,19 @@ class ElasticState:
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
 
-        All ranks must call it alike; an ElasticIterable among the values gathers what the others
-        have read. The snapshot counts once this returns; until then the one before does. Raises
-        UsageError for a value that can't be encoded, OSError without memory.
+        All ranks must call it alike: an ElasticIterable among the values gathers what the others
+        have read, as does a sampler whose batches are of any size. The snapshot counts once this
+        returns; until then the one before does. Raises UsageError for a value that can't be
+        encoded and within a step of several batches, OSError without memory.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): at least 1")
+        self._loops.raise_within_step("commit()")
         self._calls += 1
         if self._calls >= every:
-            for value in self._values.values():
-                if isinstance(value, ElasticIterable):
-                    value.agree()
+            for value in self._samplers().values():
+                if isinstance(value, ElasticIterable) or value.varies:
+                    value.agree()  # alike on all ranks, which have the same kinds of loaders
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
                 self._write_snapshot(_version(last.counter + 1, last.lineage))
@@ -179,6 +181,7 @@ class ElasticState:
         after the training's `finally` blocks. Otherwise it costs a microsecond. Raises WorldBroken
         for ee.run when a peer is gone.
         """
+        self._loops.raise_within_step("check()")
         self._at_commit = False
         activity.step()
         if sync_point.current().check():
