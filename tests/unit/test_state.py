@@ -631,6 +631,19 @@ def test_only_a_rewound_state_is_not_loaded_by_sync(
     assert len(loads) == (between != "nothing")
 
 
+def test_the_steps_after_a_commit_are_counted() -> None:
+    """Which checks after it commits, and each step that does not commit."""
+    state = ElasticState(step=0)
+    before = state._uncommitted()
+    state.commit()
+    state.check()
+    assert state._uncommitted() == 0
+    state.check()
+    state.check()
+    assert state._uncommitted() == 2
+    assert before == 0
+
+
 def test_callbacks_are_called_in_order() -> None:
     state = ElasticState(lr=1.0)
     called = []
