@@ -129,7 +129,8 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
-    for name, value in (variables | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
+    variables |= {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_WORKER_PID": ""}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent_channel, "_channel", None)
     gc.collect()
