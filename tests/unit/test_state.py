@@ -239,8 +239,9 @@ def test_t1_which_modules_evaluate_and_which_parameters_are_frozen() -> None:
     assert model.training
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     assert frozen == ["3.weight", "3.bias"]
-    newcomer = ElasticState(model=network())
-    newcomer._load_snapshot(state._snapshots.newest())
+    newcomer, newest = ElasticState(model=network()), state._snapshots.newest()
+    assert newest
+    newcomer._load_snapshot(newest)
     assert [each.training for each in newcomer.model] == [True, False, True, True, True]
     assert not newcomer.model[3].weight.requires_grad
 
