@@ -1,4 +1,4 @@
-"""The rendezvous, explored completely: every interleaving, every fault, I1-I12 at each step."""
+"""The rendezvous, explored completely: every interleaving, every fault, I1-I13 at each step."""
 
 import pytest
 
