@@ -382,11 +382,13 @@ class Membership:
         assert state.view
         await self._session_scope.aclose()
         self._silence = self._refused = False
-        session = self._new_session(None, state.local.lease)
+        limit = self._config.etcd_timeout
+        timeout = None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
+        session = self._new_session(timeout, state.local.lease)
         await self._session_scope.enter_async_context(session)
         txn = writes.relist(self.keys, state.view, state.local, self._member)
         try:
-            result = await self._client.txn(txn)
+            result = await self._client.txn(txn, timeout)
         except EtcdError:
             session.orphan()
             raise
