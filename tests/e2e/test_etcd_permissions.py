@@ -146,6 +146,7 @@ def test_r3_a_password_file_is_read_again(
     job.finish(n1)
 
 
+@pytest.mark.nightly
 def test_e2_a_password_that_is_changed_for_longer_than_the_ttl_ends_no_training(
     job: TickingJob, guarded: EtcdServer, tmp_path: Path
 ) -> None:
