@@ -54,9 +54,9 @@ from elastic_etcd.protocol.messages import (
     TrainingDone,
 )
 from elastic_etcd.system.child_process import Process
-from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
+from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_late, end_leftovers
 from elastic_etcd.system.threads import begin, in_thread
-from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
+from elastic_etcd.times import ERROR_FILE, GOODBYE, LEFTOVERS, PARKED_PATIENCE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
@@ -284,9 +284,15 @@ class Workers:
                 while self._parked:
                     self._parked_ended.clear()
                     await self._parked_ended.wait()
+
+    async def end_leftovers(self) -> None:
+        """End all that any worker has left, when this agent has nothing else to do."""
+        if not (self.generation and self._termination.gone):
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.kill_timeout):
-                await end_leftovers(self._mark, self.generation)
+            async with asyncio.timeout(self._config.kill_timeout + LEFTOVERS):
+                while others := await end_leftovers(self._mark, self.generation):
+                    await end_late(self._mark, self.generation, others)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
