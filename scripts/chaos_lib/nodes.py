@@ -38,6 +38,7 @@ FLAGS: dict[str, Any] = {
     "redirects": 1,  # what workers say goes to files only; what goes wrong, to their agent's, too
 }
 COMMIT_EVERY = 3
+IMPATIENT = ("--dial-timeout=3s", "--command-timeout=3s")  # of a member that may be away
 TEMPORARY = "tmp"  # and an agent's number: its TMPDIR
 ASKED_FOR = ("torchinductor_", "elastic_etcd-flight-")  # torch's cache, flight records
 RECORDED = ": the last events are in "
@@ -479,7 +480,7 @@ class Etcd:
         leader = self.member("leader")
         heir = self.members[(self.members.index(leader) + 1) % len(self.members)]
         try:
-            hand_over(leader, heir, "--command-timeout=3s")
+            hand_over(leader, heir, *IMPATIENT)
         except subprocess.CalledProcessError as error:
             return f"to {heir.name} refused: {error.stderr.strip().splitlines()[-1][-80:]}"
         return f"to {heir.name}"
@@ -498,7 +499,7 @@ class Etcd:
         """The leader, or the first member that is not; as far as it can be told."""
         for member in self.members:
             try:
-                answer = member.ctl("--command-timeout=1s", "endpoint", "status", "-w", "json")
+                answer = member.ctl(*IMPATIENT, "endpoint", "status", "-w", "json")
             except subprocess.CalledProcessError:
                 continue
             status = json.loads(answer)[0]["Status"]
