@@ -42,6 +42,7 @@ def common_env(base: Mapping[str, str], local_world_size: int, mark: str) -> dic
     """The part that all workers of a node have in common, whatever the generation."""
     env = without_secrets(base)
     env[MARK] = mark
+    env.pop("ELASTIC_ETCD_WORKER_PID", None)  # of the worker that has started this agent
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if _OMP not in env and local_world_size > 1:
         _tell_omp_num_threads()

@@ -13,16 +13,18 @@ import functools
 import os
 import resource
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 # No descriptor is free: nothing can be watched until something else is closed, and a process that
 # can't be seen may still run. So it is tried again after so many seconds.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 OPEN_AGAIN = 0.2
 _DESCRIPTORS = 64  # that an agent of one worker takes, and some to spare
+_THREADS = 32  # likewise, with the processes that it starts
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS = 1033
@@ -36,7 +38,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def check() -> None:
     """Raise UsageError if this machine refuses a call for which there is no other way.
 
-    Also if it has no /proc, or too few descriptors for an agent: gRPC would crash.
+    Also if it has no /proc, or too few descriptors or threads for an agent: gRPC would crash.
     """
     if not Path("/proc/self/stat").exists():
         raise UsageError(
@@ -62,6 +64,18 @@ def check() -> None:
             "does not let a process make files in memory, in which training keeps its state.\n"
             "Take Linux 3.17 or newer, and allow memfd_create in the profile"
         ) from None
+    over = threading.Event()
+    try:
+        for _ in range(_THREADS):
+            threading.Thread(target=over.wait, daemon=True).start()
+    except RuntimeError as error:
+        raise ElasticEtcdError(
+            f"{error}: an agent and its first processes need {_THREADS}, and fewer are left of "
+            "what this user or container may have.\nAllow more before it is started: `ulimit -u` "
+            "and `-v`, TasksMax= in a systemd unit, or the pids limit of the container"
+        ) from None
+    finally:
+        over.set()
 
 
 def reset_signals() -> None:

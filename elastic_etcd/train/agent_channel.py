@@ -260,19 +260,24 @@ class _Silent(AgentGone):
 
 _channel: Channel | None = None
 _forked = False
+_TAKEN = "ELASTIC_ETCD_WORKER_PID"  # in the environment of what a worker starts: who is the worker
 
 
 def agent() -> Channel | None:
     """The channel of this process, connected at its first use.
 
-    There is none without our launcher, nor in a process that a worker has forked or spawned with
-    multiprocessing. Raises AgentGone.
+    There is none without our launcher, nor in a process that a worker has forked, spawned with
+    multiprocessing or started otherwise. Raises AgentGone.
     """
     global _channel  # noqa: PLW0603 - one process, one worker, one channel
     if _channel is None:
         path = os.environ.get("ELASTIC_ETCD_SOCKET")
         if not path or _forked or multiprocessing.parent_process() is not None:
             return None
+        own = str(os.getpid())
+        if (os.environ.get(_TAKEN) or own) != own:
+            return None
+        os.environ[_TAKEN] = own
         _channel = Channel(path)
     return _channel
 
@@ -318,7 +323,7 @@ def current() -> bool:
     channel = agent()
     if channel is None:
         text = "ee.current(): this process is no worker of `python -m elastic_etcd.launch`"
-        raise UsageError(f"{text}, or was forked by one: call it in the worker itself")
+        raise UsageError(f"{text}, or was started by one: call it in the worker itself")
     channel.current()
     return True
 

@@ -122,8 +122,9 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         """At a planned end: wait until no rank is in the last step's collectives any more."""
-        with suppress(RuntimeError):  # a peer is done or has broken off; everything is committed
-            dist.barrier()
+        if dist.is_initialized():  # else the training's own `finally` has destroyed it
+            with suppress(RuntimeError):  # a peer is done or has broken off; all is committed
+                dist.barrier()
         # Gloo closes a connection 10 ms faster when it has failed.
         abort_gloo(self._store, self._strangers)
 

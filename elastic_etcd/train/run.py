@@ -7,6 +7,7 @@ takes the same path from its beginning.
 """
 
 import functools
+import inspect
 import itertools
 import logging
 import multiprocessing
@@ -18,7 +19,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -36,25 +37,28 @@ from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
 _NO_STEP = -1  # not even the step that was under way
 _LONGEST_TRACEBACK = 3000  # characters in a report; the error stands at its end
+_NO_TRAINING = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 _RUNTIME_ERRORS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
 
 log = logging.getLogger("elastic_etcd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=ElasticState)
-Train = Callable[Concatenate[S, P], R]
 _Order: TypeAlias = messages.NextWorld | messages.Bye | messages.Gone
 
 
 @overload
-def run(train: Train[S, P, R], /) -> Train[S, P, R]: ...
+def run(train: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def run(
     *, backend: str | None = None, **options: Any
-) -> Callable[[Train[S, P, R]], Train[S, P, R]]: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> Any:
-    """Decorate `train(state, ...)`: it is called once for each world, and goes on from `state`.
+    """Decorate `train(state)`: it is called once for each world, and goes on from `state`.
 
         @ee.run
         def train(state):
@@ -65,7 +69,8 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
     backend: of the default process group, which run makes before each call; None: NCCL and gloo if
     there are GPUs, else gloo. options: torch's others of init_process_group. The group is run's:
-    make none before, and none is left after. Then run synchronises the state.
+    make none before, and none is left after. Then run synchronises the state, which is the first
+    ElasticState among the arguments: `train` may be a method, and may have others.
 
     When `train` returns, all is done, and run returns its value. From then on this process is a
     plain one: SIGTERM stops it, and no world begins for newcomers before its end. Two events begin
@@ -78,19 +83,25 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
     such as a data loader's. Raises SystemExit(0) when this worker is not needed any more, because
     its node leaves or the job has ended, and AgentGone when the agent has ended and a world with
     it. Without our launcher there is nobody to recover with: `train` is called once. See
-    docs/state.md.
+    docs/state.md. Raises UsageError for a generator or `async def`, whose call trains nothing.
     """
     if train is None:
         return functools.partial(run, backend=backend, **options)
+    name = getattr(train, "__qualname__", "train")
+    if any(kind(train) for kind in _NO_TRAINING):
+        raise UsageError(f"ee.run: a call of {name} only makes a generator or coroutine: use `def`")
 
     @functools.wraps(train)
-    def elastic(state: ElasticState, *args: Any, **kwargs: Any) -> Any:
+    def elastic(*args: Any, **kwargs: Any) -> Any:
         _refuse_where_main_is_imported()
-        body = functools.partial(train, state, *args, **kwargs)
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, ElasticState))
+        state = next(given, None)
+        if state is None:
+            raise UsageError(f"ee.run: {name} needs its ElasticState as an argument")
+        body = functools.partial(train, *args, **kwargs)
         channel = agent()
         if channel is None:
             return _run_without_agent(state, body, backend, options)
-        name = getattr(train, "__qualname__", "train")
         return _Worker(channel, state, body, name, backend, options).live()
 
     return elastic
@@ -109,7 +120,7 @@ def _refuse_where_main_is_imported() -> None:
 class _Ended(NamedTuple):
     """The end of the world before."""
 
-    world: World | None  # this process's part in it
+    here: bool  # in this process
     at: float
     again: int  # whole steps that are trained again, or _NO_STEP
 
@@ -165,7 +176,7 @@ class _Worker:
                     self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
-                self._ended = _Ended(_world(group), time.monotonic(), again)
+                self._ended = _Ended(here=True, at=time.monotonic(), again=again)
                 group.teardown(broken=bool(lost))
                 group.release()
                 self._park(group, lost)
@@ -184,8 +195,7 @@ class _Worker:
             log.warning("%s", self._describe_change(group, ended))
         ddp.make()
         if changed:
-            old = ended.world if ended else None
-            self._state._reset(old, _world(group))
+            self._state._reset(World(group.generation, group.rank, group.world_size))
         try:
             return self._body()
         except WorldChanged:
@@ -211,14 +221,14 @@ class _Worker:
         milliseconds, again = max(row[2] for row in rows), max(row[3] for row in rows)
         if milliseconds < 0:
             return None
-        return _Ended(ended.world if ended else None, now - milliseconds / 1000, again)
+        return _Ended(ended is not None, now - milliseconds / 1000, again)
 
     def _describe_change(self, group: ProcessGroup, ended: _Ended | None) -> str:
         """The line that a user reads of a change."""
         why = f" ({self._channel.reason})" if self._channel.reason else ""
         place = f"generation {group.generation}{why}: rank 0 of {group.world_size}"
         line = f"{place} goes on from {self._state._position()}"
-        anew = "" if ended and ended.world else " in a new process"
+        anew = "" if ended and ended.here else " in a new process"
         return f"{line}{anew}{ended.cost() if ended else ''}"
 
     def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
@@ -314,10 +324,6 @@ def _enable_loggers() -> None:
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == log.name and isinstance(logger, logging.Logger):
             logger.disabled = False
-
-
-def _world(group: ProcessGroup) -> World:
-    return World(group.generation, group.rank, group.world_size)
 
 
 def _run_without_agent(

@@ -358,3 +358,49 @@ def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
     assert done.returncode == (0 if has_memory else 2), done.stderr
     assert ("Set TMPDIR to one that this user may write to" in done.stderr) != has_memory
     assert "Traceback" not in done.stderr
+
+
+NO_EXEC = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o noexec none /tmp; exec "$@"', "sh")
+NAMELESS = (
+    *(
+        "setpriv",
+        "--reuid=54321",
+        "--regid=54321",
+        "--clear-groups",
+        "--securebits=+no_setuid_fixup",
+    ),
+    # so that it may read this user's Python
+    *("--inh-caps=+dac_read_search,+dac_override", "--ambient-caps=+dac_read_search,+dac_override"),
+)
+
+
+@may_mount
+@pytest.mark.parametrize("starter", [NO_EXEC, NAMELESS], ids=["noexec", "a user without a name"])
+def test_m16_workers_run_in_places_that_are_not_usual(starter: tuple[str, ...]) -> None:
+    agent = (sys.executable, "-m", "elastic_etcd.launch", "--no-python")
+    hidden = ("TMPDIR", "XDG_RUNTIME_DIR", "HOME", "USER", "LOGNAME")
+    done = subprocess.run(
+        [*starter, *agent, "sh", "-c", "echo trained"],
+        cwd="/",
+        env={k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+
+
+def test_m16_a_small_address_space_is_told_in_a_line() -> None:
+    agent = (sys.executable, "-m", "elastic_etcd.launch", "--no-python", "true")
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -v 400000; exec "$@"', "sh", *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: can't start new thread: an agent and its first processes")

@@ -87,6 +87,7 @@ class Agent:
 async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
     monkeypatch.setenv("ELASTIC_ETCD_SOCKET", agent.path)
+    monkeypatch.setenv("ELASTIC_ETCD_WORKER_PID", "")
     monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "7")
     monkeypatch.setenv("LOCAL_RANK", "0")
     yield agent
@@ -337,6 +338,26 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
         )
         == "None\n"
     )
+
+
+async def test_t4_a_program_that_a_worker_starts_is_not_the_worker(agent: Agent) -> None:
+    """But the first that asks is, whatever has started it: a shell, a profiler."""
+    program = """
+        import os, subprocess, sys
+        from elastic_etcd.train import agent_channel
+        print(agent_channel.agent() is not None, flush=True)
+        assert not agent_channel.leaving()
+        if sys.argv[1:] == ["first"]:
+            subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], check=True)
+            os.execv(sys.executable, [sys.executable, "-c", os.environ["PROGRAM"]])
+    """
+    code = textwrap.dedent(program)
+    started = f"""
+        import os, subprocess, sys
+        os.environ["PROGRAM"] = {code!r}
+        subprocess.run([sys.executable, "-c", os.environ["PROGRAM"], "first"], check=True)
+    """
+    assert await process(started) == "True\nFalse\nTrue\n"
 
 
 async def test_listening_ends_though_a_child_holds_its_descriptors(agent: Agent) -> None:

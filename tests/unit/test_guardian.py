@@ -20,9 +20,10 @@ from elastic_etcd.children import guardian_process
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.retry import boottime
-from elastic_etcd.system.child_process import discard, exited
+from elastic_etcd.system.child_process import exited
 from elastic_etcd.times import GUARD_LIFE
 from tests.support.aio import elapse
+from tests.support.discards import next_discarded
 from tests.support.disks import interpreter_not_found_yet
 from tests.support.stand_in import DEADLINE, agent, ended, running, worker
 
@@ -199,21 +200,13 @@ async def test_r19_the_loop_turns_while_its_program_is_not_found(
 async def test_r19_dismissed_before_it_is_there(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawned = asyncio.Event()
-    discarding: list[subprocess.Popen[bytes]] = []
-
-    def discarded(process: "subprocess.Popen[bytes]") -> None:
-        discarding.append(process)
-        discard(process)
-        spawned.set()
-
-    monkeypatch.setattr("elastic_etcd.agent.guardian.discard", discarded)
+    given_up = next_discarded(monkeypatch, "elastic_etcd.agent.guardian")
     guardian = Observed(caplog)
     guardian.start()
     guardian.dismiss()
-    await happens(spawned)
+    async with asyncio.timeout(DEADLINE):
+        assert await exited(await given_up) == -signal.SIGKILL
     assert guardian.pid is None
-    assert await exited(discarding[0]) == -signal.SIGKILL
 
 
 async def test_one_that_cannot_be_started_is_tried_again(

@@ -121,6 +121,14 @@ def test_as_many_steps_of_a_later_world_are_newer(nodes: Nodes) -> None:
     nodes.all_have(NEW)
 
 
+def test_of_many_on_a_disk_the_newest_count(nodes: Nodes) -> None:
+    nodes.disk.mkdir()
+    for step in range(memory_sync._MOST_TRIED + 2):
+        make(nodes.disk, Checkpoint(step, 3), "older")
+    make(nodes.disk, NEW)
+    assert nodes.agree() == [nodes.disk / NEW.name] * 3
+
+
 def test_a_damaged_one_is_copied_from_who_has_it_whole(nodes: Nodes) -> None:
     for memory in nodes.memories:
         make(memory, NEW)

@@ -118,7 +118,7 @@ async def elastic(watched: Watched) -> list[int]:
     """Wait until all can park; their pids."""
     pids = await watched.started()
     await watched.turns(lambda: can_park(watched))
-    assert sorted(watched.guarded.groups) == sorted(pids)
+    await watched.turns(lambda: sorted(watched.guarded.groups) == sorted(pids))
     return pids
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -17,9 +16,10 @@ from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork, _Preforked
 from elastic_etcd.children.guardian_process import IGNORED
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.child_process import Process
+from elastic_etcd.system.child_process import Process, exited
 from elastic_etcd.system.processes import open_pidfd
 from tests.support.aio import elapse
+from tests.support.discards import next_discarded
 from tests.support.disks import interpreter_not_found_yet
 from tests.unit.prefork import DEADLINE, exit_of, put_torch, python
 
@@ -107,13 +107,13 @@ async def test_r19_the_loop_turns_while_its_program_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel waits for the disk of what is to be executed."""
+    given_up = next_discarded(monkeypatch)
     with interpreter_not_found_yet(tmp_path, monkeypatch):
         async with forking(tmp_path) as server:
             await elapse(0.3)
             assert server.pid is None, "and nobody waits for it at the end"
     async with asyncio.timeout(DEADLINE):
-        while any(thread.name == "starter" for thread in threading.enumerate()):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await exited(await given_up)
 
 
 async def test_it_forks_more_than_wait_and_waits_for_no_answer(tmp_path: Path) -> None:

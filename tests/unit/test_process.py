@@ -40,6 +40,7 @@ from elastic_etcd.system.processes import (
     stat,
 )
 from tests.support.aio import elapse
+from tests.support.discards import next_discarded
 from tests.support.disks import (
     disk_that_may_stand_still,
     interpreter_not_found_yet,
@@ -144,14 +145,7 @@ def names() -> set[str]:
 async def test_r19_who_gives_up_waiting_for_a_start_leaves_no_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    given_up: asyncio.Future[subprocess.Popen[bytes]] = loop.create_future()
-
-    def discarded(process: "subprocess.Popen[bytes]") -> None:
-        discard(process)
-        given_up.set_result(process)
-
-    monkeypatch.setattr(child_process, "discard", discarded)
+    given_up = next_discarded(monkeypatch)
     read, write = os.pipe()
     starting = asyncio.create_task(start(("sleep", "1000"), os.environ, stdout=write, stderr=2))
     await asyncio.sleep(0)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class State(ElasticState):
 
     asked: list[str]
     comes_from: str
-    worlds: list[tuple[int | None, int]]
+    worlds: list[int]
 
     def __init__(self) -> None:
         super().__init__(asked=[], comes_from="", worlds=[])
@@ -69,9 +69,9 @@ class State(ElasticState):
     def _rewind(self) -> None:
         self.asked.append("rewind")
 
-    def _reset(self, old: World | None, new: World) -> None:
+    def _reset(self, new: World) -> None:
         self.asked.append("reset")
-        self.worlds.append((old and old.generation, new.generation))
+        self.worlds.append(new.generation)
 
     def _leave(self) -> None:
         self.asked.append("leave")
@@ -129,7 +129,8 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
-    for name, value in (variables | {"ELASTIC_ETCD_SOCKET": agent.path}).items():
+    variables |= {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_WORKER_PID": ""}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent_channel, "_channel", None)
     gc.collect()
@@ -187,7 +188,7 @@ async def test_a_planned_change_and_an_interrupt(agent: Agent) -> None:
     agent.goes_on(3)
     await agent.trains.wait()
     assert state.asked[4:] == ["rewind", "sync", "reset"]
-    assert state.worlds == [(1, 2), (2, 3)]
+    assert state.worlds == [2, 3]
     agent.says(Change(3, "a test", leaving=True))
     assert await worker == (SystemExit, "0")
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
@@ -297,6 +298,54 @@ async def test_t8_what_finally_blocks_do_is_in_the_commit_of_a_planned_change(
     (_, first), (step, second) = seen
     assert step > 0
     assert (first, second) == (0, 1)
+
+
+async def test_t9_a_group_that_finally_has_destroyed_is_no_failure(agent: Agent) -> None:
+    """As torch's own tutorials do."""
+    state = ee.ElasticState(step=0)
+
+    def train(state: Any) -> None:
+        try:
+            while True:
+                agent.worker_trains()
+                dist.all_reduce(torch.ones(1))
+                state.step += 1
+                state.check()
+        finally:
+            dist.destroy_process_group()
+
+    worker = begin(state, train)
+    await agent.parks()
+    agent.goes_on(2)
+    await agent.trains.wait()
+    agent.says(Change(2, "a test", leaving=True))
+    assert await worker == (SystemExit, "0")
+    assert state.step > 1
+
+
+class Trainer:
+    @ee.run
+    def train(self, epochs: int, state: ee.ElasticState) -> tuple[Any, ...]:
+        return self, epochs, state
+
+
+def test_t12_training_may_be_a_method() -> None:
+    trainer, state = Trainer(), ee.ElasticState(step=0)
+    assert trainer.train(3, state=state) == (trainer, 3, state)
+    with pytest.raises(UsageError, match=r"Trainer\.train needs its ElasticState as an argument"):
+        trainer.train(3, state={})  # type: ignore[arg-type]
+
+
+def test_t12_a_call_that_would_train_nothing_is_refused() -> None:
+    def generator(state: Any) -> Iterator[Any]:
+        yield state
+
+    async def coroutine(state: Any) -> None:
+        await state
+
+    for train in (generator, coroutine):
+        with pytest.raises(UsageError, match=f"{train.__name__} only makes a generator or coro"):
+            ee.run(train)
 
 
 async def test_t11_states_that_are_gone_are_dropped_by_the_agent(agent: Agent) -> None:

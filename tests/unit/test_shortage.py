@@ -43,6 +43,21 @@ class Lines(logging.Handler):
         lines.append(record.getMessage())
         told.set()
 """
+
+
+def run_with_limits(code: str) -> None:
+    """Run it in a Python to which limits apply; it fails as that does."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
 M10 = """
 async def main():
     await begin(int)
@@ -75,15 +90,27 @@ asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_m10_threads_and_children_where_none_are_to_be_had_for_a_moment() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + M10],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_with_limits(M10)
+
+
+M10_START = """
+from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.system import kernel
+kernel.check()
+obey_limits()
+let_have(False)
+try:
+    kernel.check()
+except ElasticEtcdError as error:
+    assert str(error).startswith("can't start new thread: an agent and its first processes need 32")
+    assert error.exit_code == 1
+else:
+    sys.exit("it is content")
+"""
+
+
+def test_m10_an_agent_that_starts_where_no_thread_is_to_be_had() -> None:
+    run_with_limits(M10_START)
 
 
 MEMORY = 64 << 20

@@ -26,6 +26,7 @@ from elastic_etcd.agent import channel as agent_end
 from elastic_etcd.errors import MalformedState, StaleGeneration, UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World
+from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_format import Version
@@ -221,6 +222,61 @@ class Ordered(torch.optim.SGD):  # type: ignore[misc]
         super().__init__(parameters, 0.1)
         means = OrderedDict(a=torch.zeros(3))
         self.state["means"] = {"by name": means, "last": Counter(a=torch.zeros(3))}
+
+
+def test_t1_which_modules_evaluate_and_which_parameters_are_frozen() -> None:
+    """A world may break in an evaluation, or while a GAN's other half is trained."""
+    model = network()
+    model[3].requires_grad_(False)
+    model[1].eval()
+    state = ElasticState(model=model)
+    state.commit()
+    model.eval()
+    model.requires_grad_(True)
+    model[0].requires_grad_(False)
+    state.restore()
+    assert [each.training for each in model] == [True, False, True, True, True]
+    assert model.training
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    assert frozen == ["3.weight", "3.bias"]
+    newcomer, newest = ElasticState(model=network()), state._snapshots.newest()
+    assert newest
+    newcomer._load_snapshot(newest)
+    assert [each.training for each in newcomer.model] == [True, False, True, True, True]
+    assert not newcomer.model[3].weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_t10_a_scripted_module_is_restored() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    state = ElasticState(model=model)
+    state.commit()
+    was = copied(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.zero_()
+    model[0].eval()
+    state.restore()
+    assert same(dict(model.state_dict()), dict(was))
+    assert model[0].training
+
+
+def test_t10_a_script_with_another_default_device(tmp_path: Path) -> None:
+    """Such as "cuda": nothing of a state's own is made there."""
+    model = network()
+    with torch.device("meta"):
+        sampler = ElasticSampler(range(100))
+        state = ElasticState(model=model, sampler=sampler, mean=torch.ones(3, device="cpu"))
+        state.sync()
+        sampler.record(len([*zip(sampler, range(10), strict=False)]))
+        state.commit()
+        sampler.reshard(1, 3)
+        rest = list(sampler)
+        state.mean.zero_()
+        state.restore()
+        state.save(tmp_path / "file")
+        state.load(tmp_path / "file")
+    assert len(rest) == 30
+    assert same(state.mean, torch.ones(3))
 
 
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
@@ -576,6 +632,19 @@ def test_only_a_rewound_state_is_not_loaded_by_sync(
     assert len(loads) == (between != "nothing")
 
 
+def test_the_steps_after_a_commit_are_counted() -> None:
+    """Which checks after it commits, and each step that does not commit."""
+    state = ElasticState(step=0)
+    state.sync()
+    assert state._uncommitted() == 0
+    state.commit()
+    state.check()
+    assert state._uncommitted() == 0
+    state.check()
+    state.check()
+    assert state._uncommitted() == 2
+
+
 def test_callbacks_are_called_in_order() -> None:
     state = ElasticState(lr=1.0)
     called = []
@@ -587,12 +656,12 @@ def test_callbacks_are_called_in_order() -> None:
     state.on_reset(lambda: called.append("second"))
 
     @state.on_reset
-    def third(old: World | None, new: World) -> None:
-        called.append(f"from {old and old.world_size} to {new.world_size}")
+    def third(old: World, new: World) -> None:
+        called.append(f"from {old.world_size} to {new.world_size}")
 
-    state._reset(World(1, 0, 2), World(2, 1, 3))
-    state._reset(None, World(2, 1, 3))
-    assert called == ["first", "second", "from 2 to 3", "first", "second", "from None to 3"]
+    state.sync()
+    state._reset(World(2, 1, 3))
+    assert called == ["first", "second", "from 1 to 3"]
 
 
 def test_a_file_has_the_last_commit_and_is_loaded_by_another_state(tmp_path: Path) -> None:
@@ -857,6 +926,7 @@ def test_whoever_reads_while_a_file_is_replaced_and_its_writer_killed_finds_all_
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with Job() as job:
         monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.path)
+        monkeypatch.setenv("ELASTIC_ETCD_WORKER_PID", "")
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setattr(elastic_etcd.train.agent_channel, "_channel", None)

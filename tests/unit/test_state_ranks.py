@@ -16,6 +16,7 @@ from torch import nn
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import collectives
+from elastic_etcd.train.collectives import World
 from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_format import Version
@@ -246,6 +247,55 @@ def with_unlike_values_and_a_newcomer(rank: int) -> list[float]:
 
 def test_t7_a_newcomer_is_no_obstacle_to_ranks_that_differ(tmp_path: Path) -> None:
     assert ranks(3, tmp_path, with_unlike_values_and_a_newcomer) == [[0.0, 5.0]] * 3
+
+
+def in_these_worlds(folder: Path, *worlds: World) -> list[World]:
+    """A process's way through them; it commits in the first one of all."""
+    state, olds = ElasticState(data=torch.zeros(3)), []
+    state.on_reset(lambda old, new: olds.append((old, new)))
+    for world in worlds:
+        os.environ["ELASTIC_ETCD_GENERATION"] = str(world.generation)
+        with group(world.rank, world.world_size, folder / str(world.generation)):
+            if state.sync():
+                state._reset(world)
+            if world.generation == 1:
+                state.commit()
+    assert all(new.generation > 1 for _, new in olds)
+    return [old for old, _ in olds]
+
+
+def test_t2_the_old_world_is_that_of_the_commit_for_all(tmp_path: Path) -> None:
+    """Two losses after one commit, and a newcomer: a callback does the same on all ranks."""
+    for generation in (1, 2, 3):
+        (tmp_path / str(generation)).mkdir()
+    ways = [
+        (World(1, 0, 3), World(2, 0, 2), World(3, 1, 3)),
+        (World(1, 1, 3), World(2, 1, 2), World(3, 0, 3)),
+        (World(1, 2, 3),),
+        (World(3, 2, 3),),
+    ]
+    processes = [Child(in_these_worlds, tmp_path, *way) for way in ways]
+    assert [process.result() for process in processes] == [
+        [World(1, 0, 3)] * 2,
+        [World(1, 1, 3)] * 2,
+        [],
+        [World(1, -1, 3)],
+    ]
+
+
+def with_another_default_device(rank: int) -> list[float]:
+    torch.set_default_device("meta")  # as with "cuda", nothing of a state's own is to be made there
+    with torch.device("cpu"):
+        state = ElasticState(data=torch.zeros(100_000))
+    state.sync()
+    state.data[-1] += rank
+    state.commit()
+    state.sync()
+    return list(state.data[[0, -1]].tolist())
+
+
+def test_t10_ranks_with_another_default_device(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, with_another_default_device) == [[0.0, 0.0]] * 2
 
 
 def while_rank_0_dies(rank: int, folder: Path) -> Any:

@@ -110,6 +110,42 @@ COLLATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("call", ["commit", "check"])
+def test_t8_no_commit_within_a_step_of_several_batches(call: str) -> None:
+    state = made()
+    loop = state.steps(loader_of(state), accumulate=3)
+    for number, _ in enumerate(loop, 1):
+        if loop.ends_step:
+            getattr(state, call)()
+        else:
+            with pytest.raises(UsageError, match=rf"{call}\(\) within a step of 3 batches"):
+                getattr(state, call)()
+        if number == 5:
+            break
+    getattr(state, call)()
+
+
+@pytest.mark.parametrize("batch", [LENGTH + 1, 10_000])
+def test_t15_an_epoch_without_a_batch_is_refused(batch: int) -> None:
+    state = made()
+    loader = DataLoader(Pairs(), batch, sampler=state.sampler, drop_last=True)
+    with pytest.raises(UsageError, match=f"no batch in an epoch of {LENGTH} samples for rank 0 of"):
+        list(state.steps(loader))
+
+
+def test_t15_a_rank_without_a_sample_is_told() -> None:
+    state = ElasticState(sampler=ElasticSampler(3, rank=1, world_size=4))
+    with pytest.raises(UsageError, match="no batch in an epoch of 3 samples for rank 1 of 4"):
+        list(state.steps(DataLoader(range(3), sampler=state.sampler)))
+
+
+def test_t15_a_rest_without_a_batch_is_none_of_that() -> None:
+    state = made()
+    loader = DataLoader(Pairs(), 4, sampler=state.sampler, drop_last=True)
+    assert len(list(islice(state.steps(loader), LENGTH // 4))) == LENGTH // 4
+    assert list(state.steps(loader)) == []
+
+
 @pytest.mark.parametrize("collate", COLLATES)
 def test_t2_it_does_not_matter_what_collate_makes_of_a_batch(collate: str) -> None:
     state = made()

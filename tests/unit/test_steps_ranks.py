@@ -1,5 +1,7 @@
 """state.steps on several ranks: all of them check as often, and all have counted the same."""
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,43 @@ def test_t10_ranks_with_one_step_more_check_as_often_as_the_others(tmp_path: Pat
     more, fewer = ranks(2, tmp_path, uneven_epochs)
     assert more == [(3, 2, LENGTH), (6, 4, LENGTH)]
     assert fewer == [(2, 2, LENGTH), (4, 4, LENGTH)]
+
+
+class ByTokens:
+    """Batches of as many samples as have 10 tokens, of which a sample has its index modulo 5."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if sum(each % 5 for each in batch) >= 10:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+
+def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
+    """What was trained on in two worlds: a few batches of two ranks, and the rest by rank 0."""
+    state = ElasticState(sampler=ElasticSampler(101))
+    state.sync()
+    loader = DataLoader(range(101), batch_sampler=ByTokens(state.sampler), collate_fn=list)
+    first = [i for batch in islice(state.steps(loader, commit_every=1), 4) for i in batch]
+    state.commit()
+    state.sync()
+    if rank:
+        return first, []
+    state.sampler.reshard(0, 1)
+    return first, [i for batch in state.steps(loader) for i in batch]
+
+
+def test_t7_batches_by_tokens_are_trained_on_once(tmp_path: Path) -> None:
+    (first, rest), (second, _) = ranks(2, tmp_path, with_batches_by_tokens)
+    assert len(first) != len(second)
+    assert sorted(first + second + rest) == list(range(101))
 
 
 def accumulated_uneven(rank: int) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
-from elastic_etcd import ElasticSampler, ElasticState
+from elastic_etcd import ElasticSampler, ElasticState, steps_per_epoch
 from elastic_etcd.train.data.shards import Tail
 
 COLLATES: list[Any] = [list, tuple, lambda items: {"index": items}, lambda items: [items, items]]
@@ -89,6 +89,8 @@ class Rank:
 
     def train(self, by_hand: set[int]) -> Generator[tuple[int, list[int]], None, None]:
         """Each step with the samples that it used; those of a step that is not whole wait."""
+        if not steps_per_epoch(self.steps._loader) and self.state.sampler.tail != "uneven":
+            return  # it would be refused
         samples: list[int] = []
         remain = len(self.steps)
         for number, batch in enumerate(self.steps, 1):

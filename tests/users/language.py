@@ -189,7 +189,9 @@ def main() -> None:
     )
     ee.seed_all(state, seed=0)
     state.on_reset(
-        lambda old, new: print(f"rank {new.rank} of {new.world_size}, was {old and old.rank}")
+        lambda old, new: print(
+            f"rank {new.rank} of {new.world_size}, was {old.rank} of {old.world_size}"
+        )
     )
     checkpoint = args.output / "last.safetensors"
     if checkpoint.exists():

@@ -289,7 +289,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        numbers = torch.arange(len(self.shards))
+        numbers = torch.arange(len(self.shards), device="cpu")
         shuffle: Shuffle = "exact" if self.shuffle else False
         order = order_of(shuffle, len(self.shards), self._seed, epoch)(numbers).tolist()
         self._layout = Layout(order, self.lengths)

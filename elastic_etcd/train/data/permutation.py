@@ -43,7 +43,7 @@ class Exact:
         generator = torch.Generator()
         generator.manual_seed(seed + epoch)
         dtype = torch.int32 if length < 1 << 31 else torch.int64
-        self._indices = torch.randperm(length, generator=generator, dtype=dtype)
+        self._indices = torch.randperm(length, generator=generator, dtype=dtype, device="cpu")
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return self._indices[positions]
@@ -56,7 +56,7 @@ class Listed:
     """
 
     def __init__(self, order: Sequence[int] | torch.Tensor, length: int) -> None:
-        indices = torch.as_tensor(order)
+        indices = torch.as_tensor(order, device="cpu")
         whole = not (indices.is_floating_point() or indices.is_complex())
         if indices.dim() != 1 or (len(indices) and not whole) or indices.dtype == torch.bool:
             found = f"{str(indices.dtype).removeprefix('torch.')} of shape {tuple(indices.shape)}"

@@ -79,6 +79,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._order: tuple[tuple[int, int], Order] | None = None  # for (seed, epoch)
         self._dataset_length, self._digest = self.length, 0
         self._warned = False
+        self.varies = False  # ranks take different numbers in a step: state.commit() has them agree
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
         self._cursor: Cursor | None = None
@@ -213,6 +214,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         It is needed before a commit only where ranks record numbers that are not in proportion to
         their batch sizes. It costs one all_gather of one number.
         """
+        self.settle()
+        if self.world_size == 1:
+            return
         counts = [count for (count,) in gather([self._progress.count], group)]
         if len(counts) != self.world_size:
             raise ValueError(f"the group has {len(counts)} ranks, not {self.world_size}")

@@ -66,12 +66,12 @@ class Shards:
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
         """The start-th to stop-th position of this rank's shard, as int64 in 0...length-1."""
-        turns = torch.arange(start, stop)
+        turns = torch.arange(start, stop, device="cpu")
         if len(self.own_slots) == 1:
             offsets = turns * len(self.slots) + self.own_slots[0]
         else:
             offsets = turns // len(self.own_slots) * len(self.slots)
-            offsets += torch.tensor(self.own_slots)[turns % len(self.own_slots)]
+            offsets += torch.tensor(self.own_slots, device="cpu")[turns % len(self.own_slots)]
         positions = self._positions_at(offsets)
         return positions % self.length if self.tail == "pad" and stop == self.size else positions
 
@@ -125,11 +125,11 @@ class Shards:
         if self.remaining == (range(first, self.length),):
             return offsets.add_(first)
         ranges = [*self.remaining, range(self.length, self.length + len(self.slots))]
-        starts = torch.tensor([0, *accumulate(map(len, self.remaining))])
+        starts = torch.tensor([0, *accumulate(map(len, self.remaining))], device="cpu")
         which = torch.searchsorted(starts, offsets, right=True) - 1
         offsets -= starts[which]
-        offsets *= torch.tensor([part.step for part in ranges])[which]
-        offsets += torch.tensor([part.start for part in ranges])[which]
+        offsets *= torch.tensor([part.step for part in ranges], device="cpu")[which]
+        offsets += torch.tensor([part.start for part in ranges], device="cpu")[which]
         return offsets
 
     def _turns_used(self, counts: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ encoding.py makes JSON of plain values and keeps their tensors apart.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -59,15 +60,32 @@ class _StateDict:
 
 
 class _Module:
-    """A module's own parameters and buffers: whether it is wrapped makes no difference."""
+    """A module's own tensors and modes: whether it is wrapped makes no difference.
+
+    Its modes are which of its modules evaluate and which of its parameters are frozen: a peer may
+    be lost in an evaluation, or while a GAN's other half is trained.
+    """
 
     borrows = True
 
     def save(self, value: Any) -> Any:
-        return _unwrapped(value).state_dict()
+        module = _unwrapped(value)
+        saved = copy(module.state_dict())
+        saved[_MODES] = {
+            "eval": [name for name, each in module.named_modules() if not each.training],
+            "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
+        }
+        return saved
 
     def load(self, value: Any, saved: Any) -> Any:
         module = _unwrapped(value)
+        match saved.pop(_MODES, None):
+            case {"eval": [*evaluating], "frozen": [*parameters]}:
+                evaluates, frozen = {*map(str, evaluating)}, {*map(str, parameters)}
+                for name, each in module.named_modules():
+                    each.training = name not in evaluates
+                for name, each in module.named_parameters():
+                    each.requires_grad = name not in frozen
         copied = set(_copied_names(module))
         for name in saved.keys() - copied:
             saved[name] = _copy_into(None, saved[name], set())
@@ -115,6 +133,7 @@ class _Generator:
         return value
 
 
+_MODES = ".modes"  # beside the names of a module's tensors, none of which begins with a dot
 _PLAIN = _Plain()
 _STATE_DICT = _StateDict()
 _codecs: dict[type, Codec] = {
@@ -265,8 +284,8 @@ def _copied_names(module: torch.nn.Module) -> Iterator[str]:
     for path, each in modules:
         if _is_torchs(each, "_load_from_state_dict"):
             prefix = path + "." if path else ""
-            yield from (prefix + name for name in each._parameters)  # noqa: SLF001
-            yield from (prefix + name for name in each._buffers)  # noqa: SLF001
+            yield from (prefix + name for name in each._parameters.keys())  # noqa: SLF001, SIM118
+            yield from (prefix + name for name in each._buffers.keys())  # noqa: SLF001, SIM118
 
 
 def _is_torchs(module: torch.nn.Module, method: str) -> bool:

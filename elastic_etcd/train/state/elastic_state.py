@@ -64,6 +64,8 @@ class ElasticState:
         self._committed_at = 0  # the step of this world that the last commit is of
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
+        self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
+        self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
         self._counted: tuple[Version, int] | None = None
 
@@ -99,20 +101,22 @@ class ElasticState:
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
 
-        All ranks must call it alike; an ElasticIterable among the values gathers what the others
-        have read. The snapshot counts once this returns; until then the one before does. Raises
-        UsageError for a value that can't be encoded, OSError without memory.
+        All ranks must call it alike: an ElasticIterable among the values gathers what the others
+        have read, as does a sampler whose batches are of any size. The snapshot counts once this
+        returns; until then the one before does. Raises UsageError for a value that can't be
+        encoded and within a step of several batches, OSError without memory.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): at least 1")
+        self._loops.raise_within_step("commit()")
         self._calls += 1
         if self._calls >= every:
-            for value in self._values.values():
-                if isinstance(value, ElasticIterable):
-                    value.agree()
-            last = self._snapshots.version() or Version(0, 0, secrets.randbits(62))
+            for value in self._samplers().values():
+                if isinstance(value, ElasticIterable) or value.varies:
+                    value.agree()  # alike on all ranks, which have the same kinds of loaders
+            last = self._snapshots.version() or _version(0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
-                self._write_snapshot(Version(generation(), last.counter + 1, last.lineage))
+                self._write_snapshot(_version(last.counter + 1, last.lineage))
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -147,7 +151,7 @@ class ElasticState:
             holders, loaded = [0], rank == 0
             self._save_values()  # on all ranks: what can't be kept is refused by all of them
             if rank == 0:
-                self._write_snapshot(Version(generation(), 0, secrets.randbits(62)))
+                self._write_snapshot(_version(0, secrets.randbits(62)))
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = [r for r, version in enumerate(versions) if version == newest]
@@ -161,6 +165,10 @@ class ElasticState:
             self._load_snapshot(snapshot)
         self._at_commit, self._calls = False, 0
         self._committed_at = sync_point.current().steps
+        version = snapshot.header.version
+        old_rank = self._ranks.get(version.generation, -1)
+        self._old = World(version.generation, old_rank, version.world_size)
+        self._ranks[generation()] = rank
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
@@ -173,6 +181,7 @@ class ElasticState:
         after the training's `finally` blocks. Otherwise it costs a microsecond. Raises WorldBroken
         for ee.run when a peer is gone.
         """
+        self._loops.raise_within_step("check()")
         self._at_commit = False
         activity.step()
         if sync_point.current().check():
@@ -221,9 +230,9 @@ class ElasticState:
             state.on_reset(lambda old, new: set_learning_rate(new.world_size))
 
         A callback that takes arguments is given the old and the new world, each with its
-        `generation`, and this process's `rank` and `world_size` in it; the old one is None in a
-        process that was started for the new one. Its changes are part of the next commit. It can be
-        a decorator.
+        `generation`, its `world_size` and this process's `rank` in it. The old world is that of the
+        commit from which all go on, the same on all ranks; `rank` is -1 in a process that was not
+        in it. A callback's changes are part of the next commit. It can be a decorator.
         """
         self._callbacks.append(callback)
         return callback
@@ -235,11 +244,11 @@ class ElasticState:
 
     # For ee.run. Each begins with an underscore, since no value can have the name of a method.
 
-    def _reset(self, old: World | None, new: World) -> None:
+    def _reset(self, new: World) -> None:
         """The world has changed: ee.run calls this after sync()."""
         for callback in self._callbacks:
             if _takes_worlds(callback):
-                callback(old, new)
+                callback(self._old, new)
             else:
                 callback()
 
@@ -330,6 +339,11 @@ class ElasticState:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._values})
+
+
+def _version(counter: int, lineage: int) -> Version:
+    """That of a commit in this world."""
+    return Version(generation(), counter, lineage, rank_and_size()[1])
 
 
 def _takes_worlds(callback: Callable[..., Any]) -> bool:

@@ -169,6 +169,7 @@ def _header_of(header: Header, objects: bytes) -> bytes:
         "generation": str(version.generation),
         "counter": str(version.counter),
         "lineage": str(version.lineage),
+        "world_size": str(version.world_size),
         "digest": header.digest.hex(),
         "crc": header.pack()[-4:].hex(),  # of these numbers
         "objects": objects.decode("ascii"),
@@ -197,7 +198,8 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
     try:
         metadata = json.loads(text)["__metadata__"]
         objects = metadata["objects"].encode("ascii")
-        numbers = (int(metadata[name]) for name in ("generation", "counter", "lineage"))
+        names = ("generation", "counter", "lineage", "world_size")
+        numbers = (int(metadata[name]) for name in names)
         rows, _ = read_objects(objects)
         size = Header.size_of(rows, objects)
         header = Header(Version(*numbers), len(objects), size, bytes.fromhex(metadata["digest"]))

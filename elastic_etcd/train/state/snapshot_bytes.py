@@ -108,7 +108,9 @@ class Staging:
 
     def _buffer_of(self, turn: int) -> torch.Tensor:
         while len(self._buffers) <= turn:
-            buffer = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._pinned)
+            buffer = torch.empty(
+                self.size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
             self._buffers.append(buffer)
         return self._buffers[turn]
 
@@ -186,7 +188,7 @@ def _digest_of_sums(sums: Iterable[bytes]) -> bytes:
 
 def _sums_of(batches: Iterable[Sequence[TensorSlice]]) -> Iterator[bytes]:
     """The sums of the chunks that the slices would make."""
-    gathered = torch.empty(CHUNK, dtype=torch.uint8)
+    gathered = torch.empty(CHUNK, dtype=torch.uint8, device="cpu")
     parts = chain.from_iterable(map(_within_chunks, batches))
     for _, of_chunk in groupby(parts, lambda part: part[0] // CHUNK):
         end = 0

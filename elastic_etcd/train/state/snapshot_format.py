@@ -19,8 +19,8 @@ from elastic_etcd.train.state.encoding import DTYPES, dumps, loads
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice, digest_of_batches, write_body
 
 _ALIGNED = 64
-_FIELDS = struct.Struct("<8sQQqQQ16s")
-_MAGIC = b"eestate3"
+_FIELDS = struct.Struct("<8sQQqQQQ16s")
+_MAGIC = b"eestate4"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Version:
     generation: int
     counter: int  # of commits; 0: the values that training began with
     lineage: int  # tells two runs apart that count alike
+    world_size: int = 1
 
     def age(self) -> tuple[bool, int, int]:
         """Larger is newer: a later generation goes before more commits in one that ended.
@@ -52,7 +53,8 @@ class Header:
         """Its bytes, with a checksum."""
         v = self.version
         packed = _FIELDS.pack(
-            _MAGIC, v.generation, v.counter, v.lineage, self.objects, self.size, self.digest
+            *(_MAGIC, v.generation, v.counter, v.lineage, v.world_size),
+            *(self.objects, self.size, self.digest),
         )
         return packed + zlib.crc32(packed).to_bytes(4, "little")
 
@@ -72,10 +74,10 @@ class Header:
         fields, crc = data[: _FIELDS.size], data[_FIELDS.size : _FIELDS.size + 4]
         if len(crc) < 4 or zlib.crc32(fields) != int.from_bytes(crc, "little"):
             return None
-        magic, generation, counter, lineage, objects, size, digest = _FIELDS.unpack(fields)
+        magic, *version, objects, size, digest = _FIELDS.unpack(fields)
         if magic != _MAGIC or objects > size or size % _ALIGNED:
             return None
-        return cls(Version(generation, counter, lineage), objects, size, digest)
+        return cls(Version(*version), objects, size, digest)
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def slices_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Tenso
         if size:
             yield start, flat
         if gap := aligned(size) - size:
-            yield start + size, torch.zeros(gap, dtype=torch.uint8)
+            yield start + size, torch.zeros(gap, dtype=torch.uint8, device="cpu")
         start += aligned(size)
 
 

@@ -8,12 +8,13 @@ positions for it.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
 from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
 
@@ -38,11 +39,21 @@ class Loops:
 
     def __init__(self) -> None:
         self._latest: object = None
+        self.within_step = 0  # the batches of the step that the batch in hand does not end
 
     def begin(self) -> object:
         """A loop that commits or checks begins; the value stands for it."""
         self._latest = object()
         return self._latest
+
+    def raise_within_step(self, call: str) -> None:
+        """Raise UsageError if the batch in hand does not end its step."""
+        if self.within_step:
+            raise UsageError(
+                f"{call} within a step of {self.within_step} batches: the gradients of those before"
+                " would be lost with this world. Leave it to state.steps(commit_every=n), or call "
+                "it where the loop's `ends_step` is true"
+            )
 
     def raise_if_another(self, loop: object) -> None:
         """Raise UsageError if another loop has begun since."""
@@ -87,8 +98,10 @@ class Steps:
         if isinstance(loader, StreamLoader):
             self._batches, self._own = loader, [loader.data]
         else:
-            self._batches = _batches_of(loader)
-            self._own = [*samplers_in(self._batches)]
+            self._batches = batches = _batches_of(loader)
+            self._own = [*samplers_in(batches)]
+            for found in samplers_in(batches):
+                found.varies |= not _sizes_are_alike(batches.inner)
         for sampler in self._own:
             if not any(sampler is known for known in samplers):
                 raise UsageError(
@@ -130,16 +143,21 @@ class Steps:
                 number += 1
                 whole = number % self._accumulate == 0
                 self._ends_step = whole or number == self._total
+                if self._check:
+                    self._loops.within_step = 0 if self._ends_step else self._accumulate
                 if self._ends_step and not whole and self._uneven:
                     for sampler in self._own:
                         if isinstance(sampler, ElasticSampler):  # streams ask the others
                             sampler.end_here()
                 yield batch
+                self._loops.within_step = 0
                 # Of an uneven tail one rank may have its share in an incomplete step, another none.
                 self._turn(loop, ends=self._ends_step and shared and (whole or not self._uneven))
                 shared = shared or whole  # of the next one
         finally:
-            self._total = None
+            self._total, self._loops.within_step = None, 0
+        if not number:
+            self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler.finish()
 
@@ -148,6 +166,19 @@ class Steps:
         if isinstance(self._batches, StreamLoader):
             return self._batches.remaining()
         return _length(self._batches, self._samplers, "rest")
+
+    def _refuse_an_empty_epoch(self) -> None:
+        """Raise UsageError if not even a whole epoch has a batch for this rank, nor is to."""
+        if isinstance(self._batches, StreamLoader) or self._uneven:
+            return
+        for sampler in samplers_in(self._batches):
+            with suppress(TypeError):  # a batch sampler without a length
+                if sampler.length and _length(self._batches, [sampler], "epoch") == 0:
+                    raise UsageError(
+                        f"no batch in an epoch of {sampler.length} samples for rank {sampler.rank} "
+                        f"of {sampler.world_size}, so nothing would be trained: take smaller "
+                        'batches, drop_last=False, ElasticSampler(tail="pad") or fewer ranks'
+                    )
 
     @property
     def _uneven(self) -> bool:
@@ -284,6 +315,12 @@ def samplers_in(batches: Any) -> list[ElasticSampler]:
     values = vars(batches).items() if hasattr(batches, "__dict__") else ()
     inner = [value for name, value in values if "sampler" in name or name == "inner"]
     return [sampler for value in inner for sampler in samplers_in(value)]
+
+
+def _sizes_are_alike(batches: Any) -> bool:
+    """Whether all ranks take as many samples in a step, as far as is known of such a sampler."""
+    theirs = type(batches).__module__.partition(".")[0] in {"torch", "torchdata"}
+    return theirs or isinstance(batches, (ElasticSampler, MicroBatches))
 
 
 def _batches_of(loader: Any) -> Batches:

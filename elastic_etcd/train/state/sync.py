@@ -21,7 +21,7 @@ from elastic_etcd.train.state.snapshot_store import Inventory, Snapshots
 
 BUCKET = 64 << 20  # bytes of one transfer; on a GPU it takes as much memory
 BLOCK = 64 << 10  # bytes; two snapshots are compared by so many
-_HEADER = struct.Struct("<9q")  # a packed header, as numbers
+_HEADER = struct.Struct("<10q")  # a packed header, as numbers
 _NO_VERSION = Version(-1, -1, -1)
 
 
@@ -36,8 +36,8 @@ def gather_inventories(mine: Inventory) -> list[Inventory]:
 
 
 def _read_inventory(*numbers: int) -> Inventory:
-    *words, generation, counter, lineage, node = numbers
-    loaded = Version(generation, counter, lineage)
+    *words, generation, counter, lineage, world_size, node = numbers
+    loaded = Version(generation, counter, lineage, world_size)
     newest = Header.unpack(_HEADER.pack(*words))
     return Inventory(newest, None if loaded == _NO_VERSION else loaded, node)
 
@@ -58,9 +58,9 @@ def even_out(
     mine = snapshots.newest() if rank in holders else None
     same, other = (mine, None) if mine and mine.header == wanted else (None, mine)
     source = same.body if same else None
-    sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64)
+    sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64, device="cpu")
     sums = _broadcast(sums if source is None else block_sums(source), holders[0])
-    lacking = torch.zeros(len(sums), dtype=torch.uint8)
+    lacking = torch.zeros(len(sums), dtype=torch.uint8, device="cpu")
     if other:
         ours = block_sums(other.body)[: len(sums)]
         lacking.fill_(1)[: len(ours)] = ours != sums[: len(ours)]
@@ -101,7 +101,9 @@ def _pass_on(
     if source is not None:
         packed = torch.cat([source[start:end] for start, end in ranges])
     else:
-        packed = torch.empty(sum(end - start for start, end in ranges), dtype=torch.uint8)
+        packed = torch.empty(
+            sum(end - start for start, end in ranges), dtype=torch.uint8, device="cpu"
+        )
     arrived = _broadcast(packed, sender)
     if target is not None:
         parts = arrived.split([end - start for start, end in ranges])
@@ -150,8 +152,8 @@ def compare_counts(counted: tuple[Version, int] | None) -> None:
     version, digest = counted or (_NO_VERSION, -1)
     seen: dict[Version, tuple[int, int]] = {}
     for rank, row in enumerate(gather([*astuple(version), digest])):
-        first, known = seen.setdefault(Version(*row[:3]), (rank, row[3]))
-        if row[3] != known:
+        first, known = seen.setdefault(Version(*row[:4]), (rank, row[4]))
+        if row[4] != known:
             where = f"ranks {first} and {rank} have committed samplers that differ"
             cure = "count batches with state.steps(loader), or call sampler.agree() before a commit"
             raise UsageError(f"{where}, since they have recorded different numbers: {cure}")
