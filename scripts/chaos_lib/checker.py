@@ -28,9 +28,11 @@ from .workload import Small
 
 PHASES = ("setup", "joinable", "frozen", "final", "closed")
 SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
-# Lines of an agent's own begin with its name; a worker's, with its node and rank in brackets.
+# Lines of an agent's own begin with its name, or are indented by four; a worker's begin with its
+# node and rank in brackets, and by six where the agent has a worker's last words as the root cause.
 OURS = re.compile(
-    r"^(?!\[n\d+ ).*(Traceback \(most|Exception ignored|never retrieved|never awaited|Fatal Python)"
+    r"^(?!\[n\d+ | {6}).*"
+    r"(Traceback \(most|Exception ignored|never retrieved|never awaited|Fatal Python)"
 )
 # A worker's, but what torch says of peers that are gone.
 THEIRS = re.compile(r"^\[n\d+ .*(Fatal Python|Segmentation|AssertionError|File .*elastic_etcd/)")
