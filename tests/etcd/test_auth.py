@@ -1,14 +1,17 @@
 """Rule 5: users, passwords, tokens that expire, and permissions that end."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdDenied, EtcdError
+from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE, Rpc
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, Login, Token
 from elastic_etcd.etcd.faults import TokenRefused
@@ -230,6 +233,42 @@ async def test_e1_a_token_that_ends_is_replaced_before_anything_is_said(tmp_path
                     seen += 1
             await put(client, "/mine/member", "still me", session.lease)
             await copy.until(lambda values: values.get("/mine/member") == "still me")
+    finally:
+        server.kill()
+
+
+class Hesitant(Client):
+    """Between the first login for a renewal and the renewal a busy machine does something else."""
+
+    hesitates = True
+
+    @asynccontextmanager
+    async def stream(self, rpc: Rpc[Any, Any], *args: Any, **options: Any) -> AsyncIterator[Any]:
+        hesitates = rpc is LEASE_KEEP_ALIVE and self.hesitates
+        if hesitates:
+            self.hesitates = False
+            self._login.forget(self._login.known)
+        async with super().stream(rpc, *args, **options) as stream:
+            if hesitates:
+                await elapse(6)
+            yield stream
+
+
+@asynchronous
+async def test_e1_a_token_that_ends_before_it_is_used_is_no_refusal(tmp_path: Path) -> None:
+    keys = rsa_pair(tmp_path)
+    token = f"jwt,pub-key={keys.cert},priv-key={keys.key},sign-method=RS256,ttl=5s"
+    server, told = newest(tmp_path, f"--auth-token={token}"), Renewals()
+    renewed = asyncio.Event()
+    try:
+        async with Hesitant(me(server)) as client:
+            session = Session(
+                client, 60, on_silence=told._on_silence, on_renewed=lambda _: renewed.set()
+            )
+            async with session:
+                await asyncio.wait_for(renewed.wait(), 60)
+                assert not client.hesitates
+                assert told.refused == []
     finally:
         server.kill()
 

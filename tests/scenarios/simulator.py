@@ -200,8 +200,9 @@ class Simulator:
                 assert not agent.workers, "I3: it still has workers"
                 agent.workers = now.generation
                 yield f"starts generation {now.generation} as {part.group_rank} of {now.nodes}"
-            case StopWorkers(grace, _, seconds):
+            case StopWorkers(grace, by, seconds):
                 given = "" if seconds is None else f", {seconds:g} s"
+                given += "" if by is None else f", by SIGKILL in {by - self.clock:g} s"
                 yield f"stops its workers ({grace.value}{given})"
             case Rejoin():
                 agent.joining = True

@@ -1,5 +1,7 @@
 """The plan of a step: the same global batch in every world."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -71,9 +73,15 @@ def test_micro_batches_are_loaded_step_by_step_with_the_same_global_batches() ->
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [((8, 0, 0, 1), "at least one"), ((8, 4, 3, 3), "rank 3"), ((0, 1, 0, 1), "idle")],
+    [
+        ((8, 0, 0, 1), "at least one"),
+        ((8, 4, 3, 3), "rank 3"),
+        ((0, 1, 0, 1), "idle"),
+        ((8, 4, 1, None), "give both"),
+        ((8, 4, None, 2), "give both"),
+    ],
 )
-def test_wrong_plans_are_refused(arguments: tuple[int, int, int, int], match: str) -> None:
+def test_wrong_plans_are_refused(arguments: Any, match: str) -> None:
     batch, micro, rank, world = arguments
     with pytest.raises(ValueError, match=match):
         accumulation_steps(batch, micro, rank=rank, world_size=world)

@@ -248,11 +248,12 @@ def test_a_value_in_itself_is_refused_and_so_is_a_text_too_deep() -> None:
     loop.append(loop)
     with pytest.raises(UsageError, match="nested deeper"):
         encode(loop, {})
-    value: Any = 0
-    for _ in range(MAX_DEPTH - 1):
-        value = [value]
-    with pytest.raises(MalformedState, match="nested deeper"):
-        decode([encode(value, {})], {})
+    for wrap in (lambda it: [it], lambda it: {"a": it}, lambda it: OrderedDict(a=it)):
+        value: Any = 0
+        for _ in range(MAX_DEPTH - 1):
+            value = wrap(value)
+        with pytest.raises(MalformedState, match="nested deeper"):
+            decode([encode(value, {})], {})
     with pytest.raises(MalformedState, match="not JSON"):
         loads(b"[" * 100_000)
 

@@ -91,3 +91,11 @@ def said(kind: type[Any]) -> dict[str, Any]:
 def test_what_is_not_said_is_nothing() -> None:
     kinds = {kind for module in MODULES for kind in values(module) if issubclass(kind, Struct)}
     assert {kind.__name__: said(kind) for kind in kinds if said(kind)} == SAID
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("{}", 0), ("[", 0), ('{"v":-1}', 0), ('{"v":"2"}', 0), ('{"v":2,"min_version":3}', 3)],
+)
+def test_the_format_that_a_text_needs(text: str, version: int) -> None:
+    assert schema.format_of(text) == version

@@ -111,6 +111,19 @@ def test_ranks_with_the_same_values_have_one_snapshot(node: Node) -> None:
     assert all(is_it(again.newest_intact(), 5) for again in node.ranks())
 
 
+def test_what_is_not_whole_is_offered_to_nobody(node: Node) -> None:
+    rank = node.rank(0)
+    for count in (1, 2):
+        rank.write(draft(count))
+    newest = rank.newest()
+    assert newest
+    newest.body[0] ^= 1
+    assert rank.inventory(trusted=True).newest == newest.header
+    found = rank.inventory(trusted=False).newest
+    assert found
+    assert found.version == Version(0, 1, 1)
+
+
 @pytest.mark.parametrize("variant", [1, 2], ids=["two words that changed places", "one word"])
 def test_a_rank_whose_values_differ_has_memory_of_its_own(node: Node, variant: int) -> None:
     ranks = node.ranks()

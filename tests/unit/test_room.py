@@ -126,3 +126,10 @@ def test_g5_a_commit_that_the_cgroup_has_no_memory_for_is_an_error_with_the_figu
     assert "a snapshot of this state takes 120.00 MiB, and there are two of them" in told
     assert "240.00 MiB more of host memory are needed" in told
     assert "300.00 MiB" in told
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(3 << 19, "1.50 MiB"), (1 << 30, "1.00 GiB"), (3 << 29, "1.50 GiB")]
+)
+def test_a_size_in_words(size: int, text: str) -> None:
+    assert room.shown(size) == text

@@ -632,6 +632,12 @@ def test_only_a_rewound_state_is_not_loaded_by_sync(
     assert len(loads) == (between != "nothing")
 
 
+def test_commits_are_counted_from_one() -> None:
+    state = ElasticState(step=0)
+    state.commit()
+    assert state._position() == "commit 1 (step 0)"
+
+
 def test_the_steps_after_a_commit_are_counted() -> None:
     """Which checks after it commits, and each step that does not commit."""
     state = ElasticState(step=0)

@@ -170,8 +170,11 @@ def accumulation_steps(
     global_batch, micro_batch: numbers of samples, of all ranks in a step and of one rank at once.
     rank, world_size: as for ElasticSampler, to whose reshard() the batch_sizes go where the world
     does not divide the global batch. Returns the plan: `batch_sizes`, `micro_batches`, `weight()`,
-    `batches()`. Raises ValueError if a rank would get no sample. See docs/sampler.md.
+    `batches()`. Raises ValueError if a rank would get no sample, or for
+    one of the two alone. See docs/sampler.md.
     """
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
     if rank is None or world_size is None:
         rank, world_size = rank_and_size()
     if not 0 <= rank < world_size:
