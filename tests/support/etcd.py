@@ -206,14 +206,16 @@ class EtcdServer:
     def ctl(self, *arguments: str, env: Mapping[str, str] | None = None, said: str = "") -> str:
         """Run etcdctl against this server, with what is `said` to it."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
-        clean |= {"ETCDCTL_USER": self.user} if self.user else {}
-        here = f"--endpoints={self.scheme}://{self.endpoint}"
-        command = [tool("etcdctl", self.program), here, *PATIENT, *self.identity, *arguments]
+        env = env or {}
+        here = [f"--endpoints={self.scheme}://{self.endpoint}"]
+        # By a flag, since move-leader of 3.5.1 reads ETCDCTL_USER twice and refuses it.
+        here += [f"--user={self.user}"] if self.user and "ETCDCTL_USER" not in env else []
+        command = [tool("etcdctl", self.program), *here, *PATIENT, *self.identity, *arguments]
         try:
             done = subprocess.run(
                 command,
                 input=said,
-                env={**clean, **(env or {})},
+                env={**clean, **env},
                 check=True,
                 capture_output=True,
                 text=True,
@@ -251,6 +253,11 @@ class Ready:
             raise AssertionError(f"etcd did not start:\n{self.server.log.read_text()}") from None
 
 
+def hand_over(leader: EtcdServer, member: EtcdServer, *flags: str) -> None:
+    """Have this member lead after the one that does; `flags` are etcdctl's."""
+    leader.ctl(*flags, "move-leader", ids(leader, *flags)[member.name])
+
+
 @dataclass
 class EtcdCluster:
     """Several members that know each other."""
@@ -284,7 +291,7 @@ class EtcdCluster:
         """Make this member the leader."""
         leader = self.leader()
         if leader is not member:
-            leader.ctl("move-leader", ids(leader)[member.name])
+            hand_over(leader, member)
 
     def others(self, *members: EtcdServer) -> list[EtcdServer]:
         return [member for member in self.members if member not in members]
@@ -316,7 +323,7 @@ class EtcdCluster:
             member.kill()
 
 
-def ids(member: EtcdServer) -> dict[str, str]:
+def ids(member: EtcdServer, *flags: str) -> dict[str, str]:
     """The ids of all members of a cluster, by name."""
-    listed = (line.split(", ") for line in member.ctl("member", "list").splitlines())
+    listed = (line.split(", ") for line in member.ctl(*flags, "member", "list").splitlines())
     return {name: number for number, _, name, *_ in listed}
