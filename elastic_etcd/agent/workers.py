@@ -97,6 +97,7 @@ class Workers:
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
+        self._early: list[tuple[WorkerChannel, FromWorker | Disconnected]] = []  # while it starts
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
@@ -346,6 +347,9 @@ class Workers:
         await self._renew_paths()
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
+        early, self._early = self._early, []
+        for channel, message in early:
+            self._take_message(channel, message)
         self._tell_elastic()
 
     async def _renew_paths(self) -> None:
@@ -469,6 +473,9 @@ class Workers:
             self._tasks.create(self._answer_current(channel, message.id))
             return
         worker = self._find(channel)
+        if worker is None and self._starting and channel.generation == self.generation:
+            self._early.append((channel, message))  # who has started it has not said so yet
+            return
         if worker is None:
             log.debug("process %d is no worker of this node", channel.pid)
             return

@@ -187,6 +187,7 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
         ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
     )
     await line(fifo)
+    await watched.started()
     loop = asyncio.get_running_loop()
     begin = loop.time()
     watched.workers.stop(1000)
@@ -202,6 +203,7 @@ async def test_a_worker_may_use_its_grace(watched: Watched, fifo: Path) -> None:
         ["sh", "-c", f"trap 'exit 3' TERM; echo ready > {fifo}; while :; do sleep 0.01; done"],
     )
     await line(fifo)
+    await watched.started()
     watched.workers.stop(1000)
     await watched.emptied()
     assert watched.failures[0].code == 3
@@ -275,9 +277,10 @@ async def test_f2_a_daemon_without_a_device_is_not_waited_for(
     watched: Watched, fifo: Path, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be a tracker's service. Another daemon's device changes nothing for it."""
-    pipe = Path(f"{fifo}.2")
+    pipe, words = Path(f"{fifo}.2"), Path(f"{fifo}.3")
     os.mkfifo(pipe)
-    service = f"setsid sh -c 'echo ready > {pipe}; read line < {fifo}; echo the rest > {pipe}' & "
+    os.mkfifo(words)
+    service = f"setsid sh -c 'echo ready > {pipe}; read line < {words}; echo the rest > {pipe}' & "
     both = service + device + DAEMON.format(fifo=fifo)
     watched.launch(["sh", "-c", both + "exec sleep 1000"])
     holder = int(await line(fifo))
@@ -287,8 +290,7 @@ async def test_f2_a_daemon_without_a_device_is_not_waited_for(
     assert not is_running(holder)
     watched.launch(["sleep", "1000"], generation=2)
     await watched.started()
-    with fifo.open("w") as words:
-        words.write("go on\n")
+    words.write_text("go on\n")
     assert await line(pipe) == "the rest"
     assert sum(f"{holder} (sh)" in line for line in left(caplog)) == 1
 
@@ -372,7 +374,7 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(
     await watched.emptied()
     assert is_running(pid)
     watched.launch(["true"], generation=2)
-    (parked,) = watched.groups or (0,)
+    (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
     await watched.emptied()
     await watched.workers.end_leftovers()
@@ -545,10 +547,11 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
 ) -> None:
     """A leftover's time until it is told was taken for a kill that is about to come anyway."""
     stubborn = f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"
-    watched.launch(["sh", "-c", stubborn], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}.2; exit 1"])
     os.mkfifo(f"{fifo}.2")
+    watched.launch(["sh", "-c", stubborn], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}.2; exit 1"])
     await line(fifo)
     pid = int(await line(Path(f"{fifo}.2")))
+    await watched.started()
     await watched.turns(lambda: watched.workers._termination._stuck._handle)
     watched.workers.stop(STUCK + 1)
     watched.workers.stop(1000)
@@ -610,6 +613,7 @@ async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
         ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
     )
     await line(fifo)
+    await watched.started()
     watched.workers.stop(1000)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -666,6 +670,31 @@ PARKS = """
     while agent.recv(1 << 16):
         pass
 """
+
+
+async def test_a_worker_may_speak_before_its_start_is_told(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread, or the fork server, that has started it may be late."""
+    spawn, loop = child_process.spawn, asyncio.get_running_loop()
+
+    async def hear() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def spawn_and_tell_late(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        process = spawn(*args, **kwargs)
+        fifo.read_text()
+        asyncio.run_coroutine_threadsafe(hear(), loop).result()
+        return process
+
+    monkeypatch.setattr(child_process, "spawn", spawn_and_tell_late)
+    watched.launch([*python(PARKS), str(fifo)])
+    await watched.turns(lambda: watched.workers._parked)
+    watched.workers.stop(1000)
+    await watched.emptied()
+    (parked,) = watched.groups
+    os.kill(parked, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("lingering")
