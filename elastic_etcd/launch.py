@@ -80,6 +80,7 @@ def run(
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
+    _import_asyncio()
     from elastic_etcd.agent import agent, directories  # noqa: PLC0415 - a wrong flag is told at once
 
     directories.find_temporary_directory()
@@ -94,6 +95,15 @@ def run(
     for remark in (*remarks, *_remarks(args, env)):
         log.warning(remark)
     return agent.run(config, follow)
+
+
+def _import_asyncio() -> None:
+    """Without TLS: OpenSSL would take 4 MB of each agent, whose TLS is gRPC's."""
+    if not {"asyncio", "ssl"} & sys.modules.keys():
+        sys.modules["ssl"] = None  # type: ignore[assignment]  # asyncio does without it then
+        import asyncio  # noqa: F401, PLC0415
+
+        del sys.modules["ssl"]
 
 
 def open_standard_streams() -> None:

@@ -46,6 +46,7 @@ GRACE_CHANGE = 30.0  # torchrun's; a script that doesn't handle SIGTERM ends at 
 GRACE_LEAVE = 30.0  # the default of --leave-deadline
 PARK_LATE = 5.0  # then a worker that is to park says where it stands
 NCCL_LOOK = 1.0  # between two looks whether NCCL has met an error
+LEFTOVERS = 3.0  # for what workers left, and has no accelerator, to end by itself
 KILLED = 1.0  # after SIGKILL, by when nothing is left, but for what is stuck in the kernel
 NOTHING_FREE = 30.0  # for a process, a thread or a port, of which all are in use
 ANSWER = 5.0  # of a child of the agent's own: one that lives and does nothing is replaced

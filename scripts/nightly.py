@@ -13,10 +13,10 @@ NOT_HAD = 77  # the exit code of a script that can't be run here and has said wh
 INTERRUPTED = 130
 OLD_TORCH = "VENV=.venv-torch-2.6 TORCH=2.6.0"
 ETCDS = ("bookworm", "3.5", "3.6", "3.7")
-ON_ETCD = (
-    "TEST_ETCD=$(.venv/bin/python -m tests.support.etcd_versions {}) && export TEST_ETCD && "
-    "scripts/test -m 'not nightly' tests/etcd tests/e2e/test_etcd_*.py"
-)
+VERSION = "TEST_ETCD=$(.venv/bin/python -m tests.support.etcd_versions {}) && export TEST_ETCD"
+ON_ETCD = f"{VERSION} && scripts/test -m 'not nightly' tests/etcd tests/e2e/test_etcd_*.py"
+# The first command of that part does it on the newest.
+OPERATED = f"{VERSION} && scripts/test tests/e2e/test_etcd_operated.py"
 BENCHMARKS = (  # so short that they measure little: it is seen whether they still run
     "activity --calls 1000 --repeat 1",
     "state --megabytes 32 --repeat 1 --ranks 1 2",
@@ -65,8 +65,12 @@ PARTS = {
     ),
     "etcd": Part(
         "the newest etcd of each minor version, as far as it can be had, and Debian's 3.4",
-        60,
-        ("scripts/test -m \"nightly(part='etcd')\"", *map(ON_ETCD.format, ETCDS)),
+        75,
+        (
+            "scripts/test -m \"nightly(part='etcd')\"",
+            *map(ON_ETCD.format, ETCDS),
+            *map(OPERATED.format, ETCDS[1:-1]),
+        ),
     ),
     "frameworks": Part(
         "recipes for accelerate, Lightning, transformers and DeepSpeed",

@@ -260,6 +260,8 @@ class LocalWorkers(Protocol):
 
     async def end(self, reason: str) -> None: ...
 
+    async def end_leftovers(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -317,6 +319,8 @@ class Agent:
                 finally:
                     joining.cancel()
         finally:
+            if isinstance(self._exit, Exit):
+                await self._workers.end_leftovers()
             self._workers.close()
             for number in handled:
                 self._loop.remove_signal_handler(number)

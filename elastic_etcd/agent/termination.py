@@ -1,15 +1,16 @@
 """How a generation ends on this node, and whether anything of it is left.
 
 I3 rests on WorkersGone, which comes from here only: when no worker runs, nothing of any worker's
-process group is there, and what left its group is found and ended. A worker that waits at the
-barrier without a process group of torch's (it is parked) counts as gone.
+process group is there, and what left its group is found and ended, if it has an accelerator; the
+rest has a moment more. A worker that waits at the barrier without a process group of torch's (it is
+parked) counts as gone.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import ParamSpec
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, ParamSpec
 
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks, Unkillable
@@ -17,7 +18,7 @@ from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.protocol.messages import Change, Interrupt
-from elastic_etcd.system.leftovers import Mark, end_leftovers
+from elastic_etcd.system.leftovers import Mark, end_late, end_leftovers
 from elastic_etcd.system.processes import ProcessGroups
 from elastic_etcd.times import STUCK
 
@@ -75,16 +76,23 @@ class Termination:
         self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
     ) -> None:
         """Begin `work`. Before it is done the generation is not gone."""
-        if self._tasks.ended:  # nobody waits for that any more
-            return
 
         async def wait() -> None:
             await work(*args, **kwargs)
-            self._pending -= 1
-            self._settle()
+            self._done()
 
+        self._begin(wait)
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin `work`, which says by `_done` that nothing waits for it any more."""
+        if self._tasks.ended:  # nobody waits for anything any more
+            return
         self._pending += 1
-        self._tasks.create(wait())
+        self._tasks.create(work())
+
+    def _done(self) -> None:
+        self._pending -= 1
+        self._settle()
 
     def bury(self, worker: Worker) -> None:
         """A worker has ended; what is left of its process group is killed."""
@@ -192,11 +200,17 @@ class Termination:
     def _sweep_or_say_gone(self) -> None:
         if not (self._parked or self._swept):  # what a parked one has started lives on with it
             self._swept = True
-            self.wait_for(end_leftovers, self._mark, self._generation)
+            self._begin(self._sweep)
             return
         self.gone = True
         self.guard()
         self._inbox.put(WorkersGone(self._generation))
+
+    async def _sweep(self) -> None:
+        generation = self._generation
+        others = await end_leftovers(self._mark, generation)
+        self._done()
+        await end_late(self._mark, generation, others)
 
     def _expect_an_end(self) -> None:
         """Tell what SIGKILL has not ended; give a generation up that has to end and does not."""

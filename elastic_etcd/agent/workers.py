@@ -54,9 +54,9 @@ from elastic_etcd.protocol.messages import (
     TrainingDone,
 )
 from elastic_etcd.system.child_process import Process
-from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_leftovers
+from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_late, end_leftovers
 from elastic_etcd.system.threads import begin, in_thread
-from elastic_etcd.times import ERROR_FILE, GOODBYE, PARKED_PATIENCE
+from elastic_etcd.times import ERROR_FILE, GOODBYE, LEFTOVERS, PARKED_PATIENCE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
@@ -97,6 +97,7 @@ class Workers:
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
+        self._early: list[tuple[WorkerChannel, FromWorker | Disconnected]] = []  # while it starts
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
@@ -284,9 +285,15 @@ class Workers:
                 while self._parked:
                     self._parked_ended.clear()
                     await self._parked_ended.wait()
+
+    async def end_leftovers(self) -> None:
+        """End all that any worker has left, when this agent has nothing else to do."""
+        if not (self.generation and self._termination.gone):
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.kill_timeout):
-                await end_leftovers(self._mark, self.generation)
+            async with asyncio.timeout(self._config.kill_timeout + LEFTOVERS):
+                while others := await end_leftovers(self._mark, self.generation):
+                    await end_late(self._mark, self.generation, others)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
@@ -340,6 +347,9 @@ class Workers:
         await self._renew_paths()
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
+        early, self._early = self._early, []
+        for channel, message in early:
+            self._take_message(channel, message)
         self._tell_elastic()
 
     async def _renew_paths(self) -> None:
@@ -463,6 +473,9 @@ class Workers:
             self._tasks.create(self._answer_current(channel, message.id))
             return
         worker = self._find(channel)
+        if worker is None and self._starting and channel.generation == self.generation:
+            self._early.append((channel, message))  # who has started it has not said so yet
+            return
         if worker is None:
             log.debug("process %d is no worker of this node", channel.pid)
             return

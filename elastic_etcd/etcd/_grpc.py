@@ -4,7 +4,6 @@ Only this module imports gRPC, because the import already reads the environment.
 """
 
 import os
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +122,8 @@ def certificates(config: EtcdConfig) -> Certificates | None:
     """
     if not config.tls:
         return None
+    import ssl  # noqa: PLC0415 - it takes 4 MB
+
     # gRPC has its own list of authorities; etcdctl takes the system's, so we do.
     roots = config.cacert or ssl.get_default_verify_paths().cafile
     return _pem("--cacert", roots), _pem("--key", config.key), _pem("--cert", config.cert)

@@ -28,6 +28,16 @@ class EtcdConfig:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None  # from which it is read again at each login
 
+    @property
+    def who(self) -> str | None:
+        """As whom etcd may know this client, in words.
+
+        With --client-cert-auth the common name of a certificate is a user without a login.
+        """
+        if self.user is not None:
+            return f"user {self.user!r}"
+        return "the user that --cert names" if self.cert else None
+
     @classmethod
     def parse(
         cls,

@@ -386,12 +386,13 @@ class Client:
 
     def _fail(self, error: RpcFailed | Unanswered, attempt: Attempt) -> Never:
         """Do what follows from the `error` of `attempt`, and raise what it means."""
-        endpoint, user = attempt.connection.endpoint, self._login.user
-        fault = faults.translate(error, endpoint, attempt.what, user)
+        endpoint, who = attempt.connection.endpoint, self._config.who
+        fault = faults.translate(error, endpoint, attempt.what, who)
         if isinstance(fault, TokenRefused):
             self._login.forget(attempt.token)
-            if user is None or attempt.token.issued >= attempt.began:
-                raise faults.denied(endpoint, attempt.what, user) from error
+            if self._login.user is None or attempt.token.issued >= attempt.began:
+                asked = self._login.user is None and faults.PERMISSION_DENIED not in fault.reason
+                raise faults.denied(endpoint, attempt.what, None if asked else who) from error
         if isinstance(fault, Untrusted) and not self._answered:
             self._untrusted.add(endpoint)
             if self._untrusted.issuperset(self._config.endpoints):

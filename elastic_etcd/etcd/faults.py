@@ -84,13 +84,13 @@ class TooLarge(EtcdRefused):
 Fault = Unanswered | Compacted | EtcdError
 
 
-def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, user: str | None) -> Fault:
-    """The exception to raise for `error`, which the RPC for `what` met at `endpoint`."""
+def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, who: str | None) -> Fault:
+    """The exception to raise for `error`, which the RPC of `who` for `what` met at `endpoint`."""
     if isinstance(error, Unanswered):
         return error
     code, details = error.code, error.details
     if details == PERMISSION_DENIED:
-        return denied(endpoint, what, user)
+        return denied(endpoint, what, who)
     if details in TOKEN_ERRORS or code is Code.UNAUTHENTICATED:
         return TokenRefused(details, applied=False, move=False)
     if code is Code.OUT_OF_RANGE and "compacted" in details:
@@ -101,7 +101,7 @@ def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, user: str
         never_sent = any(text in details for text in NEVER_SENT)
         kind = Untrusted if any(text in details for text in UNTRUSTED) else Unanswered
         return kind(brief(details) or code.name, applied=not never_sent)
-    return fatal(code, details, endpoint, what, user)
+    return fatal(code, details, endpoint, what, who)
 
 
 def canceled(reason: str, compact_revision: int) -> Unanswered | Compacted:
@@ -123,11 +123,11 @@ def transient(code: Code, details: str) -> bool:
     return code is Code.FAILED_PRECONDITION and details == "etcdserver: not leader"
 
 
-def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) -> EtcdError:
+def fatal(code: Code, details: str, endpoint: str, what: str, who: str | None) -> EtcdError:
     """An error that the user has to put right."""
     if details == "etcdserver: authentication failed, invalid user ID or password":
         return EtcdDenied(
-            f"etcd at {endpoint} refuses the password of user {user!r}.\n"
+            f"etcd at {endpoint} refuses the password of {who}.\n"
             "Check --user and ELASTIC_ETCD_PASSWORD; a --password-file is read at each login, so "
             "that a new password can be put there under a running job."
         )
@@ -151,15 +151,18 @@ def fatal(code: Code, details: str, endpoint: str, what: str, user: str | None) 
     return kind(f"etcd at {endpoint} refused {what}: {details or code.name}")
 
 
-def denied(endpoint: str, what: str, user: str | None) -> EtcdDenied:
-    """The error when the user lacks the permission, or was refused with a fresh token."""
-    if user is None:
+def denied(endpoint: str, what: str, who: str | None) -> EtcdDenied:
+    """The error when `who` lacks the permission, or was refused with a fresh token.
+
+    None: nobody has said who asks.
+    """
+    if who is None:
         return EtcdDenied(
             f"etcd at {endpoint} asks for a user to access {what}.\n"
             "Give --user NAME and its password in ELASTIC_ETCD_PASSWORD."
         )
     return EtcdDenied(
-        f"etcd at {endpoint} denies user {user!r} access to {what}.\n"
+        f"etcd at {endpoint} denies {who} access to {what}.\n"
         "Let an administrator run `etcdctl role grant-permission ROLE --prefix=true readwrite "
         "PREFIX` for a role of this user, or use another --prefix."
     )

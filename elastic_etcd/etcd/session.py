@@ -65,7 +65,7 @@ class Session:
         self._renewed = 0.0
         self._orphaned = False
         self._login = True  # before the next attempt, if there is no token
-        self._denied: EtcdDenied | None = None  # since the last renewal
+        self._denied = False  # since the last renewal
         self._attempts = Attempts()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -113,11 +113,11 @@ class Session:
             # An etcd older than 3.4.42, 3.5.28 and 3.6.9 asks nobody who renews: there a changed
             # password costs no lease. A token that has ended is no news: the next attempt has one.
             self._login = isinstance(error, TokenRefused)
-            told = self._denied if self._login else error
-            if isinstance(error, EtcdDenied) and self._denied is None:
-                self._denied, told = error, None  # the next attempt does without a login
-            if told:
-                self._silent(told)
+            # Nor is a login that is refused once: a busy machine may have used its token too late.
+            first = isinstance(error, EtcdDenied) and not self._denied
+            self._denied = self._denied or first
+            if not (self._login or first):
+                self._silent(error)
             # Also what looks final (a permission) may be put right before the TTL.
             raise Unanswered(str(error)) from error
 
@@ -149,7 +149,7 @@ class Session:
 
     def _answered(self, sent: float, booted: float) -> None:
         self._attempts.start_over()
-        self._denied = None
+        self._denied = False
         before = self.renewed
         self._renewed, self.renewed = sent, booted
         self._on_renewed(boottime() - before)

@@ -210,6 +210,9 @@ class TorchrunWorkers:
     async def end(self, reason: str) -> None:
         """No worker is left."""
 
+    async def end_leftovers(self) -> None:
+        """There are none of this process's."""
+
     def close(self) -> None:
         """Listen for no store any more."""
         if self._listener:

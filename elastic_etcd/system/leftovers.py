@@ -4,6 +4,8 @@ A daemon has a session of its own, no parent that is known here, and none of its
 descriptors (subprocess closes them). It inherits its environment, so there is a mark in it, which
 also says after an agent's death whose it was; Jenkins finds what a build leaves in the same way. A
 process whose environment is another one, or was written over (setproctitle), is not found.
+
+A tracker's service ends by itself, some time after its worker, and writes the rest out before.
 """
 
 import asyncio
@@ -28,13 +30,18 @@ from elastic_etcd.system.processes import (
     stat,
 )
 from elastic_etcd.system.threads import in_thread
-from elastic_etcd.times import STUCK
+from elastic_etcd.times import LEFTOVERS, STUCK
 
 # In the environment of an agent's workers, and of all that they start: which agent that is. Its
 # guardian has it under another name, as that is to end by itself.
 MARK, GUARDS = "ELASTIC_ETCD_AGENT", "ELASTIC_ETCD_GUARDS"
 # Python's resource tracker, and that of torch's sharing strategy "file_system".
 _REMOVERS = (b"from multiprocessing.resource_tracker import main;", b"torch_shm_manager\0")
+# Accelerators: NVIDIA's, AMD's and Intel's, AWS's, Habana's, TPUs and Linux's own kind, Ascend's.
+_DEVICES = (
+    *("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/neuron", "/dev/hl", "/dev/accel", "/dev/vfio/"),
+    *("/dev/davinci", "/dev/dxg"),
+)
 _NAMED = 5  # processes, in a line of the log
 
 log = logging.getLogger(__name__)
@@ -75,30 +82,54 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Leftover:
+    """A process that was found, held by its pidfd."""
+
     pid: int
     pidfd: int
     name: str
+    group: int
+    has_device: bool
     guards: bool  # a guardian, which ends by itself
 
     def __str__(self) -> str:
         return f"{self.pid} ({self.name})"
 
 
-async def end_leftovers(mark: Mark, generation: int) -> None:
-    """SIGKILL to all of them; returns when none is left, however long the kernel takes.
+async def end_leftovers(mark: Mark, generation: int) -> list[Leftover]:
+    """SIGKILL to those with an accelerator, and wait for their end, however long the kernel takes.
 
-    Call it when the groups of a generation's workers are empty, and none is parked. Whatever then
-    has the mark, and does not descend from this process, was left by a worker.
+    Gives the others, for `end_late`. Call it when the groups of a generation's workers are empty,
+    and none is parked. Whatever then has the mark, and does not descend from this process, was left
+    by a worker.
     """
     is_leftover = partial(_is_left, is_marked=partial(_is_marked, mark=str(mark)))
-    while found := await _find(is_leftover):
-        log.warning(
-            "generation %d left processes in sessions of their own, which are killed; what is "
-            "to be kept has to be started with %s empty: %s",
-            *(generation, MARK, _names(found)),
-        )
-        await _end(found, f"generation {generation}")
+    while True:
+        found = await _find(is_leftover)
+        groups = {each.group for each in found if each.has_device}  # who started it may do so again
+        if not groups:
+            return found
+        for each in found:
+            if each.group not in groups:
+                os.close(each.pidfd)
+        await _end_with_warning([each for each in found if each.group in groups], generation)
+
+
+async def end_late(mark: Mark, generation: int, found: Collection[Leftover]) -> None:
+    """SIGKILL to those of `found` that do not end by themselves soon, and to what these started.
+
+    When it is cancelled they are killed at once.
+    """
+    try:
+        if await gone([each.pidfd for each in found], LEFTOVERS):
+            return
+        late = {each.pid for each in found if not is_gone(each.pidfd)}
+        if left := await _find(partial(_descends, late, str(mark))):
+            await _end_with_warning(left, generation)
+    finally:
+        for each in found:
+            kill(each.pidfd)
+            os.close(each.pidfd)
 
 
 async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
@@ -129,6 +160,13 @@ def kill_marked(mark: str) -> list[int]:
     for pidfd in found:
         kill(pidfd)
     return found
+
+
+def _descends(pids: Collection[int], mark: str, pid: int) -> bool:
+    """Whether it is among `pids`, or was started by such a one and does not end by itself."""
+    if not _is_marked(pid, mark) or _removes_and_ends(pid):
+        return False
+    return bool({pid, *_ancestors(pid)} & set(pids))
 
 
 def _is_marked(pid: int, mark: str) -> bool:
@@ -185,7 +223,25 @@ def _pid_namespace(pid: int) -> str:
         return ""
 
 
-async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
+def _has_device(pid: int) -> bool:
+    """Whether it has an accelerator open, or its memory mapped; also if that can't be seen."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        maps = (folder / "maps").read_text(errors="replace")
+        if any(f" {device}" in maps for device in _DEVICES):
+            return True
+        for link in (folder / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if str(link.readlink()).startswith(_DEVICES):
+                    return True
+    except PermissionError:
+        return True
+    except (FileNotFoundError, ProcessLookupError):  # it is gone
+        pass
+    return False
+
+
+async def _find(wanted: Callable[[int], bool]) -> list[Leftover]:
     """Those that are `wanted`; none if the kernel does not say in time."""
     while True:
         try:
@@ -198,20 +254,30 @@ async def _find(wanted: Callable[[int], bool]) -> list[_Found]:
             await asyncio.sleep(OPEN_AGAIN)
 
 
-def _look_for(wanted: Callable[[int], bool]) -> list[_Found]:
-    found: list[_Found] = []
+def _look_for(wanted: Callable[[int], bool]) -> list[Leftover]:
+    found: list[Leftover] = []
     with contextlib.ExitStack() as on_error:
         for pid in pids():
             if (pidfd := open_if(pid, wanted)) >= 0:
                 on_error.callback(os.close, pidfd)
                 seen = stat(pid)
                 guards = bool(environment(pid, {GUARDS}))
-                found.append(_Found(pid, pidfd, seen.name if seen else "?", guards))
+                name, group = (seen.name, seen.group) if seen else ("?", 0)
+                found.append(Leftover(pid, pidfd, name, group, _has_device(pid), guards))
         on_error.pop_all()
     return found
 
 
-async def _end(found: Collection[_Found], whose: str) -> None:
+async def _end_with_warning(found: Collection[Leftover], generation: int) -> None:
+    log.warning(
+        "generation %d left processes in sessions of their own, which are killed; what is "
+        "to be kept has to be started with %s empty: %s",
+        *(generation, MARK, _names(found)),
+    )
+    await _end(found, f"generation {generation}")
+
+
+async def _end(found: Collection[Leftover], whose: str) -> None:
     """Kill all but guardians, and wait until they are gone."""
     pidfds = [each.pidfd for each in found]
     try:
@@ -231,7 +297,7 @@ async def _end(found: Collection[_Found], whose: str) -> None:
             os.close(pidfd)
 
 
-def _names(found: Collection[_Found]) -> str:
+def _names(found: Collection[Leftover]) -> str:
     named = [str(each) for each in found][:_NAMED]
     more = len(found) - len(named)
     return ", ".join([*named, *([f"{more} more"] if more else [])])

@@ -233,6 +233,9 @@ class SimulatedWorkers:
     async def end(self, reason: str) -> None:
         """Nothing is parked."""
 
+    async def end_leftovers(self) -> None:
+        """There are none of this process's."""
+
     def close(self) -> None:
         """Nothing is left."""
 

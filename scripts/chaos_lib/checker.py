@@ -28,12 +28,16 @@ from .workload import Small
 
 PHASES = ("setup", "joinable", "frozen", "final", "closed")
 SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is
-# Lines of an agent's own begin with its name; a worker's, with its node and rank in brackets.
+# Lines of an agent's own begin with its name, or are indented by four; a worker's begin with its
+# node and rank in brackets, and by six where the agent has a worker's last words as the root cause.
 OURS = re.compile(
-    r"^(?!\[n\d+ ).*(Traceback \(most|Exception ignored|never retrieved|never awaited|Fatal Python)"
+    r"^(?!\[n\d+ | {6}).*"
+    r"(Traceback \(most|Exception ignored|never retrieved|never awaited|Fatal Python)"
 )
 # A worker's, but what torch says of peers that are gone.
 THEIRS = re.compile(r"^\[n\d+ .*(Fatal Python|Segmentation|AssertionError|File .*elastic_etcd/)")
+# A fault of chaos, which may hit a worker while its process group starts threads.
+NO_THREAD = re.compile(r"\n\[n\d+ .*(Resource temporarily unavailable|can't start new thread)")
 
 
 # --- etcd's history
@@ -361,8 +365,9 @@ def tracebacks(directory: Path, *, plain: bool) -> list[str]:
     for path in sorted(directory.glob("*.agent.log")):
         lines = path.read_text(errors="replace").splitlines()
         for number, line in enumerate(lines):
-            if OURS.search(line) or (not plain and THEIRS.search(line)):
-                excerpt = "\n".join(lines[max(0, number - 5) : number + 25])
+            theirs = not plain and THEIRS.search(line)
+            excerpt = "\n".join(lines[max(0, number - 5) : number + 25])
+            if OURS.search(line) or (theirs and not NO_THREAD.search(excerpt)):
                 found.append(f"{path.name}, line {number + 1}:\n{excerpt}")
                 break
     return found

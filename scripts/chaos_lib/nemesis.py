@@ -16,6 +16,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.job import GUARDIAN, Agent
 from tests.support.processes import send
 
+from .machine import empty, no_descriptor, no_process, remove_memory, reset_links
 from .nodes import FEWEST, MAX_NODES, MOST, TTL, Etcd, Nodes, forkserver
 
 Undo = Callable[[], None]
@@ -34,6 +35,12 @@ class Kind(StrEnum):
     CONTAINER_KILL = "container killed, and started again"
     GUARDIAN_KILL = "guardian killed"
     FORKSERVER_KILL = "fork server killed"
+    FORKSERVER_STOP = "fork server stopped for a while"
+    TMPDIR_EMPTIED = "all in TMPDIR removed, the agent's directory too"
+    MEMORY_REMOVED = "directory for memory checkpoints removed"
+    LINKS_RESET = "links to other agents reset"
+    NO_PROCESS = "no process or thread to be had on a node for a while"
+    NO_DESCRIPTOR = "no descriptor to be had by an agent for a while"
     LEAVE = "node leaves on SIGTERM"
     DRAIN = "node drained by command, started again, and undrained"
     JOIN = "node joins"
@@ -41,6 +48,7 @@ class Kind(StrEnum):
     SCALE = "job scaled by command to other numbers of nodes, and back"
     STOP = "job stopped by command, and run again"
     DISK_FREEZE = "disk of the log files frozen for a while"
+    ETCD_LEAD = "etcd's lead handed to another member"
     ETCD_KILL = "etcd member killed for a while"
     ETCD_STOP = "etcd member stopped for a while"
     ETCD_MAJORITY = "majority of etcd killed for a while"
@@ -66,18 +74,37 @@ PART_FAULTS = {
     Kind.WORKER_STOP: 4,
     Kind.GUARDIAN_KILL: 2,
     Kind.FORKSERVER_KILL: 1,
+    Kind.FORKSERVER_STOP: 2,
+    Kind.TMPDIR_EMPTIED: 2,
+    Kind.MEMORY_REMOVED: 1,
+    Kind.LINKS_RESET: 3,
+    Kind.NO_PROCESS: 3,
+    Kind.NO_DESCRIPTOR: 2,
 }
 MEMBER_FAULTS = {Kind.ETCD_KILL: 4, Kind.ETCD_STOP: 4}  # etcd goes on without the member
 OUTAGES = {Kind.ETCD_MAJORITY: 2, Kind.ETCD_AWAY: 3, Kind.PERMISSION_LOST: 3}
 ETCD_GONE = {*MEMBER_FAULTS, *OUTAGES}  # one at a time
 OTHERS = {
     Kind.COMPACTION: 3,
+    Kind.ETCD_LEAD: 4,
     Kind.JOIN: 4,
     Kind.TRICKLE: 2,
     Kind.DISK_FREEZE: 4,
     Kind.SCALE: 4,
 }
-ONE_AT_A_TIME = {Kind.DISK_FREEZE, Kind.SCALE}
+ONE_AT_A_TIME = {Kind.DISK_FREEZE, Kind.SCALE, Kind.NO_PROCESS, Kind.NO_DESCRIPTOR}
+FREE = {  # the world trains on; a burst of these alone begins no other
+    Kind.GUARDIAN_KILL,
+    Kind.FORKSERVER_KILL,
+    Kind.FORKSERVER_STOP,
+    Kind.TMPDIR_EMPTIED,
+    Kind.MEMORY_REMOVED,
+    Kind.LINKS_RESET,
+    Kind.NO_DESCRIPTOR,
+    Kind.DISK_FREEZE,
+    Kind.ETCD_LEAD,
+    Kind.COMPACTION,
+}
 STOPS = 0.05  # of all bursts; all nodes go, so that nothing else can happen
 OTHER_SIZES = ("2:3", "3:4", "2", "3", "2,4")  # all of MIN_NODES to MAX_NODES
 WEIGHTS = NODE_FAULTS | PART_FAULTS | MEMBER_FAULTS | OUTAGES | OTHERS
@@ -111,6 +138,11 @@ class Burst:
     faults: tuple[Fault, ...]
     agents: int
 
+    @property
+    def free(self) -> bool:
+        """Whether it costs nothing: the same world trains on."""
+        return all(fault.kind in FREE for fault in self.faults)
+
 
 def schedule(seed: int, agents: int) -> Iterator[Burst]:
     """The bursts, without end, against a job that begins with so many agents."""
@@ -133,11 +165,13 @@ def _burst(chance: random.Random, number: int, agents: int) -> Burst:
     for _ in range(chance.choices((1, 2, 3, 4, 5), (8, 5, 3, 2, 1))[0]):
         at = round(chance.uniform(0, spread), 2) if faults else 0.0
         kind = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if kind in ONE_AT_A_TIME and any(fault.kind is kind for fault in faults):
+            continue
         if kind in NODE_FAULTS:
             if victims:
                 faults.append(_of_a_node(chance, kind, at, victims.pop()))
         elif kind in PART_FAULTS:
-            lasts = round(chance.uniform(0.3, 8), 1) if kind is Kind.WORKER_STOP else 0.0
+            lasts = _of_a_part(chance, kind)
             faults.append(Fault(at, kind, str(chance.randrange(FEWEST)), lasts))
         elif kind is Kind.JOIN:
             agents += 1
@@ -146,11 +180,10 @@ def _burst(chance: random.Random, number: int, agents: int) -> Burst:
             coming = _trickle(chance, at, victims, agents)
             agents += sum(fault.kind is kind for fault in coming)
             faults += coming
-        elif kind in ONE_AT_A_TIME:
-            if all(fault.kind is not kind for fault in faults):
-                sizes = chance.choice(OTHER_SIZES) if kind is Kind.SCALE else ""
-                faults.append(Fault(at, kind, sizes, _while(chance)))
-        elif kind is Kind.COMPACTION or not any(fault.kind in ETCD_GONE for fault in faults):
+        elif kind is Kind.DISK_FREEZE or kind is Kind.SCALE:
+            sizes = chance.choice(OTHER_SIZES) if kind is Kind.SCALE else ""
+            faults.append(Fault(at, kind, sizes, _while(chance)))
+        elif kind not in ETCD_GONE or not any(fault.kind in ETCD_GONE for fault in faults):
             faults.append(_of_etcd(chance, kind, at))
     agents -= sum(fault.kind in LOST for fault in faults)
     return _with_enough(chance, number, faults, agents)
@@ -165,6 +198,13 @@ def _of_a_node(chance: random.Random, kind: Kind, at: float, victim: int) -> Fau
     elif kind in (Kind.NODE_FREEZE, Kind.DRAIN):
         lasts = _while(chance)
     return Fault(at, kind, str(victim), lasts)
+
+
+def _of_a_part(chance: random.Random, kind: Kind) -> float:
+    """For how long."""
+    if kind in (Kind.WORKER_STOP, Kind.FORKSERVER_STOP):
+        return round(chance.uniform(0.3, 8), 1)
+    return _while(chance) if kind in (Kind.NO_PROCESS, Kind.NO_DESCRIPTOR) else 0.0
 
 
 def _while(chance: random.Random) -> float:
@@ -184,7 +224,7 @@ def _trickle(chance: random.Random, at: float, victims: list[int], agents: int) 
 
 
 def _of_etcd(chance: random.Random, kind: Kind, at: float) -> Fault:
-    if kind is Kind.COMPACTION:
+    if kind not in ETCD_GONE:
         return Fault(at, kind)
     role = chance.choice(("leader", "follower")) if kind in MEMBER_FAULTS else ""
     longest = 1.5 * TTL if kind in MEMBER_FAULTS else 2.5 * TTL
@@ -257,6 +297,8 @@ class Nemesis:
             return self._nodes.disk.freeze(), self._nodes.disk.thaw
         if fault.kind is Kind.COMPACTION:
             return self._etcd.compact(), None
+        if fault.kind is Kind.ETCD_LEAD:
+            return self._etcd.hand_over(), None
         if fault.kind is Kind.SCALE:
             return self._nodes.scale(fault.target, fault.lasts), _nothing
         if fault.kind is Kind.STOP:
@@ -267,10 +309,11 @@ class Nemesis:
         agent = next((a for a in self._nodes.running if a.node == node), None)
         if agent is None:
             return f"{node}, which is gone", None
+        if fault.kind in PART_FAULTS:
+            return self._hit_part(agent, fault)
         return node, self._hit_node(agent, fault)
 
     def _hit_node(self, agent: Agent, fault: Fault) -> Undo | None:
-        logs = self._nodes.logs
         match fault.kind:
             case Kind.DRAIN:
                 return self._nodes.drain(agent, fault.lasts)
@@ -292,16 +335,36 @@ class Nemesis:
                 return agent.thaw
             case Kind.AGENT_STOP | Kind.AGENT_SLEEP:
                 return _stop([agent.pid])
-            case Kind.WORKER_STOP:
-                return _stop(logs.pids(agent.node)[:1])
+        return None
+
+    def _hit_part(self, agent: Agent, fault: Fault) -> tuple[str, Undo | None]:
+        """What was hit, in words, and what ends it."""
+        node, logs = agent.node, self._nodes.logs
+        match fault.kind:
             case Kind.WORKER_KILL:
                 logs.read()
-                send(signal.SIGKILL, logs.pids(agent.node)[-1:])
+                send(signal.SIGKILL, logs.pids(node)[-1:])
+            case Kind.WORKER_STOP:
+                return node, _stop(logs.pids(node)[:1])
             case Kind.GUARDIAN_KILL:
                 send(signal.SIGKILL, agent.programs(GUARDIAN))
             case Kind.FORKSERVER_KILL:
                 send(signal.SIGKILL, forkserver(agent))
-        return None
+            case Kind.FORKSERVER_STOP:
+                return node, _stop(forkserver(agent))
+            case Kind.TMPDIR_EMPTIED:
+                empty(self._nodes.temporary(agent))
+            case Kind.MEMORY_REMOVED:
+                remove_memory(agent.pid)
+            case Kind.LINKS_RESET:
+                others = [other.pid for other in self._nodes.running]
+                return f"{node}, {reset_links(agent.pid, others)}", None
+            case Kind.NO_PROCESS:
+                what, undo = no_process(agent.mark)
+                return f"{node}{what}", undo
+            case Kind.NO_DESCRIPTOR:
+                return node, no_descriptor(agent.pid)
+        return node, None
 
     def _hit_etcd(self, fault: Fault) -> tuple[str, Undo]:
         match fault.kind:

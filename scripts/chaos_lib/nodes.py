@@ -17,7 +17,7 @@ from typing import Any, Self
 from elastic_etcd.core.schema import PREFIX
 from elastic_etcd.system import trampoline
 from tests.support.disks import loop_disk, stand_still, turn_again
-from tests.support.etcd import FAST, EtcdCluster, EtcdServer
+from tests.support.etcd import FAST, EtcdCluster, EtcdServer, hand_over
 from tests.support.job import FORKSERVER, ROOT, Agent, Job
 from tests.support.processes import Changes, send
 
@@ -38,6 +38,10 @@ FLAGS: dict[str, Any] = {
     "redirects": 1,  # what workers say goes to files only; what goes wrong, to their agent's, too
 }
 COMMIT_EVERY = 3
+IMPATIENT = ("--dial-timeout=3s", "--command-timeout=3s")  # of a member that may be away
+TEMPORARY = "tmp"  # and an agent's number: its TMPDIR
+ASKED_FOR = ("torchinductor_", "elastic_etcd-flight-")  # torch's cache, flight records
+RECORDED = ": the last events are in "
 TRIES = 20  # of a command that is refused
 USER, PASSWORD, ROLE = "me", "mine", "training"  # as EtcdServer.guard makes them
 ROOT_USER, ROOT_PASSWORD = "root", "secret"
@@ -232,7 +236,7 @@ class Nodes:
         """Start an agent of this name."""
         self._awaited.discard(node)
         directory = self.job.directory
-        temporary = directory / f"tmp{len(self.job.agents)}"
+        temporary = directory / f"{TEMPORARY}{len(self.job.agents)}"
         temporary.mkdir()
         script = [str(WORKLOAD), "--dir", str(directory), f"--commit-every={COMMIT_EVERY}"]
         agent = self.job.start(
@@ -246,6 +250,10 @@ class Nodes:
         )
         self._expected[agent] = None
         self._changes.follow(agent.pid)
+
+    def temporary(self, agent: Agent) -> Path:
+        """Its TMPDIR."""
+        return self.job.directory / f"{TEMPORARY}{self.job.agents.index(agent)}"
 
     def expect(self, agent: Agent, code: int) -> None:
         """From now on this agent is to end, with this exit status."""
@@ -300,18 +308,30 @@ class Nodes:
 
     def finish(self, seconds: float) -> None:
         """End the training: every agent that is there exits 0."""
+        self.record()
         self.job.stop()
         for agent in self.running:
             self._expected[agent] = 0
         self.wait("all agents end", lambda: not any(a.running() for a in self._expected), seconds)
 
+    def record(self) -> None:
+        """Have each agent that runs write its flight record, which stays in its TMPDIR."""
+        written = {agent: agent.output.count(RECORDED) for agent in self.running}
+        for agent in written:
+            agent.terminate(signal.SIGUSR1)
+
+        def all_have() -> bool:
+            return all(a.output.count(RECORDED) > n or not a.running() for a, n in written.items())
+
+        self._changes.wait(all_have, 10)
+
     def files(self) -> list[str]:
-        """What agents that ended in order have left of temporary files, but torch's cache."""
+        """What agents that ended in order have left of temporary files that nobody asked for."""
         in_order = (0, 128 + signal.SIGTERM)
         ended = [i for i, agent in enumerate(self.job.agents) if self._expected[agent] in in_order]
-        folders = [self.job.directory / f"tmp{i}" for i in ended]
+        folders = [self.job.directory / f"{TEMPORARY}{i}" for i in ended]
         found = [path for folder in folders for path in folder.iterdir()]
-        return [str(path) for path in found if not path.name.startswith("torchinductor_")]
+        return [str(path) for path in found if not path.name.startswith(ASKED_FOR)]
 
     def close(self) -> None:
         for order in self._orders:
@@ -455,6 +475,16 @@ class Etcd:
         last = self._file.read_bytes().splitlines()[-1:] if self._file.exists() else []
         return int(json.loads(last[0])["revision"]) if last else 0
 
+    def hand_over(self) -> str:
+        """Another member leads from here on, if it can; which one."""
+        leader = self.member("leader")
+        heir = self.members[(self.members.index(leader) + 1) % len(self.members)]
+        try:
+            hand_over(leader, heir, *IMPATIENT)
+        except subprocess.CalledProcessError as error:
+            return f"to {heir.name} refused: {error.stderr.strip().splitlines()[-1][-80:]}"
+        return f"to {heir.name}"
+
     def compact(self) -> str:
         """Up to what is recorded: agents that are stopped may not have seen so much."""
         revision = self.recorded()
@@ -469,7 +499,7 @@ class Etcd:
         """The leader, or the first member that is not; as far as it can be told."""
         for member in self.members:
             try:
-                answer = member.ctl("--command-timeout=1s", "endpoint", "status", "-w", "json")
+                answer = member.ctl(*IMPATIENT, "endpoint", "status", "-w", "json")
             except subprocess.CalledProcessError:
                 continue
             status = json.loads(answer)[0]["Status"]

@@ -1,19 +1,25 @@
 """One job under the nemesis: its nodes start, are hit burst by burst, end; then all is checked."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .checker import Replay, Workload, replay, residue, tracebacks, unrecorded
+from .machine import end_shortages
 from .nemesis import Burst, Fault, Nemesis
 from .nodes import MAX_NODES, MIN_NODES, TTL, Disk, Etcd, Nodes
 from .report import Outcome, Report
 
-PATIENCE = 90.0  # for the job to be whole again, after a burst
+# An agent says so, of itself or of etcd, where programs get no processor for seconds.
+STARVED = re.compile(r"(loop|node|machine)( has)? stood still|etcd does not answer")
 
 
 class Run:
-    """`asked()` says that the user wants to stop, `over()` that no more bursts are to come."""
+    """`asked()` says that the user wants to stop, `over()` that no more bursts are to come.
+
+    The job must be whole again within `patience` seconds after a burst.
+    """
 
     def __init__(
         self,
@@ -23,9 +29,10 @@ class Run:
         report: Report,
         asked: Callable[[], bool],
         over: Callable[[], bool],
+        patience: float,
     ) -> None:
         self._etcd, self._disk, self._directory, self._report = etcd, disk, directory, report
-        self._asked, self._over = asked, over
+        self._asked, self._over, self._patience = asked, over, patience
         self.outcome = Outcome()
 
     def go(self, name: str, bursts: Iterator[Burst], agents: int, *, plain: bool) -> int:
@@ -36,7 +43,7 @@ class Run:
         try:
             for _ in range(agents):
                 nodes.join()
-            nodes.wait("the job trains", nodes.whole(), PATIENCE)
+            nodes.wait("the job trains", nodes.whole(), self._patience)
             while not self._over():
                 burst = next(bursts)
                 agents = burst.agents  # also if it is not played: the next job begins with them
@@ -45,15 +52,17 @@ class Run:
                     self._burst(nemesis, nodes, burst)
             # A lease that a fault has let expire ends only now, if etcd was away as well.
             nodes.rest(2 * TTL, lambda: False)
-            nodes.wait("the job is whole again", nodes.whole(), PATIENCE)
-            nodes.finish(PATIENCE)
+            nodes.wait("the job is whole again", nodes.whole(), self._patience)
+            nodes.finish(self._patience)
             self._check_end(nodes)
         except AssertionError as error:
             self.outcome.violations.append(f"{error}")
+            nodes.record()
             self._etcd.heal()
             self._history(nodes)
         finally:
             self._disk.thaw()  # what waits for it would not end
+            end_shortages()
             nodes.close()
         self.outcome.violations += tracebacks(self._directory, plain=plain)
         return agents
@@ -61,12 +70,19 @@ class Run:
     def _burst(self, nemesis: Nemesis, nodes: Nodes, burst: Burst) -> None:
         """Inject its faults at their times, end those that end, and wait until all is well."""
         self._report.burst(burst, nodes.logs)
+        before, starved = nodes.logs.generation, _starved(nodes)
         nemesis.burst(burst, self._injected)
         self._etcd.heal()
         healed = time.monotonic()
-        nodes.wait("the job is whole again", nodes.whole(), PATIENCE)
+        nodes.wait("the job is whole again", nodes.whole(), self._patience)
         self.outcome.recoveries.append(time.monotonic() - healed)
         self._report.recovered(self.outcome.recoveries[-1], nodes.logs)
+        now = nodes.logs.generation
+        free = burst.free and _starved(nodes) == starved
+        assert now == before or not free, (
+            f"burst {burst.number} was to cost nothing, and generation {before} ended for {now}\n"
+            f"{nodes.job.account()}"
+        )
 
     def _injected(self, fault: Fault, whom: str, at: float) -> None:
         self.outcome.faults[fault.kind] += 1
@@ -85,8 +101,13 @@ class Run:
 
     def _history(self, nodes: Nodes) -> Replay:
         """What etcd went through, with all that is recorded of it."""
-        self._etcd.record_all(PATIENCE)
+        self._etcd.record_all(self._patience)
         replayed = replay(self._etcd.events(nodes.job.name), MIN_NODES, MAX_NODES)
         self.outcome.generations = len(replayed.finals)
         self.outcome.violations += replayed.wrong
         return replayed
+
+
+def _starved(nodes: Nodes) -> int:
+    """How often an agent has said that programs got no processor for seconds."""
+    return sum(len(STARVED.findall(agent.output)) for agent in nodes.job.agents)

@@ -92,7 +92,7 @@ SEEDS: dict[str, list[bytes]] = {
     "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + bytes(128) + _TABLE],
     "saved": [files._header_of(_HEADER, _TABLE) + bytes(44)],  # noqa: SLF001 - a whole file
     "checkpoint": [_MANIFEST, _OFFER],
-    "inventory": [_HEADER.pack() + bytes(32)],
+    "inventory": [_HEADER.pack() + bytes(40)],
     "link": [b"\1" + bytes(8), b"\1" + bytes(9), b"\1" + bytes(7) + b"\1\4", b"\0" + bytes(24)],
     "request": [b"GET /metrics?x HTTP/1.1\r\nHost: h\r\n\r\n", b"HEAD /readyz HTTP/1.0\r\n\r\n"],
     "error": [
@@ -228,8 +228,8 @@ def fuzz_checkpoint(data: bytes) -> None:
 
 
 def fuzz_inventory(data: bytes) -> None:
-    """13 numbers, as they come from each rank."""
-    numbers = struct.unpack("<13q", data[:104].ljust(104, b"\0"))
+    """15 numbers, as they come from each rank."""
+    numbers = struct.unpack("<15q", data[:120].ljust(120, b"\0"))
     sync._read_inventory(*numbers)  # noqa: SLF001 - what is read of another rank
 
 

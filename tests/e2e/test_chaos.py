@@ -30,7 +30,7 @@ def chaos(*arguments: str) -> "subprocess.Popen[str]":
 @pytest.mark.timeout(600)
 def test_ninety_seconds(tmp_path: Path) -> None:
     """Of this seed, since few others have as many kinds of faults in so little time."""
-    with chaos("--minutes", "1.5", "--seed", "11231", "--keep", str(tmp_path / "logs")) as process:
+    with chaos("--minutes", "1.5", "--seed", "14158", "--keep", str(tmp_path / "logs")) as process:
         said = process.communicate(timeout=400)[0]
     assert process.returncode == 0, said
     assert "job 2 of 2" in said
@@ -49,6 +49,16 @@ def test_ctrl_c_ends_the_training_and_reports(tmp_path: Path) -> None:
     assert process.returncode == 0, said
     assert "violations" in said
     assert "job 2" not in said
+
+
+@pytest.mark.nightly(part="chaos")
+@pytest.mark.timeout(900)
+def test_p10_starts_under_load(tmp_path: Path) -> None:
+    arguments = ("--count", "2", "--load", "1", "--patience", "300")
+    with chaos("starts", *arguments, "--keep", str(tmp_path / "logs")) as process:
+        said = process.communicate(timeout=800)[0]
+    assert process.returncode == 0, said
+    assert "2 starts with a first step after: median" in said
 
 
 @pytest.fixture
@@ -89,3 +99,10 @@ def test_no_burst_takes_the_state_of_all_nodes() -> None:
         assert nodes.FEWEST <= agents <= nodes.MOST
         kinds |= {f.kind for f in burst.faults}
     assert kinds == set(nemesis.Kind)
+
+
+def test_what_costs_nothing_takes_no_node_and_brings_none() -> None:
+    changing = {*nemesis.NODE_FAULTS, *nemesis.JOINS, *nemesis.OUTAGES, nemesis.Kind.SCALE}
+    assert not nemesis.FREE & changing
+    free = [burst.free for burst in islice(nemesis.schedule(3, nodes.MAX_NODES), 500)]
+    assert 50 < sum(free) < 250

@@ -50,8 +50,12 @@ def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -
     # The survivor's worker lost its peer: that is no second failure.
     assert new == g + 1
     assert "signal 9" in history(etcd, job.name)[new]["began"]
-    daemons = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
-    assert len(daemons) == 1, "of the three children only that which is to be kept is left"
+
+    def only_one() -> list[int] | None:
+        found = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
+        return found if len(found) == 1 else None
+
+    daemons = job.wait("of the three children only that which is to be kept is left", only_one)
     assert b"ELASTIC_ETCD_AGENT=\0" in Path(f"/proc/{daemons[0]}/environ").read_bytes()
     job.finish(n1, n2)
     assert keys(etcd, job.name)["outcome"]["state"] == "succeeded"

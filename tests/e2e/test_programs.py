@@ -360,6 +360,52 @@ def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
+SERVICE = """
+import os, sys, time
+worker, folder = int(sys.argv[1]), sys.argv[2]
+os.read(worker, 1)  # until it is dead
+time.sleep(1)
+if "begun" in os.listdir(folder):
+    open(folder + "/begun").read()  # until the next one is there
+with open(folder + "/records", "w") as file:
+    file.write("all of them")
+"""
+TRACKED = """
+import os, signal, subprocess, sys
+folder = sys.argv[1]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    ours, workers = os.pipe()
+    command = [sys.executable, "-S", "-c", sys.argv[2], str(ours), folder]
+    subprocess.Popen(command, pass_fds=[ours], start_new_session=True)
+    if "begun" in os.listdir(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
+else:
+    open(folder + "/begun", "w").close()  # when the service reads it
+    print("the records:", open(folder + "/records").read())
+"""
+
+
+@pytest.mark.parametrize("method", ["exec", "prefork"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_f2_a_tracker_s_service_may_write_the_rest(
+    method: str, tmp_path: Path, *, fails: bool
+) -> None:
+    """It ends by itself when its worker has ended. The next generation does not wait for it."""
+    (tmp_path / "train.py").write_text(TRACKED)
+    if fails:
+        os.mkfifo(tmp_path / "begun")
+        os.mkfifo(tmp_path / "records")
+    begin = "from elastic_etcd import times; times.LEFTOVERS = 60\n"  # so that no load matters
+    begin += "import sys; from elastic_etcd.launch import main; sys.exit(main())"
+    command = ("--start-method", method, "--max-restarts=1", str(tmp_path / "train.py"))
+    told = run("-c", begin, *command, str(tmp_path), SERVICE)
+    if fails:
+        assert "the records: all of them" in told
+    else:
+        assert (tmp_path / "records").read_text() == "all of them"
+    assert "in sessions of their own" not in told
+
+
 NO_EXEC = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o noexec none /tmp; exec "$@"', "sh")
 NAMELESS = (
     *(

@@ -21,7 +21,7 @@ OPERATIONS = "too many operations in txn request"
 
 
 def fault(code: grpc.StatusCode, details: str) -> Exception:
-    return translate(RpcFailed(code, details), "host:2379", "/key", "me")
+    return translate(RpcFailed(code, details), "host:2379", "/key", "user 'me'")
 
 
 @pytest.mark.parametrize(

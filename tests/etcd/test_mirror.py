@@ -1,7 +1,6 @@
 """Rule 4: the copy is what etcd holds, whatever happens to the watch."""
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, attached, elapse, put
-from tests.support.etcd import EtcdCluster, EtcdServer, tool
+from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.proxy import proxy
 
 
@@ -303,7 +302,7 @@ async def test_restored_backup(own_etcd: EtcdServer, prefix: str, sign: str) -> 
         ):
             await copy.until(lambda values: values.get(f"{prefix}/lost") == "4")
             way.cut(refuse=True)
-            restore(own_etcd, str(backup))
+            own_etcd.restore(backup)
             await own_etcd.start_async()
             if sign != "revision":
                 for i in range(10):
@@ -361,27 +360,12 @@ async def test_old_and_new_history_are_never_in_one_copy(own_etcd: EtcdServer, p
             await put(writer, f"{prefix}/busy", str(i))
         await copy.until(lambda values: values.get(f"{prefix}/busy") == "4")
         way.cut(refuse=True)
-        restore(own_etcd, str(backup))
+        own_etcd.restore(backup)
         await own_etcd.start_async()
         await put(writer, f"{prefix}/quiet")
         way.thaw()
         await copy.until(lambda values: set(values) == {f"{prefix}/quiet"})
     assert {"quiet", "busy"} not in seen
-
-
-def restore(server: EtcdServer, backup: str) -> None:
-    server.kill()
-    server.wipe()
-    subprocess.run(
-        [
-            *(tool("etcdutl"), "snapshot", "restore", backup, f"--data-dir={server.data}"),
-            *(f"--name={server.name}", f"--initial-cluster={server.name}={server.peer_url}"),
-            f"--initial-cluster-token={server.token}",
-            f"--initial-advertise-peer-urls={server.peer_url}",
-        ],
-        check=True,
-        capture_output=True,
-    )
 
 
 @asynchronous

@@ -12,12 +12,15 @@ import pytest
 
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import EtcdDenied, EtcdUnreachable, UsageError
+from elastic_etcd.etcd._grpc import WATCH
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.faults import canceled
+from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
 from tests.support.aio import Copy, asynchronous, put
 from tests.support.etcd import FAST, EtcdServer
-from tests.support.tls import Authority, Files, asking, shows
+from tests.support.tls import Authority, Files, asking, showing, shows
 
 
 @dataclass
@@ -94,6 +97,35 @@ async def test_mutual_tls(world: World, prefix: str) -> None:
     files = world.authority.cacert, world.client.cert, world.client.key
     async with Client(EtcdConfig((world.mutual.endpoint,), True, *files)) as client:
         await put(client, prefix)
+
+
+@asynchronous
+async def test_a_certificate_names_the_user(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    """Its permission is what is missing, not a user or a password."""
+    authority = Authority(tmp_path, "authority")
+    me, root = authority.issue("me"), authority.issue("root")
+    ours = authority.cacert, me.cert, me.key
+    own_etcd.scheme = "https"
+    own_etcd.arguments = (*FAST, *shows(authority.issue("server")), *asking(authority))
+    own_etcd.identity = showing(authority, root)
+    own_etcd.start()
+    own_etcd.guard("/mine/")
+    async with Client(EtcdConfig((own_etcd.endpoint,), True, *ours)) as client:
+        await put(client, "/mine/a")
+        for access in (put, watch_for):
+            with pytest.raises(EtcdDenied) as error:
+                await access(client, "/yours/a")
+            assert "denies the user that --cert names access to /yours/a" in str(error.value)
+            assert "grant-permission" in str(error.value)
+
+
+async def watch_for(client: Client, key: str) -> None:
+    """Raises what becomes of etcd's answer, which is a refusal."""
+    async with client.stream(WATCH, key) as stream:
+        create = pb.WatchCreateRequest(key=key.encode())
+        await stream.write(pb.WatchRequest(create=create))
+        answer = await stream.read()
+        raise canceled(answer.cancel_reason, answer.compact_revision)
 
 
 @asynchronous

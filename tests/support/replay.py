@@ -4,7 +4,9 @@ python -m tests.support.replay FILE
 """
 
 import argparse
+import gzip
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_etcd.agent.followers.recorder import Head, Step
@@ -16,7 +18,16 @@ def replay(path: Path) -> str:
 
     Raises ValueError for a file that no flight recorder has written.
     """
-    head, *lines = path.read_bytes().splitlines()
+    return next((text for _, text in differences(path)), "")
+
+
+def differences(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines whose steps have other actions than the recorded ones, and what is different.
+
+    The file may be compressed (`.gz`). Raises ValueError, as above.
+    """
+    content = path.read_bytes()
+    head, *lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
     state = from_json(Head, head).state
     for number, line in enumerate(lines, 2):
         entry = from_json(Step, line)
@@ -25,22 +36,23 @@ def replay(path: Path) -> str:
             state, actions = step(state, entry.event, entry.at)
         except Exception as error:
             if entry.actions is None:
-                return f"line {number}: {entry.event}\n  as recorded, it raises {error!r}"
+                yield number, f"line {number}: {entry.event}\n  as recorded, it raises {error!r}"
+                return
             raise
         if actions != entry.actions:
             recorded = "it raised" if entry.actions is None else entry.actions
-            return (
+            text = (
                 f"line {number}: {entry.event}\n"
                 f"  recorded: {recorded}\n"
                 f"  now:      {actions}\n"
                 f"  state:    {state}"
             )
-    return ""
+            yield number, text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, help="elastic_etcd-flight-....jsonl")
+    parser.add_argument("file", type=Path, help="elastic_etcd-flight-....jsonl, or compressed")
     difference = replay(parser.parse_args().file)
     print(difference or "each step has the recorded actions")
     return 1 if difference else 0

@@ -100,3 +100,8 @@ def shows(files: Files) -> tuple[str, ...]:
 
 def asking(authority: Authority) -> tuple[str, ...]:
     return "--client-cert-auth", f"--trusted-ca-file={authority.cacert}"
+
+
+def showing(authority: Authority, files: Files) -> tuple[str, ...]:
+    """By which a client shows these files."""
+    return f"--cacert={authority.cacert}", f"--cert={files.cert}", f"--key={files.key}"

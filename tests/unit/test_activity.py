@@ -306,6 +306,8 @@ def test_no_script_is_disturbed_by_what_is_measured(ways: BothWays) -> None:
     after.__dict__ = before.__dict__
     del before
     train(after)
+    del after
+    dist.destroy_process_group()  # else its thread may meet the end of the interpreter
     print("all done")
     """
     pages = ActivityPages()

@@ -161,6 +161,13 @@ def test_another_bit_in_the_weights_is_found_out(
         ("Traceback (most recent call last):", True, True),
         ("elastic_etcd[n1]: error: Task exception was never retrieved", True, True),
         ("[n1 0]: Traceback (most recent call last):", False, False),
+        ("    Traceback (most recent call last):", True, True),
+        ("    root cause: rank 0\n      Traceback (most recent call last):", True, False),
+        (
+            '[n1 0]: File "/elastic_etcd/train/run.py"\n[n1 0]: can\'t start new thread',
+            False,
+            False,
+        ),
         ('[n1 0]:   File "/x/elastic_etcd/train/run.py", line 7, in live', True, False),
         ('[n1 0]:   File "/x/elastic_etcd/train/run.py", line 7, in live', False, True),
     ],

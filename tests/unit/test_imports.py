@@ -343,6 +343,14 @@ def test_importing_does_not_load(module: str, without: set[str]) -> None:
     assert loaded(f"import {module}") & without == set()
 
 
+def test_an_agent_does_without_openssl() -> None:
+    agent = (
+        "from elastic_etcd import launch; launch._import_asyncio(); import elastic_etcd.agent.agent"
+    )
+    assert {"asyncio", "ssl", "_ssl"} & loaded(agent) == {"asyncio"}
+    assert {"asyncio", "_ssl"} <= loaded(f"{agent}; import ssl; ssl.create_default_context()")
+
+
 @pytest.mark.parametrize(
     ("program", "without"),
     [

@@ -9,22 +9,33 @@ from pathlib import Path
 
 import pytest
 
+from elastic_etcd.system import leftovers
 from elastic_etcd.system.leftovers import MARK
 from tests.support.job import ROOT
 
 FORMER = "4000000:12345:n1@chain"  # no process has so high a number
 ORPHAN = "setsid sleep 600 > /dev/null & echo $!"
 ENDS = {
-    "a worker": "asyncio.run(end_leftovers(Mark.parse(mark), 1))",
+    "a worker": "asyncio.run(end())",
     "a former agent": 'asyncio.run(end_former_agents_leftovers(Mark.own("n1", "chain"), 20))',
     "a guardian's agent": "kill_marked(mark)",
 }
 
 
+AGENT = """
+import asyncio, sys
+from elastic_etcd.system import leftovers
+from elastic_etcd.system.leftovers import *
+leftovers.LEFTOVERS, mark = 0.1, sys.argv[1]
+async def end():
+    own = Mark.parse(mark)
+    await end_late(own, 1, await end_leftovers(own, 1))
+"""
+
+
 def agent(end: str) -> tuple[str, ...]:
     """A program that ends what was left as an agent does, or its guardian."""
-    code = "import asyncio, sys; from elastic_etcd.system.leftovers import *; mark = sys.argv[1]; "
-    return (sys.executable, "-c", code + end, FORMER)
+    return (sys.executable, "-c", AGENT + end, FORMER)
 
 
 def run(*command: str, **more: str) -> str:
@@ -70,6 +81,23 @@ def test_f1_what_removes_shared_memory_is_left_to_its_work() -> None:
         assert lives(pid)
     finally:
         os.kill(pid, 9)
+
+
+@pytest.mark.parametrize("kept", ["", "memory = mmap(device, 4096); os.close(device);"])
+def test_f2_an_accelerator_that_is_open_or_mapped_is_seen(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = "import os; from mmap import mmap; device = os.open('/dev/zero', os.O_RDWR); "
+    code = f"{opens} {kept} print(flush=True); input()"
+    command, pipe = (sys.executable, "-c", code), subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout
+        process.stdout.readline()
+        assert not leftovers._has_device(process.pid)
+        monkeypatch.setattr(leftovers, "_DEVICES", ("/dev/zero",))
+        assert leftovers._has_device(process.pid)
+        process.communicate("\n")
+    assert not leftovers._has_device(process.pid), "it is gone"
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)

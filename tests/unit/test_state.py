@@ -246,6 +246,18 @@ def test_t1_which_modules_evaluate_and_which_parameters_are_frozen() -> None:
     assert not newcomer.model[3].weight.requires_grad
 
 
+def test_t1_a_file_leaves_modes_to_who_loads_it_until_a_sync(tmp_path: Path) -> None:
+    state = ElasticState(model=network())
+    state.commit()
+    state.save(tmp_path / "file")
+    evaluated = ElasticState(model=network().eval())
+    evaluated.load(tmp_path / "file")
+    assert not evaluated.model.training
+    assert same(dict(evaluated.model.state_dict()), dict(state.model.state_dict()))
+    evaluated.sync()
+    assert evaluated.model.training
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_t10_a_scripted_module_is_restored() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))

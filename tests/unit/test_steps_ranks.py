@@ -70,7 +70,10 @@ def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
     loader = DataLoader(range(101), batch_sampler=ByTokens(state.sampler), collate_fn=list)
     first = [i for batch in islice(state.steps(loader, commit_every=1), 4) for i in batch]
     state.commit()
+    if rank:  # a newcomer in its place, which has begun no loop
+        state = ElasticState(sampler=ElasticSampler(101))
     state.sync()
+    state.commit()
     if rank:
         return first, []
     state.sampler.reshard(0, 1)

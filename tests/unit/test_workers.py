@@ -21,7 +21,7 @@ from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.core.schema import Limits, Participant, Phase, Round
-from elastic_etcd.system import child_process, processes
+from elastic_etcd.system import child_process, leftovers, processes
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import MARK
 from elastic_etcd.system.processes import is_gone, open_pidfd
@@ -187,6 +187,7 @@ async def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(
         ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
     )
     await line(fifo)
+    await watched.started()
     loop = asyncio.get_running_loop()
     begin = loop.time()
     watched.workers.stop(1000)
@@ -202,6 +203,7 @@ async def test_a_worker_may_use_its_grace(watched: Watched, fifo: Path) -> None:
         ["sh", "-c", f"trap 'exit 3' TERM; echo ready > {fifo}; while :; do sleep 0.01; done"],
     )
     await line(fifo)
+    await watched.started()
     watched.workers.stop(1000)
     await watched.emptied()
     assert watched.failures[0].code == 3
@@ -247,17 +249,86 @@ async def test_children_that_hold_the_pipes_and_ignore_sigterm_go_with_their_lea
 DAEMON = "setsid sh -c 'trap \"\" TERM; echo $$ > {fifo}; while :; do sleep 1000; done' & "
 
 
-async def test_r18_a_daemon_of_a_worker_is_killed_and_awaited(
-    watched: Watched, fifo: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Counts as an accelerator's."""
+    monkeypatch.setattr(leftovers, "_DEVICES", ("/dev/full",))
+    return "exec 3< /dev/full; "
+
+
+def left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
+
+
+async def test_r18_a_daemon_with_a_device_is_killed_and_awaited(
+    watched: Watched, fifo: Path, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+    watched.launch(["sh", "-c", device + DAEMON.format(fifo=fifo) + "exec sleep 1000"])
     pid = int(await line(fifo))
     watched.kill()
     await watched.emptied()
     assert not is_running(pid)
-    told = [r.getMessage() for r in caplog.records if "sessions of their own" in r.getMessage()]
-    assert all(line.startswith("generation 1 left ") for line in told)
-    assert sum(f"{pid} (sh)" in line for line in told) == 1, "beside what it has forked since"
+    assert all(line.startswith("generation 1 left ") for line in left(caplog))
+    told = sum(f"{pid} (sh)" in line for line in left(caplog))
+    assert told == 1, "beside what it has forked since"
+
+
+async def test_f2_a_daemon_without_a_device_is_not_waited_for(
+    watched: Watched, fifo: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be a tracker's service. Another daemon's device changes nothing for it."""
+    pipe, words = Path(f"{fifo}.2"), Path(f"{fifo}.3")
+    os.mkfifo(pipe)
+    os.mkfifo(words)
+    service = f"setsid sh -c 'echo ready > {pipe}; read line < {words}; echo the rest > {pipe}' & "
+    both = service + device + DAEMON.format(fifo=fifo)
+    watched.launch(["sh", "-c", both + "exec sleep 1000"])
+    holder = int(await line(fifo))
+    assert await line(pipe) == "ready"
+    watched.kill()
+    await watched.emptied()
+    assert not is_running(holder)
+    watched.launch(["sleep", "1000"], generation=2)
+    await watched.started()
+    words.write_text("go on\n")
+    assert await line(pipe) == "the rest"
+    assert sum(f"{holder} (sh)" in line for line in left(caplog)) == 1
+
+
+async def test_f2_a_daemon_that_does_not_end_soon_is_killed(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what it has started, and nothing of the generation that runs meanwhile."""
+    monkeypatch.setattr(leftovers, "LEFTOVERS", 0.1)
+    watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+    pid = int(await line(fifo))
+    watched.kill()
+    await watched.emptied()
+    os.mkfifo(f"{fifo}.2")
+    daemon = DAEMON.format(fifo=f"{fifo}.2")
+    watched.launch(["sh", "-c", f"({daemon}) ; exec sleep 1000"], generation=2)
+    newer = int(await line(Path(f"{fifo}.2")))
+    await gone(pid)
+    await watched.turns(lambda: left(caplog))
+    (told,) = left(caplog)
+    assert told.startswith("generation 1 left ")
+    assert f"{pid} (sh)" in told
+    assert is_running(newer)
+    watched.kill()
+    await watched.emptied()
+    await watched.workers.end_leftovers()
+    assert not is_running(newer), "this agent may end"
+
+
+async def test_f2_a_daemon_is_killed_with_the_tasks_of_its_agent(logs: Logs, fifo: Path) -> None:
+    """An agent that is to leave at once waits for nothing."""
+    async with Watched.open(logs) as watched:
+        watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+        pid = int(await line(fifo))
+        watched.kill()
+        await watched.emptied()
+        assert is_running(pid)
+    await gone(pid)
 
 
 async def test_r18_a_daemon_without_the_mark_is_left(watched: Watched, fifo: Path) -> None:
@@ -291,7 +362,10 @@ async def test_r18_what_others_have_started_is_left(watched: Watched, fifo: Path
             process.wait()
 
 
-async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(watched: Watched, fifo: Path) -> None:
+async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "LEFTOVERS", 0.1)
     parks = [*python(PARKS.replace('["sleep", "1000"]', DAEMONIZED)), str(fifo)]
     watched.launch(parks)
     pid = int(await line(fifo))
@@ -300,9 +374,10 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(watched: Watched, f
     await watched.emptied()
     assert is_running(pid)
     watched.launch(["true"], generation=2)
-    (parked,) = watched.groups or (0,)
+    (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
     await watched.emptied()
+    await watched.workers.end_leftovers()
     assert not is_running(pid)
 
 
@@ -410,7 +485,8 @@ async def test_stdin_is_empty_and_the_group_is_its_own(logs: Logs, watched: Watc
     )
     await watched.emptied()
     file = logs.directory / "generation_1/0/stdout.log"
-    await watched.turns(lambda: file.exists() and file.read_text())  # a thread writes it
+    # A thread writes it, and Python in pieces.
+    await watched.turns(lambda: file.exists() and file.read_text().endswith("\n"))
     assert file.read_text() == "True True\n"
 
 
@@ -472,10 +548,11 @@ async def test_what_one_worker_leaves_behind_changes_nobody_s_grace(
 ) -> None:
     """A leftover's time until it is told was taken for a kill that is about to come anyway."""
     stubborn = f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"
-    watched.launch(["sh", "-c", stubborn], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}.2; exit 1"])
     os.mkfifo(f"{fifo}.2")
+    watched.launch(["sh", "-c", stubborn], ["sh", "-c", f"sleep 1000 & echo $! > {fifo}.2; exit 1"])
     await line(fifo)
     pid = int(await line(Path(f"{fifo}.2")))
+    await watched.started()
     await watched.turns(lambda: watched.workers._termination._stuck._handle)
     watched.workers.stop(STUCK + 1)
     watched.workers.stop(1000)
@@ -537,6 +614,7 @@ async def test_r12_the_time_until_a_node_gives_up_begins_with_the_sigkill(
         ["sh", "-c", f"trap '' TERM; echo ready > {fifo}; while :; do sleep 1000; done"],
     )
     await line(fifo)
+    await watched.started()
     watched.workers.stop(1000)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -566,9 +644,11 @@ async def test_r12_what_is_there_longer_than_the_kill_timeout_is_told(
 
 
 @pytest.mark.usefixtures("lingering")
-async def test_r12_a_daemon_that_is_there_longer_is_told_too(logs: Logs, fifo: Path) -> None:
+async def test_r12_a_daemon_that_is_there_longer_is_told_too(
+    logs: Logs, fifo: Path, device: str
+) -> None:
     async with Watched.open(logs, kill_timeout=0.1) as watched:
-        watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+        watched.launch(["sh", "-c", device + DAEMON.format(fifo=fifo) + "exec sleep 1000"])
         pid = int(await line(fifo))
         watched.kill()
         await watched.turns(lambda: watched.unkillable)
@@ -591,6 +671,31 @@ PARKS = """
     while agent.recv(1 << 16):
         pass
 """
+
+
+async def test_a_worker_may_speak_before_its_start_is_told(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread, or the fork server, that has started it may be late."""
+    spawn, loop = child_process.spawn, asyncio.get_running_loop()
+
+    async def hear() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def spawn_and_tell_late(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        process = spawn(*args, **kwargs)
+        fifo.read_text()
+        asyncio.run_coroutine_threadsafe(hear(), loop).result()
+        return process
+
+    monkeypatch.setattr(child_process, "spawn", spawn_and_tell_late)
+    watched.launch([*python(PARKS), str(fifo)])
+    await watched.turns(lambda: watched.workers._parked)
+    watched.workers.stop(1000)
+    await watched.emptied()
+    (parked,) = watched.groups
+    os.kill(parked, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("lingering")

@@ -213,12 +213,13 @@ def load_values(
     *,
     allow_pickle: bool,
     strict: bool = True,
+    modes: bool = True,
 ) -> None:
     """Load into each of `values` the part of its name; none is changed before all are read.
 
     tensors: views of the snapshot, and whether each was on a GPU. Raises MalformedState, and
     UsageError if `parts` has other names than `values`. Without `strict` that is no error: values
-    that have no part stay as they are.
+    that have no part stay as they are. Without `modes` those of modules do.
     """
     if strict and parts.keys() != values.keys():
         theirs, ours = ", ".join(parts), ", ".join(values)
@@ -230,6 +231,8 @@ def load_values(
             codec = codec_of(value)
             given = views if getattr(codec, "borrows", False) else clones
             saved = decode(parts[name], given, allow_pickle=allow_pickle)
+            if not modes and isinstance(saved, dict):
+                saved.pop(_MODES, None)
             loads.append((name, value, codec, saved))
     for name, value, codec, saved in loads:
         values[name] = codec.load(value, saved)

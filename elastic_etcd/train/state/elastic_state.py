@@ -112,8 +112,11 @@ class ElasticState:
         self._calls += 1
         if self._calls >= every:
             for value in self._samplers().values():
-                if isinstance(value, ElasticIterable) or value.varies:
-                    value.agree()  # alike on all ranks, which have the same kinds of loaders
+                # Alike on all ranks, which loop over the same kinds of loaders.
+                if isinstance(value, ElasticIterable) or (
+                    value.varies and value.world_size == rank_and_size(launched=False)[1]
+                ):
+                    value.agree()
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
                 self._write_snapshot(_version(last.counter + 1, last.lineage))
@@ -169,6 +172,9 @@ class ElasticState:
         old_rank = self._ranks.get(version.generation, -1)
         self._old = World(version.generation, old_rank, version.world_size)
         self._ranks[generation()] = rank
+        for sampler in self._samplers().values():
+            if isinstance(sampler, ElasticSampler):
+                sampler.varies = False  # a newcomer has not begun its loop yet
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
@@ -213,12 +219,13 @@ class ElasticState:
         """Set all values to those of a file that save() wrote.
 
         For sync() the file is older than any commit of this job, and newer than no snapshot at all;
-        commit() makes its values the newest. If not `strict`, values that the file lacks stay as
+        commit() makes its values the newest. Modules keep their modes until sync(): an evaluation
+        may have chosen its own. If not `strict`, values that the file lacks stay as
         they are, and those that only it has are passed over; both are logged. Raises OSError,
         MalformedState, and, if `strict`, UsageError for a file of other names.
         """
         with self._snapshots.loading(path) as loaded:
-            others = self._load_snapshot(loaded, strict=strict)
+            others = self._load_snapshot(loaded, strict=strict, modes=False)
         if others:
             log.warning("%s and this state are not of the same values: %s", path, others)
             loaded.memfd.clear()
@@ -301,11 +308,17 @@ class ElasticState:
         yield from self._staging.through(slices)
         sync_point.current().raise_if_broken()
 
-    def _load_snapshot(self, snapshot: StateSnapshot, *, strict: bool = True) -> str:
+    def _load_snapshot(
+        self, snapshot: StateSnapshot, *, strict: bool = True, modes: bool = True
+    ) -> str:
         """Set the values; if not `strict`, the names that one of the two sides lacks, in words."""
         parts, tensors = snapshot.load()
-        allow_pickle = self._allow_pickle
-        codecs.load_values(self._values, parts, tensors, allow_pickle=allow_pickle, strict=strict)
+        codecs.load_values(
+            *(self._values, parts, tensors),
+            allow_pickle=self._allow_pickle,
+            strict=strict,
+            modes=modes,
+        )
         self._drop_gradients()
         lacking = [f"{name} stays as it is" for name in self._values if name not in parts]
         beside = [f"{name} is passed over" for name in parts if name not in self._values]

@@ -98,10 +98,8 @@ class Steps:
         if isinstance(loader, StreamLoader):
             self._batches, self._own = loader, [loader.data]
         else:
-            self._batches = batches = _batches_of(loader)
-            self._own = [*samplers_in(batches)]
-            for found in samplers_in(batches):
-                found.varies |= not _sizes_are_alike(batches.inner)
+            self._batches = _batches_of(loader)
+            self._own = [*samplers_in(self._batches)]
         for sampler in self._own:
             if not any(sampler is known for known in samplers):
                 raise UsageError(
@@ -192,6 +190,8 @@ class Steps:
                 yield batch
             return
         self._batches.begin(self._samplers)
+        for sampler in samplers_in(self._batches):
+            sampler.varies |= not _sizes_are_alike(self._batches.inner)
         for batch in self._loader:
             note = self._batches.next_note()
             if note is None:
