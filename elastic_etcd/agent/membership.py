@@ -162,6 +162,8 @@ class Membership:
             return None, str(error)
         view = view_of(seen, self.keys, Narrow())
         now = view.round
+        if not view.members and self._session is None:
+            return None, "this node's lease has ended, and its key is being put back"
         if not view.members:
             return False, "this node has lost its lease"
         if view.members[0].leaving and may_still_save(view, generation):
@@ -393,7 +395,7 @@ class Membership:
             session.orphan()
             raise
         self._session = session
-        created = result.gets[0][0].create if result.succeeded else 0
+        created = next((kv.create for kv in result.gets[0]), 0)
         self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:

@@ -414,17 +414,18 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
             return state, [Publish(by, txn)]
         case Published() | JobEnded():
             return state, []
-    before = state.life is Life.UNLISTED
-    state = _leave_unlisted(_release_failure(_absorb(state, event, now), now))
+    asked = state.life is Life.UNLISTED
+    state = _release_failure(_absorb(state, event, now), now)
     if now >= state.listing_until:
         state = replace(state, listing_until=0.0)
     actions: list[Action] = []
-    if state.life is Life.UNLISTED and not before:
-        actions.append(Relist())
     state = _give_up_lease(state, now, actions)
     if isinstance(state.result, Failed):
         state = _stop_workers(state, actions, Grace.FAILURE)
-    return _react(state, now, actions), actions
+    state = _react(state, now, actions)
+    if state.life is Life.UNLISTED and not asked:
+        actions.append(Relist())
+    return state, actions
 
 
 def pages(state: State) -> int:
@@ -578,45 +579,41 @@ def _leave_out_silence(state: State, now: float) -> State:
 
 
 def _stands(state: State, view: View) -> bool:
-    """Whether the world that this agent is in goes on, as far as `view` shows, without its key.
+    """Whether `view` shows the final round that this agent knows, though its key is gone.
 
     Whoever ends a world writes its round. So an agent whose lease alone has ended goes on, unless
     its workers have to be gone with the lease.
     """
-    now, local, limits = view.round, state.local, state.limits
-    if state.ending or local.leaving or limits is None or limits.cut_off is not None:
+    was, now, limits = state.view.round if state.view else None, view.round, state.limits
+    if state.life not in (Life.MEMBER, Life.UNLISTED) or limits is None or was is None:
         return False
-    if view.coverage == Everything() and view.spec is None:
+    if limits.cut_off is not None or (view.coverage == Everything() and view.spec is None):
         return False
-    if now is None or state.life not in (Life.MEMBER, Life.UNLISTED):
+    if now is None or (now.generation, now.phase) != (was.generation, Phase.FINAL):
         return False
-    return now.phase is Phase.FINAL and now.generation == local.ran
+    return was.phase is Phase.FINAL and state.local.running in (0, now.generation)
 
 
 def _waits_to_be_listed(state: State) -> bool:
     """Whether the own key is gone, or is put back and not seen yet: the end of the job counts."""
     view, local = state.view, state.local
-    if view is None:
+    if view is None or ended(view, local):
         return False
-    unlisted = state.life is Life.UNLISTED and not ended(view, local)
-    return unlisted or vanished(view, local)
-
-
-def _leave_unlisted(state: State) -> State:
-    """An agent that is to go puts no key back first."""
-    goes = state.ending or state.local.leaving
-    return _lose_lease(state) if state.life is Life.UNLISTED and goes else state
+    return state.life is Life.UNLISTED or vanished(view, local)
 
 
 def _hear_relisted(state: State, event: Relisted, now: float) -> State:
-    """A member as before, which gives the others the time to be that, too."""
+    """A member as before, which gives the others the time to be that, too.
+
+    Its ack, which went with its lease, is needed of a spare only.
+    """
     if state.life is not Life.UNLISTED:
         return state
     if not event.created:
         return _lose_lease(state)
     return replace(
         _leave_out_silence(state, now),
-        local=replace(state.local, created=event.created),
+        local=replace(state.local, created=event.created, acked=0),
         life=Life.MEMBER,
         pending=None,
         tried=(),
@@ -627,7 +624,7 @@ def _hear_relisted(state: State, event: Relisted, now: float) -> State:
 def _hear_of_lost_lease(state: State) -> State:
     """A view that is older than the lease's end is no proof that its world stands."""
     if state.life is Life.UNLISTED:
-        return state  # that is known, and a newer view
+        return state  # that is known, by a newer view
     lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
     return replace(lost, life=Life.LEAVING) if state.ending else lost
 
@@ -753,7 +750,9 @@ def _stop_workers(
 
 
 def _end_life(state: State, why: Ending) -> State:
-    """Exit when no worker is left; the first cause is told."""
+    """Exit when no worker is left; the first cause is told. No key is put back first."""
+    if state.life is Life.UNLISTED:
+        state = _lose_lease(state)
     return replace(state, life=Life.LEAVING, ending=state.ending or why)
 
 

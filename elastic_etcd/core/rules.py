@@ -227,10 +227,8 @@ def decide(view: View, local: Local, limits: Limits, elapsed: Elapsed) -> Decisi
         left = _turn(view, local) - elapsed.vacant
         if left > 0:
             return Wait("others try to coordinate first", left)
-        if now and elapsed.listing > 0:
-            return Wait(
-                f"{now.node or 'the coordinator'}, too, may put its key back", elapsed.listing
-            )
+        if now and view.coordinator is None and elapsed.listing > 0:
+            return Wait(_may_be_back(now.node or "the coordinator"), elapsed.listing)
         return _replace_coordinator(view, local)
     if not _watched(view, now):
         return Wait(awaited(view, now, local, limits))
@@ -658,16 +656,18 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         leavers = [m for m in _leavers(view) if m.lease not in done]
         why = _is_leaving(leavers[0].node) if leavers else str(culprit)
         return _claim(view, local, why)
-    members = {m.lease: m for m in view.members}
+    members, missing = {m.lease: m for m in view.members}, ""
     for p in view.world:
         if p.lease in done:
             continue
         if p.lease not in members and elapsed.listing > 0:
-            return Wait(f"{p.node}, too, may put its key back", elapsed.listing)
-        if p.lease not in members:
+            missing = missing or p.node
+        elif p.lease not in members:
             return _claim(view, local, f"{p.node} is lost")
-        if members[p.lease].leaving:
+        elif members[p.lease].leaving:
             return _claim(view, local, _is_leaving(p.node), planned=True)
+    if missing:
+        return Wait(_may_be_back(missing), elapsed.listing)
     world = frozenset(_leases(view))
     if spoilt := _unread(view, [m for m in view.members if m.lease in world]):
         return _claim(view, local, f"the report of {spoilt} can't be read")
@@ -757,6 +757,10 @@ def _not(missing: list[Member]) -> str:
 
 def _is_leaving(node: str) -> str:
     return f"{node} is leaving"
+
+
+def _may_be_back(node: str) -> str:
+    return f"{node}, too, may put its key back"
 
 
 def _live(view: View) -> list[Member]:

@@ -157,14 +157,16 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
     """Put back a member's key, which went with its lease, if its world has not been ended.
 
     A claim writes the ledger, which is never written twice alike; a change of coordinator doesn't.
+    If the answer is lost, a second try finds the key there.
     """
+    own = keys.member(local.lease)
     fence = (
+        Compare(own, "create", 0),
         Compare(keys.ledger, "mod", view.ledger_mod),
         Compare(keys.spec, "create", local.spec),
         Compare(keys.outcome, "mod", view.outcome_mod),
     )
-    own = keys.member(local.lease)
-    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)))
+    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)), (Get(own),))
 
 
 def _asked(view: View, known: Spec) -> tuple[str, ...]:
@@ -262,7 +264,7 @@ def _write_claim(keys: Keys, view: View, local: Local, claim: Claim) -> Txn:
 def _write_take_over(keys: Keys, view: View, local: Local, lead: TakeOver) -> Txn:
     """Lead the same final round, which stays bound to no lease.
 
-    The fence does not ask for the coordinator before. One that is leaving stays so; one that has
+    The fence does not ask for the coordinator before. A leaving one stays so; one that has
     put its key back meanwhile, see `relist`, takes part without leading.
     """
     return Txn(_round_fence(keys, view, local), (Put(keys.round, encode(lead.round)),))

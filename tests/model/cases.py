@@ -86,6 +86,7 @@ class Case(NamedTuple):
 # In each run of the tests.
 SMALL = [
     Case(1, limits(1, 1), Faults(expire=3, fail=1), ("learns of it while joining",)),
+    Case(2, limits(1, 1), Faults(expire=1), LISTED_AGAIN),
     Case(2, limits(1, 2), Faults(expire=1), LISTED_AGAIN),
     Case(2, limits(1, 2), Faults(expire=1, crash=1), (*LOST, *LISTED_AGAIN)),
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),

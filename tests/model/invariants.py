@@ -134,10 +134,10 @@ def check_listing(state: State, write: Write, now: float) -> None:
         raise Violation(f"I13: too soon: {write.what}")
 
 
-def check_relisted(name: str, local: Local, store: Store) -> None:
-    """I13: a key is put back into the world that it was in, and no other."""
-    now = round_of(store)
-    if now is None or now.phase is not Phase.FINAL or now.generation != local.ran:
+def check_relisted(name: str, state: State, store: Store) -> None:
+    """I13: a key is put back beside the world that its agent knows, and no other."""
+    known, now = state.view.round if state.view else None, round_of(store)
+    if not known or not now or (now.generation, now.phase) != (known.generation, Phase.FINAL):
         raise Violation(f"I13: {name} is listed again in another world")
 
 

@@ -207,7 +207,7 @@ class System:
         there = node._replace(txn=0, answer=None)
         if not ok:
             return self._event("is not listed again", store, there, Relisted(0))
-        check_relisted(node.name, state.local, store)
+        check_relisted(node.name, state, store)
         there = there._replace(lease=lease, told=True)
         back, again = (tuple(sorted({*known, lease})) for known in (after.back, after.again))
         after = after._replace(back=back, again=again)
