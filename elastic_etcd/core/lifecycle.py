@@ -52,6 +52,8 @@ from elastic_etcd.times import HOLD, KILLED
 # rest is for their end.
 CUT_OFF = 2 / 3
 
+_ORDER = [*Phase]  # of a round, in time
+
 
 class Grace(Enum):
     """Why workers are stopped; how long they get before SIGKILL depends on it."""
@@ -386,6 +388,7 @@ class State(Struct, frozen=True):
     life: Life = Life.JOINING
     ending: Ending | None = None  # why, when LEAVING or ENDED
     view: View | None = None
+    newest: Round | None = None  # the last round that was seen, in whatever membership
     limits: Limits | None = None  # of the job; None until this agent has joined it
     alive: int = 0  # workers that have not exited yet
     result: Held | Failed | Finished | None = None  # of the generation that ran last
@@ -482,12 +485,38 @@ def _see(state: State, view: View, now: float) -> State:
     if view.newer:
         outdated = Outdated(view.newer)
         return replace(_end_life(state, outdated), view=view, ending=outdated)
+    if is_past(view.round, state.newest):  # the next claim replaces it, in a newer generation
+        assert state.newest
+        last = max(view.ledger.generation, state.newest.generation)
+        view = replace(view, round=None, ledger=replace(view.ledger, generation=last))
+        state = replace(state, tried=())
     unlisted = state.life is Life.UNLISTED and not ended(view, state.local)
     if unlisted or vanished(view, state.local):
         if not _stands(state, view):
             return _lose_lease(state)
         state = replace(state, life=Life.UNLISTED)
     return _heed_order(_take_view(state, view, now))
+
+
+def is_past(now: Round | None, newest: Round | None) -> bool:
+    """Whether etcd has lost `newest`: `now` is older, or of a generation that began once more.
+
+    That is so after an older backup of etcd was restored.
+    """
+    if now is None or newest is None:
+        return False
+    if now.generation != newest.generation:
+        return now.generation < newest.generation
+    if newest.master:  # it was final
+        return now.master != newest.master
+    earlier = _ORDER.index(now.phase) < _ORDER.index(newest.phase)
+    return earlier or (now.phase is not Phase.FINAL and _led_by_another(now, newest))
+
+
+def _led_by_another(now: Round, newest: Round) -> bool:
+    """Whether that generation was begun by another member than `newest` was, which is not final."""
+    begun = newest.phase is not Phase.FINAL and now.generation == newest.generation
+    return begun and now.coordinator != newest.coordinator
 
 
 def _become_member(state: State, event: Joined) -> State:
@@ -526,12 +555,17 @@ def _take_view(state: State, view: View, now: float) -> State:
     vacant_since = None
     if vacant(view):
         vacant_since = now if state.vacant_since is None else state.vacant_since
+    local, newest = state.local, state.newest
+    if view.round and newest and _led_by_another(view.round, newest):
+        local = replace(local, acked=0)  # that was of a round that etcd has lost
     lasted = state.lasted
     if was and was[1] is Phase.FINAL and was != is_:
         lasted = Lasted(was[0], now - state.phase_since)
     return replace(
         state,
         view=view,
+        local=local,
+        newest=view.round or newest,
         lasted=lasted,
         phase_since=state.phase_since if was == is_ else now,
         vacant_since=vacant_since,

@@ -15,7 +15,8 @@ not claim but takes over the lead of the same round: if that one was done, nothi
 Invariants, checked after every step by tests/model:
 
 I1 the generation never decreases; one generation has at most one final world, of which only
-   the coordinator changes, when the one before is leaving, or its key is or was gone
+   the coordinator changes, when the one before is leaving, or its key is or was gone; no agent
+   starts one twice, or an older one, whatever etcd has lost
 I2 a worker of generation g starts only under the lease with which its agent acked g, and is
    stopped as soon as the agent learns that this generation is gone, or the lease and its agent
    sees no final round of g

@@ -129,7 +129,8 @@ def join(
     known = view.spec
     if known is None and keys.spec in seen.kvs and view.members and not view.outcome:
         known = replace(spec, run=view.members[0].run)  # it is spoilt; the members know the run
-    if again and (view.outcome or (known and known.run != spec.run)):
+    ended = view.outcome and view.outcome.generation >= last  # an older one is of a backup
+    if again and (ended or (known and known.run != spec.run)):
         return "the job ended while this node was cut off"
     if known and not (again or view.members) and requests.halted(view, known.run):
         known = None  # all have left, and the last one died before it wrote the outcome

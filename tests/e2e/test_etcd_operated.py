@@ -245,7 +245,8 @@ def test_authentication_is_turned_on_under_agents_without_a_user(
     job.wait("both leases end", lambda: not members_of(job, trio.members[0]))
     trio.members[0].ctl("auth", "disable")
     job.wait("both are members", lambda: len(members_of(job, trio.members[0])) == 2)
-    g = job.settles(2)
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is back")
     still_led(job, g)
     job.finish(n1, n2)
 
@@ -300,6 +301,40 @@ def restore(cluster: EtcdCluster, backup: Path, *flags: str) -> None:
     for member in cluster.members:
         member.restore(backup, *flags)
     cluster.heal()
+
+
+def test_e2_a_backup_of_an_earlier_world_is_restored(
+    trio: EtcdCluster, tmp_path: Path, start: Start
+) -> None:
+    trio.heal()
+    job = start(trio)
+    n1, n2, g = job.pair(**FLAGS)
+    backup = tmp_path / "backup"
+    trio.members[0].ctl("snapshot", "save", str(backup))
+    job.kill_worker(g)
+    g = job.trains(2, after=g)
+    restore(trio, backup)
+    assert job.trains(2, after=g) == g + 1
+    still_led(job, g + 1)
+    job.finish(n1, n2)
+
+
+def test_e2_a_backup_of_an_earlier_run_is_restored(
+    trio: EtcdCluster, tmp_path: Path, start: Start
+) -> None:
+    """That run was done then; this one is not."""
+    trio.heal()
+    job = start(trio)
+    n1, n2, _ = job.pair(**FLAGS)
+    job.finish(n1, n2)
+    backup = tmp_path / "backup"
+    trio.members[0].ctl("snapshot", "save", str(backup))
+    (job.directory / "stop").unlink()
+    n1, n2, g = job.pair(program=("elastic_etcd.launch", "--rerun"), **FLAGS)
+    restore(trio, backup)
+    g = job.trains(2, after=g)
+    still_led(job, g)
+    job.finish(n1, n2)
 
 
 def test_a_backup_without_the_job_is_restored(

@@ -14,6 +14,7 @@ from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
 from elastic_etcd.core.view import Coverage, View, covered, view_of
 from tests.model.invariants import (
+    check_again,
     check_budget,
     check_format,
     check_joins,
@@ -78,6 +79,7 @@ class Agent:
         write = next((a for a in actions if isinstance(a, Write)), None)
         check_size(state, self.limits)
         check_format(before, happened, actions)
+        check_again(before, actions)
         txn = 0
         if write:
             check_budget(state, write, self.limits)

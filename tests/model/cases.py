@@ -33,6 +33,7 @@ STOPPED = tuple(
     f"stopped, its lease ends, the coordinator's in {p}" for p in (*BEFORE_FINAL, "final")
 )
 LISTED_AGAIN = ("is listed again", "is not listed again")  # after its lease has ended
+RESTORED = ("finds an older etcd", "restored lease ends", "its lease was never")
 LEFT_OUT = ("has waited, the time of a suspect",)
 
 DRAINED = ("is drained", "is undrained", "comes back")
@@ -127,6 +128,7 @@ SMALL = [
     Case(2, limits(1, 2), Faults(fewer=1, fail=1), (FEWER,)),
     Case(2, limits(1, 2), Faults(fewer=1, elastic=1), (FEWER, "is elastic")),
     Case(2, limits(1, 2), Faults(more=1, crash=1), (*LOST, MORE)),
+    Case(2, limits(1, 1), Faults(restore=1), RESTORED),
 ]
 
 # Seconds each: searched every night, with the small ones.
@@ -145,6 +147,7 @@ MEDIUM = [
     Case(2, STRICT, Faults(silent=1, leave=1), CUT_OFF),
     Case(2, limits(1, 2), Faults(drain=1, back=1), DRAINED),
     Case(2, limits(1, 2), Faults(halt=1, fail=1), (HALTED,)),
+    Case(2, limits(1, 2), Faults(restore=1), RESTORED),
     Case(3, limits(1, 3), Faults(elastic=2), ("is elastic",)),
     Case(3, limits(2, 3), Faults(crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(3, limits(2, 2), Faults(crash=1), LOST),

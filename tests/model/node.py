@@ -84,6 +84,7 @@ class Faults(NamedTuple):
     halt: int = 0  # somebody stops the job
     fewer: int = 0  # somebody scales the job to the smallest number of nodes
     more: int = 0  # somebody scales the job to the largest number of nodes
+    restore: int = 0  # etcd goes back to what it held at any earlier time
 
     def __str__(self) -> str:
         """Those that may happen: "crash=1 back=1"."""

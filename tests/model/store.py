@@ -28,7 +28,8 @@ class Store(NamedTuple):
     `lost` is whose round went with its coordinator's lease, and in which phase, until the next
     claim. `hung` are the leases of agents that do nothing any more. `back` are those whose key was
     put back into the world of now: somebody may have decided that they are gone. `again` are those
-    whose key was put back at any time, with another create revision.
+    whose key was put back at any time, with another create revision. `backup` is what etcd held
+    when somebody saved it; `restored` is whether etcd has gone back to that.
     """
 
     kvs: tuple[tuple[str, str, int], ...] = ()
@@ -38,6 +39,8 @@ class Store(NamedTuple):
     hung: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
     again: tuple[int, ...] = ()
+    backup: "Store | None" = None
+    restored: bool = False
 
     def holds(self, compare: Compare) -> bool:
         match = [kv for kv in self.kvs if _covers(compare.key, compare.prefix, kv[0])]

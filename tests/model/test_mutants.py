@@ -85,6 +85,10 @@ def who_is_unlisted_holds_any_world(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_stands", lambda state, _: state.life in here and not state.ending)
 
 
+def a_round_that_is_over_is_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "is_past", lambda *_: False)
+
+
 def acks_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     joinable, frozen = rules._lead_joinable, rules._lead_frozen
     patch.setattr(rules, "_lead_joinable", lambda seen, *args: joinable(_all_ready(seen), *args))
@@ -531,6 +535,7 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I13", a_key_is_put_back_into_any_world, TWO, Faults(expire=1), "expire"),
     ("I13", who_is_unlisted_judges, TWO, Faults(expire=1), "expire"),
     ("I13", who_is_unlisted_holds_any_world, TWO, Faults(expire=1), "expire"),
+    ("I1", a_round_that_is_over_is_believed, ONE, Faults(fail=1, restore=1), "restore"),
     ("I4", nobody_scales, TWO, Faults(fewer=1), "fewer"),
     ("I4", nobody_scales, TWO, Faults(more=1), "more"),
     ("I9", a_newer_format_is_as_good_as_absent, TWO, Faults(newer=1), "newer"),

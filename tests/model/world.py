@@ -29,6 +29,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersFinished,
     WorkersGone,
     WriteDone,
+    is_past,
 )
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
@@ -95,9 +96,13 @@ class System:
             again = acked if lease == node.lease else node
             label = f"late copy: {done(ok)}"
             yield Move(label, self.stores.of(after), again._replace(late=None))
+        if store.restored:
+            yield from self._strange_leases(store, node)
         if node.out or node.hung:
             return
         yield from self._people(store, node)
+        if self.faults.restore and not store.restored:
+            yield from self._backup(store, node)
         if not node.state:
             if not node.stale and node.lease:
                 yield self._ends(store, node.lease, node._replace(lease=0), "lease ends")
@@ -112,6 +117,15 @@ class System:
             yield from self._writes(store, node, state)
             yield from self._agent(store, node, state)
             yield from self._faults(store, node, state)
+
+    def _strange_leases(self, store: Store, node: Node) -> Iterator[Move]:
+        """A backup has leases that are over, and has none of those that are newer."""
+        known = {lease for _, _, lease in store.kvs if lease and owner(lease) == node.number}
+        for lease in sorted(known - {node.lease, node.stale}):
+            yield self._ends(store, lease, node, "restored lease ends")
+        if node.lease and node.lease not in known:
+            gone = node._replace(lease=0, told=False)
+            yield Move("its lease was never", self.stores.of(store), gone)
 
     def _people(self, store: Store, node: Node) -> Iterator[Move]:
         """What somebody wants of the node, or of the job."""
@@ -132,6 +146,17 @@ class System:
                 scale = Scale(size, size, run=RUN, instead_of=asked.nnodes)
                 scaled = replace(there, scale=scale)
                 yield Move(f"is told of {fault} nodes", self._want(store, scaled), node, fault)
+
+    def _backup(self, store: Store, node: Node) -> Iterator[Move]:
+        """What etcd holds is saved, and restored when an agent knows of a newer round."""
+        if store.backup is None:
+            saved = store._replace(backup=store)
+            yield Move("saves etcd", self.stores.of(saved), node, FREE)
+            return
+        newest = self.agent.states[node.state].newest if node.state else None
+        if is_past(round_of(store.backup), newest):
+            back = store.backup._replace(hung=store.hung, restored=True)
+            yield Move("finds an older etcd", self.stores.of(back), node, "restore")
 
     def _want(self, store: Store, wanted: Requests) -> int:
         return self.stores.of(store.apply(Txn((), (Put(KEYS.wanted, encode(wanted)),)))[0])

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from copy import deepcopy
 
 from msgspec.structs import replace
 
@@ -113,8 +114,14 @@ class Commands(Simulator):
             yield from self.event(agent, Tick())
         self.clock = end
 
-    def _etcd(self, what: str, key: str, value: str = "") -> Iterator[str]:
+    def _etcd(self, what: str, key: str = "", value: str = "") -> Iterator[str]:
         """Somebody's hand, with etcdctl."""
+        if what == "save":
+            self.saved = deepcopy(self.etcd)
+            return iter(())
+        if what == "restore":
+            self.etcd = deepcopy(self.saved)
+            return iter(())
         full = f"{KEYS.root}/{key}"
         prefix = key in ("", "history/", "acks/", "reports/", "members/")
         operation = Put(full, value) if what == "put" else Delete(full, prefix=prefix)

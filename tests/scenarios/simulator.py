@@ -78,6 +78,7 @@ class Simulator:
         self.limits = Limits(1, 2)
         self.clock = 0.0
         self.etcd = KeySpace()
+        self.saved = KeySpace()  # a backup of it
         self.agents: dict[str, Agent] = {}
 
     def agent_sees(self, agent: Agent, *keys: str) -> Iterator[str]:
