@@ -38,8 +38,9 @@ def start(job: Job, fault: str, nproc: int = 1) -> Agent:
         nproc=nproc,
         script=(SCRIPT, f"--output={job.directory}"),
         max_restarts=100,
+        min_uptime=0,  # they are killed on purpose: nobody is to wait
         lease_ttl=20,  # the machine may be busy
-        env={**os.environ, "FAULT": fault},
+        env={"FAULT": fault, "OMP_NUM_THREADS": "1"},  # sums of one order, on any node
     )
 
 
