@@ -3,7 +3,6 @@
 To the last bit. Each training of habits.py meets every fault; they share a job for each.
 """
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -152,7 +152,7 @@ def digest_of(body: torch.Tensor) -> bytes:
 
 
 def _begin(other: ThreadPoolExecutor, work: Callable[[], Result]) -> Callable[[], Result]:
-    """What gives the result of `work`, which has begun; or does it, if there is no thread."""
+    """Begin `work` in the other thread; gives its result, and does it then if there is none."""
     try:
         return other.submit(work).result
     except RuntimeError:  # the user, or the container, has all that it may
