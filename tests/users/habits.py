@@ -752,14 +752,13 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--export-seconds", type=float, default=0.0)
     parser.add_argument("names", nargs="*", default=list(HABITS), help=", ".join(HABITS))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args.names, args.output)
     trainer.fit(trainer.state)
-    if int(os.environ["RANK"]) == 0:
-        time.sleep(args.export_seconds)
+    if int(os.environ["RANK"]) == 0:  # an export, for which nobody waits
+        time.sleep(2)
         torch.save(trainer.state.habit, args.output / "model.pt")
 
 
