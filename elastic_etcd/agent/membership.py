@@ -395,7 +395,7 @@ class Membership:
             session.orphan()
             raise
         self._session = session
-        created = next((kv.create for kv in result.gets[0]), 0)
+        created = result.gets[0][0].create if result.succeeded else 0
         self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:

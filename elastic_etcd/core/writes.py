@@ -158,7 +158,7 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
     """Put back a member's key, which went with its lease, if its world has not been ended.
 
     A claim writes the ledger, which is never written twice alike; a change of coordinator doesn't.
-    If the answer is lost, a second try finds the key there.
+    Where somebody else has written there the member joins anew.
     """
     own = keys.member(local.lease)
     fence = (
@@ -167,7 +167,7 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
         Compare(keys.spec, "create", local.spec),
         Compare(keys.outcome, "mod", view.outcome_mod),
     )
-    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)), (Get(own),))
+    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)))
 
 
 def _asked(view: View, known: Spec) -> tuple[str, ...]:

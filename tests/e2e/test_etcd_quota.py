@@ -66,7 +66,7 @@ def test_no_space(job: TickingJob, small: EtcdServer) -> None:
     failed, other = (n1, n2) if job.worker(g, 0).node == "n1" else (n2, n1)
     job.said(failed, CURE)  # it can't report
     small.ctl("lease", "revoke", member(small, job.name, other.node))
-    job.said(other, "joining again")
+    job.said(other, "this node's key is gone, its world is not")
     job.said(other, CURE)  # for a new lease, too
     assert n1.running()
     assert n2.running()
