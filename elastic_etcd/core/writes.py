@@ -158,7 +158,7 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
     """Put back a member's key, which went with its lease, if its world has not been ended.
 
     A claim writes the ledger, which is never written twice alike; a change of coordinator doesn't.
-    Where somebody else has written there the member joins anew.
+    If somebody else has written there, the member joins anew.
     """
     own = keys.member(local.lease)
     fence = (

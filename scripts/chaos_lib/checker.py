@@ -78,6 +78,8 @@ class Replay:
     claims: dict[int, float] = field(default_factory=dict)  # generation -> seen at
     freezes: dict[int, float] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)  # leases
+    known: set[str] = field(default_factory=set)  # the keys of members that were there at any time
+    back: set[str] = field(default_factory=set)  # those of them that were put back
     keys: dict[str, Recorded] = field(default_factory=dict)
     acks: dict[str, Recorded] = field(default_factory=dict)  # also of those that are gone
     round: dict[str, Any] = field(default_factory=dict)  # the last one, though it be deleted
@@ -125,6 +127,8 @@ class Replay:
         self, event: Recorded, value: dict[str, Any], members: set[str], txn: list[Recorded]
     ) -> None:
         kind, *rest = event.key.split("/")
+        if kind == "members" and event.version == 1:
+            (self.back if event.key in self.known else self.known).add(event.key)
         match kind:
             case "members" if f"{event.lease:016x}" != rest[0]:
                 self._say(event, "a member key that is bound to another lease")
@@ -192,6 +196,8 @@ class Replay:
         if now | {name: last[name] for name in ("coordinator", "node")} != last:
             self._say(event, "I1: a second world of this generation")
         before = self.keys.get(f"members/{last['coordinator']}")
+        if before and before.key in self.back:
+            return  # it was gone when that was decided
         if before and not json.loads(before.value).get("leaving"):
             self._say(event, "I1: its coordinator was still there")
 

@@ -249,6 +249,13 @@ def test_a_round_that_is_taken_over_is_not_blamed() -> None:
     assert replay(taken_over(), 2, 4).wrong == []
 
 
+def test_e2_a_coordinator_whose_key_is_back_may_have_lost_its_place() -> None:
+    own = f"members/{1:016x}"
+    back = [deleted(10, own), put(11, own, 1, node="n1")]
+    late = round_(12, 5, 1, "final", coordinator=f"{2:016x}", node="n2")
+    assert replay([*recorded()[:-2], *back, late], 2, 4).wrong == []
+
+
 def test_a_round_that_is_taken_over_must_stay_the_same() -> None:
     live = [e for e in taken_over() if not e.deleted]
     assert "its coordinator was still there" in "\n".join(replay(live, 2, 4).wrong)
