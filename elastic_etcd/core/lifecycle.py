@@ -419,7 +419,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
             return state, []
     asked = state.life is Life.UNLISTED
     state = _release_failure(_absorb(state, event, now), now)
-    if now >= state.listing_until:
+    if now >= state.listing_until and state.silent_since is None:
         state = replace(state, listing_until=0.0)
     actions: list[Action] = []
     state = _give_up_lease(state, now, actions)
@@ -603,9 +603,11 @@ def _leave_out_silence(state: State, now: float) -> State:
     vacant_since = state.vacant_since
     if vacant_since is not None:
         vacant_since += now - max(vacant_since, silent)
+    listing = state.listing_until
     return replace(
         state,
         silent_since=None,
+        listing_until=listing and listing + now - silent,
         join_since=joined,
         phase_since=began,
         vacant_since=vacant_since,
