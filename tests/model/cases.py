@@ -33,7 +33,7 @@ STOPPED = tuple(
     f"stopped, its lease ends, the coordinator's in {p}" for p in (*BEFORE_FINAL, "final")
 )
 LISTED_AGAIN = ("is listed again", "is not listed again")  # after its lease has ended
-RESTORED = ("finds an older etcd", "restored lease ends", "its lease was never")
+RESTORED = ("finds an older etcd", "its lease was never")
 LEFT_OUT = ("has waited, the time of a suspect",)
 
 DRAINED = ("is drained", "is undrained", "comes back")
@@ -175,6 +175,7 @@ LARGE = [
     Case(2, limits(1, 2), Faults(fewer=1, crash=1, back=1), (*LOST, FEWER)),
     Case(2, limits(1, 2), Faults(more=1, leave=1, back=1), (MORE,)),
     Case(2, limits(1, 2), Faults(fewer=1, drain=1), ("is drained", FEWER)),
+    Case(2, limits(1, 2), Faults(restore=1, fail=1), RESTORED),
     Case(3, limits(2, 3), Faults(fewer=1), (FEWER,)),
     Case(3, limits(1, 3), Faults(crash=1), LOST),
     Case(3, limits(1, 2), Faults(crash=1), LOST),
