@@ -556,7 +556,7 @@ class Hang(Value, frozen=True):
     evidence: bool = False  # it is also asked where those that do not move stand
     line: Text = ""  # the answer
     alarm: bool = False  # the answer is that they hang
-    rank: Number | None = None  # of the worker that is behind, if that is known
+    rank: Number | None = None  # of the worker that is behind or has ended, if that is known
 
 
 class Drain(Value, frozen=True):

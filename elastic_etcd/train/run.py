@@ -172,7 +172,6 @@ class _Worker:
                         raise
                     again = self._state._uncommitted() if self._begun else _NO_STEP
                 else:
-                    activity.now(Doing.DONE)
                     self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
@@ -233,6 +232,7 @@ class _Worker:
 
     def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
         """First of all say so: the agent's messages from now on have no reader."""
+        activity.done()
         with suppress(AgentGone):
             self._channel.send(messages.TrainingDone())
         group.teardown(broken=broken)
