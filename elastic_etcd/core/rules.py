@@ -44,7 +44,8 @@ from typing import TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import requests, suspects
+from elastic_etcd.core import hangs, requests, suspects
+from elastic_etcd.core.peers import blames_peers, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
     Failure,
@@ -764,5 +765,26 @@ def _done(view: View) -> set[int]:
 
 
 def _culprit(view: View) -> Failure | None:
-    """The first failure by etcd revision; the later ones are its victims (pytorch#113546)."""
-    return next((r.failure for r in view.reports if r.failure and not r.victim), None)
+    """The first failure by etcd revision; the later ones are its victims (pytorch#113546).
+
+    If that is of a worker that has lost its peers, whose training was over before, those are named:
+    by the agent of one of them, or by the reports of nodes that are done.
+    """
+    failures = [report for report in view.reports if report.failure]
+    first = next((r.failure for r in failures if not r.victim), None)
+    if first is None or not blames_peers(first):
+        return first
+    left = next((r.failure for r in failures if r.failure and _left_others(r.failure)), None)
+    done = _done(view)
+    ended = [
+        hangs.At(rank, p.node, None)
+        for p in view.world
+        for rank in range(p.first_rank, p.first_rank + p.nproc)
+        if p.lease in done
+    ]
+    return left or (was_left(first, f"{hangs.who(ended)} ended") if ended else first)
+
+
+def _left_others(failure: Failure) -> bool:
+    """Whether its agent knows that peers had left it."""
+    return bool(failure.hang) and not failure.node and bool(failure.message)

@@ -473,8 +473,8 @@ class Ready(Value, frozen=True):
 class Failure(Value, frozen=True):
     """A worker that ended badly.
 
-    If nobody in particular hung `node` is empty, and all numbers are 0. They are 0, too, if a
-    world's store died, which is a failure of its node.
+    If nobody in particular hung, or peers had left it, `node` is empty, and all numbers are 0. They
+    are 0, too, if a world's store died, which is a failure of its node.
     """
 
     node: Text
@@ -485,7 +485,10 @@ class Failure(Value, frozen=True):
     uptime: Seconds
     message: Lines = ""
     at: Text = ""
-    hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
+    hang: Text | UnsetType = UNSET  # says that it was given up, or that others had left it
+    step: Number | UnsetType = (
+        UNSET  # in which it was; of none that had not ended one, or tells none
+    )
 
     def __str__(self) -> str:
         if self.hang:

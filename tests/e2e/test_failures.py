@@ -1,6 +1,7 @@
 """Workers and nodes that fail, one test for each row of docs/failures.md."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -154,6 +155,38 @@ def test_no_restart_allowed(ticks: TickingJob) -> None:
         ticks.exits(agent, 1)
         assert "exited 7" in agent.output[-1500:]
     assert {e.generation for e in ticks.events("start")} == {1}
+
+
+RETURNS = """
+import torch
+import torch.distributed as dist
+import elastic_etcd as ee
+
+state = ee.ElasticState(step=0)
+
+@ee.run
+def train(state):
+    while state.step < 10 - 4 * dist.get_rank():
+        dist.all_reduce(torch.ones(1))
+        state.step += 1
+        state.check()
+
+train(state)
+"""
+
+
+def test_t11_the_rank_that_returned_early_is_the_cause(
+    job: Job, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(RETURNS)
+    script = (str(tmp_path / "train.py"),)
+    agents = [job.start(n, script=script, nnodes="2", max_restarts=0) for n in ("n1", "n2")]
+    for agent in agents:
+        job.exits(agent, 1, seconds=60)
+        last = agent.output[-1500:]
+        told = r"root cause: rank 1 on (n\d) ended while rank 0 on (?!\1)n\d was in step 7, after "
+        assert re.search(told, last), agent.output
+    assert keys(etcd, job.name)["outcome"]["failure"]["node"] == ""
 
 
 def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
