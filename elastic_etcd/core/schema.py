@@ -424,6 +424,8 @@ class Suspect(Value, frozen=True):
 class Round(Lasting, frozen=True):
     """An agreement on a set of members, who stand in the pages of the world."""
 
+    OPTIONAL: ClassVar = ("early",)
+
     generation: Number
     phase: Phase
     coordinator: Lease
@@ -439,6 +441,7 @@ class Round(Lasting, frozen=True):
     suspects: tuple[Suspect, ...] = ()
     planned: bool = False  # begun by a join or a leave: workers get more time to stop
     joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
+    early: Text | UnsetType = UNSET  # as the ledger's
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a round."""
@@ -452,6 +455,8 @@ class Round(Lasting, frozen=True):
 class Ledger(Lasting, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
 
+    OPTIONAL: ClassVar = ("early",)
+
     generation: Number = 0  # the last one handed out
     final: Number = 0  # the last one that had a world
     nodes: Number = 0  # of that world
@@ -459,6 +464,7 @@ class Ledger(Lasting, frozen=True):
     rapid_failures: Number = 0  # times in a row that a worker failed right after its start
     trained: Seconds = 0.0  # by the worlds since the last failure together
     suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
+    early: Text | UnsetType = UNSET  # error before any step of the run, see final_failures.py
 
 
 class Ready(Value, frozen=True):

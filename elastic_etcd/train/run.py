@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
-from elastic_etcd.errors import AgentGone, UsageError
+from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import ddp
@@ -212,7 +212,7 @@ class _Worker:
         calls = [row[:2] for row in rows]
         if any(call != calls[0] for call in calls):
             first, last = min(calls)[0], max(calls)[0]
-            raise UsageError(
+            raise WrongHere(
                 f"rank {group.rank} is in call {self._call} of ee.run ({self._name}), others are"
                 f" in calls {first} to {last}: a worker that is started anew begins at the first."
                 " Train in one function, with a value of the state that says what comes next"

@@ -189,6 +189,36 @@ def test_t11_the_rank_that_returned_early_is_the_cause(
     assert keys(etcd, job.name)["outcome"]["failure"]["node"] == ""
 
 
+ARGUMENTS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", required=True)
+parser.parse_args()
+"""
+USAGE = "import elastic_etcd as ee\nee.ElasticState().commit(every=0)"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "worlds", "why", "last"),
+    [
+        (USAGE, 2, 1, "a UsageError, which no restart mends", "commit(every=0): at least 1"),
+        (ARGUMENTS, 1, 2, "the same error twice before the first step", "required: --epochs"),
+    ],
+    ids=["usage", "arguments"],
+)
+def test_t13_a_failure_that_can_not_change_is_final(
+    job: Job, tmp_path: Path, script: str, code: int, worlds: int, why: str, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = (str(tmp_path / "train.py"),)
+    n1 = job.start("n1", script=command, nnodes="1:1", start_method="exec", max_restarts=3)
+    job.exits(n1, code, seconds=60)
+    error = n1.output[n1.output.rindex("error: worker 0 on n1 exited ") :]
+    assert f"; {why}\nroot cause: " in error
+    assert last in error
+    assert n1.output.count(": group rank 0 of 1, ") == worlds
+
+
 def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
     """First the oldest one, and then the youngest, which has come instead."""
     dead = job.start("n1")

@@ -88,6 +88,8 @@ SMALL = [
     Case(2, limits(1, 2), Faults(crash=1, fail=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2), Faults(fail=2)),
     Case(2, limits(1, 2), Faults(fail=3, long=2), ("sees, after a long time",)),
+    Case(2, limits(1, 2, restarts=3), Faults(early=2, fail=1)),
+    Case(2, limits(1, 2, restarts=3), Faults(early=2, crash=1), LOST),
     Case(2, limits(1, 2), Faults(stop=1, crash=1), (*LOST, *STOPPED)),
     Case(2, limits(1, 2), Faults(late=2, fail=1)),
     Case(2, limits(1, 2), Faults(late=1, crash=1), LOST),

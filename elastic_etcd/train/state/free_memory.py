@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import WrongHere
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -50,7 +50,7 @@ def check_memory(size: int, lacking: int) -> None:
     """
     free = free_memory()
     if lacking > free.size:
-        raise UsageError(
+        raise WrongHere(
             f"a snapshot of this state takes {shown(size)}, and there are two of them: "
             f"{shown(lacking)} more of host memory are needed, "
             f"{shown(free.size)} of {free.of} are free"
