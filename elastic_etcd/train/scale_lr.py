@@ -28,7 +28,8 @@ def scale_lr(
     For scripts that keep the batch of each rank, so that the global batch grows and shrinks with
     the world; those that keep the global batch (ee.accumulation_steps) need none of this. Each
     group's rate is multiplied by new / old world size, or by the square root of that with "sqrt".
-    The rates that the script sets are those of the world it begins in.
+    The rates that the script sets are those of the world it begins in. Call it once, outside of
+    the training.
 
     optimizer: torch's; it is in the state. warmup: so many steps of the optimizer take rates that
     go evenly from the old to the new one. scheduler: a learning rate scheduler in the state, whose
@@ -68,7 +69,7 @@ class _Scaled:
                 scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def _begin_step(self, *_: object) -> None:
-        groups = self._optimizer.param_groups
+        groups, self._rates = self._optimizer.param_groups, []
         if any(group[_LEFT] for group in groups):
             self._rates = [group["lr"] for group in groups]
             for group in groups:

@@ -1,5 +1,6 @@
 """ee.scale_lr: which learning rate each step takes, over any worlds and schedulers."""
 
+import copy
 import math
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_t17_a_scheduler_goes_on_from_the_scaled_rate(scheduled: Any) -> None:
     job.scale(OLD, NEW)
     expected = [2 * taken for taken in plain.steps(8)]
     assert job.steps(8) == pytest.approx(expected, rel=1e-3)
+
+
+def test_t17_a_step_that_fails_leaves_no_rate_behind() -> None:
+    job = Job(warmup=4)
+    job.scale(OLD, NEW)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        job.optimizer.step(lambda: 1 / 0)
+    job.optimizer.load_state_dict(saved)
+    for group in job.optimizer.param_groups:
+        group["warmup_left"], group["lr"] = 0, 0.4
+    assert job.steps(2) == pytest.approx([0.4, 0.4])
 
 
 def test_t17_a_state_keeps_it_and_calls_it() -> None:
