@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -243,7 +244,8 @@ class Workers:
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         uptime = max((w.uptime for w in self._running.values()), default=0.0)
-        failure = Failure(node, 0, 0, 0, 0, round(uptime, 3), message, at, hang)
+        step = max((now.steps + 1 for _, now in self.activities() if now.steps), default=UNSET)
+        failure = Failure(node, 0, 0, 0, 0, round(uptime, 3), message, at, hang, step)
         if worker:
             spec, node = worker.spec, self._config.node
             ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
@@ -484,12 +486,13 @@ class Workers:
 
         If it still runs nobody knows whether ee.run returned, or an error ends it soon.
         """
-        for worker in self._exited:
-            how = "returned from ee.run" if worker.finished else "ended"
-            return f"rank {worker.spec.rank} on {self._config.node} {how}"
-        finished = (worker.spec.rank for worker in self._running.values() if worker.finished)
-        rank = next(finished, None)
-        return "" if rank is None else f"rank {rank} on {self._config.node} left ee.run"
+        finished = (worker for worker in self._running.values() if worker.finished)
+        worker = next(chain(self._exited, finished), None)
+        if worker is None:
+            return ""
+        how = "returned from ee.run" if worker.finished else "ended"
+        how = how if worker in self._exited else "left ee.run"
+        return f"rank {worker.spec.rank} on {self._config.node} {how}"
 
     # --- what workers say -----------------------------------------------------------------
 

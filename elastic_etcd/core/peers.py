@@ -1,6 +1,11 @@
 """The words by which gloo, NCCL and torch say that a peer of theirs is gone."""
 
-from elastic_etcd.core.schema import Failure
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+if TYPE_CHECKING:  # the training, which has no use for keys, loads this, too
+    from elastic_etcd.core.schema import Failure
 
 # An error of gloo's or NCCL's has no type of its own before torch 2.4, and gloo's has none today.
 _TEXTS = (
@@ -47,19 +52,18 @@ def ends_with_lost_peer(stack: str) -> bool:
     return names_lost_peer(said) or any(error in said for error in _ERRORS)
 
 
-def blames_peers(failure: Failure) -> bool:
+def blames_peers(failure: "Failure") -> bool:
     """Whether a worker's own words are that its peers are gone, and nothing else was found out."""
     return not failure.hang and (
         failure.message.startswith(LOST) or ends_with_lost_peer(failure.message)
     )
 
 
-def was_left(failure: Failure, left: str) -> Failure:
+def was_left(failure: "Failure", left: str) -> "Failure":
     """The failure of a worker whose peers have ended before it: `left` says who they are, and how.
 
     It is nobody's, since a node that has done its work is not to be left out for that.
     """
     where = f"in step {failure.step}" if failure.step else "at work"
     told = f"{left} while rank {failure.rank} on {failure.node} was {where}"
-    said, at, uptime = failure.message, failure.at, failure.uptime
-    return Failure("", 0, 0, 0, 0, uptime, said, at, hang=told)
+    return replace(failure, node="", rank=0, local_rank=0, pid=0, code=0, hang=told)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.core.final_failures import TRAINED, is_usage_error, noted, why_final
+from elastic_etcd.core.peers import was_left
 from elastic_etcd.core.schema import Failure
 
 USAGE = """
@@ -79,6 +80,8 @@ def test_t13_the_same_error_twice_is_final_before_the_first_step(
     assert final(failure, before + "0") == final(failure, TRAINED) == ""
     for later in (replace(failure, step=1), replace(failure, code=3)):
         assert final(later, before) == ""
+    left = was_left(replace(failure, step=11), "rank 1 on n2 ended")
+    assert noted(before, left, 2.0) == TRAINED
     assert final(failure, before, trained=600.0) == "", "nobody may see its steps"
     assert noted(before, failure, 600.0) == noted("", replace(failure, step=1), 2.0) == TRAINED
 

@@ -316,6 +316,7 @@ async def test_t11_one_that_lost_its_peers_names_the_one_that_has_left(
         await watched.until(lambda: watched.ends)
     else:
         await watched.until(lambda: watched.finished == [True])
+    await watched.turns(lambda: watched.workers._running[pid].channel)
     for _ in range(10):
         watched.workers.pages[0].step(told=True)
     os.kill(pid, signal.SIGUSR1)
