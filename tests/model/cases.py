@@ -101,6 +101,7 @@ SMALL = [
     Case(2, limits(1, 2), Faults(leave=1, hang=1, tired=1), ("has waited",)),
     Case(2, limits(1, 2, restarts=0), Faults(fail=1, peer=1)),
     Case(2, limits(1, 2), Faults(peer=2, crash=1), LOST),
+    Case(2, limits(1, 2), Faults(peer=1, done=1)),
     Case(2, limits(1, 2), Faults(done=2, crash=1), (*LOST, *DONE_AND_LOST)),
     Case(2, limits(1, 2), Faults(done=1, crash=1, fail=1), DONE_AND_LOST),
     Case(2, limits(1, 2), Faults(done=1, leave=1, crash=1), DONE_AND_LOST),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.core.final_failures import TRAINED
@@ -33,7 +34,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, View, covered, view_of
-from tests.model.store import KEYS, Store
+from tests.model.store import EARLY, KEYS, Store
 
 TOO_FEW = Verdict.TOO_FEW_NODES.exit_code
 
@@ -364,6 +365,6 @@ def _check_close(before: Store, after: Store, limits: Limits) -> None:
         raise Violation("I7: the job is closed though not every participant is done")
     failure = outcome.failure
     if failure and ledger.restarts < limits.max_restarts:
-        came_before = failure.message and ledger.early and ledger.early != TRAINED
+        came_before = failure.message == EARLY and ledger.early not in (UNSET, TRAINED)
         if not came_before:
             raise Violation("I7: the job is closed though restarts are left")

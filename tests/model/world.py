@@ -29,6 +29,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersGone,
     WriteDone,
 )
+from elastic_etcd.core.peers import LOST
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Drain,
@@ -215,7 +216,10 @@ class System:
                     "worker fails early",
                     WorkerEnded(node.workers, replace(failure, message=EARLY)),
                 ),
-                "peer": ("worker loses its peer", WorkerEnded(node.workers, failure, by_peer=True)),
+                "peer": (
+                    "worker loses its peer",
+                    WorkerEnded(node.workers, replace(failure, message=LOST), by_peer=True),
+                ),
             }
             for fault, (label, failed) in failures.items():
                 if getattr(may, fault):
