@@ -75,9 +75,9 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     """The hang that was asked about with the verdict in it: who is behind, and who only waits.
 
     - The ranks in the lowest step are behind.
-    - A rank that has ended waits for nobody. If one has, and none of those that stand waits in a
-      collective, they train no more either: it is no hang. If they do wait the rank that has
-      ended is the culprit: nothing stands there that could be begun anew.
+    - A rank that has ended waits for nobody. If at least as many have as stand, of which none waits
+      in a collective, these train no more either: it is no hang. Else one that has ended is the
+      culprit: nothing stands there that could be begun anew.
     - If all are in one step, as they mostly are, or steps can't be compared, the ranks that
       stand in no collective are behind, if they are no more than those that wait in one. Else
       nobody moves, and the rank can't be known.
@@ -90,7 +90,8 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     if not still:
         return replace(asked, line="all ranks go on")
     ended = _ended(ranks)
-    if ended and asked.evidence and not any(_waits(at) for at in still):
+    few = len(still) <= len(ended)
+    if few and asked.evidence and not any(_waits(at) for at in still):
         return replace(asked, line=_after_training(still, ended))
     low = _lowest(still) if _are_comparable(ranks) else math.inf
     longest = _longest(still)
@@ -217,7 +218,7 @@ def _waiting(waiting: list[At], seconds: str) -> str:
 def _after_training(still: list[At], ended: list[At]) -> str:
     have, seconds = _verb(still, "has", "have"), _longest(still)
     worked = f"{who(still)} {have} worked for {seconds:.0f} s since the last step"
-    return f"{worked}, {_are_at_end(ended)}, nobody waits"
+    return f"{worked}, {_are_at_end(ended)}, no rank is seen in a collective"
 
 
 def _excused(still: list[At], excuses: list[At]) -> str:

@@ -151,6 +151,12 @@ def world(size: int, *others: At) -> list[At]:
             ),
             3,
         ),
+        # On a GPU they wait, and it is not seen.
+        (
+            world(4, *(rank(n, 1042, STEP) for n in range(3)), rank(3, 0, DONE, 0.0)),
+            "rank 3 on n1 is at its end, 3 others wait in 1042 for 71 s",
+            3,
+        ),
         (
             world(2, rank(0, 0, DONE, 0.0), rank(1, 6, RankDoing.CHECK)),
             "rank 0 on n1 is at its end, 1 other waits in 6 for 71 s",
@@ -194,13 +200,13 @@ def test_f3_who_works_on_after_others_have_ended_does_not_hang() -> None:
     assert (found.alarm, found.rank) == (False, None)
     assert found.line == (
         "rank 0 on n1 has worked for 71 s since the last step, rank 1 on n1 is at its end, "
-        "nobody waits"
+        "no rank is seen in a collective"
     )
     several = hangs.answer(ASKED, world(6, *(rank(n, 11, STEP) for n in (0, 1)), *(
         rank(n, 11, DONE, 80.0) for n in range(2, 6))))  # fmt: skip
     assert several.line == (
         "ranks 0-1 on n1 have worked for 71 s since the last step, "
-        "ranks 2-3 on n1 and 4-5 on n2 are at their end, nobody waits"
+        "ranks 2-3 on n1 and 4-5 on n2 are at their end, no rank is seen in a collective"
     )
     # Whether it waits in a collective is not known before its stack is.
     first = replace(ASKED, evidence=False)
