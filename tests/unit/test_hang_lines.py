@@ -301,7 +301,10 @@ def test_whatever_is_answered_there_is_one_true_line(found: list[RankStep | None
     assert said.line
     assert "\n" not in said.line
     assert len(said.line) < 400
-    if said.rank is not None:
+    ended = [at.rank for at in ranks if at.step and at.step.doing is DONE]
+    if ended and said.alarm:
+        assert said.rank == ended[0]
+    elif said.rank is not None:
         assert said.alarm
         culprit = ranks[said.rank].step
         assert culprit
