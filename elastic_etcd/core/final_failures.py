@@ -11,6 +11,8 @@ from elastic_etcd.core.schema import Failure
 TRAINED = "trained"  # in place of an error: what has run once may run again
 _USAGE = "elastic_etcd.errors.UsageError: "
 _UNREADABLE = ("SyntaxError: ", "IndentationError: ", "TabError: ")
+# Another process, also of the world before, may have a device or its memory a while longer.
+_BUSY = ("CUDA error", "HIP error", "out of memory")
 _HEADER = "Traceback (most recent call last):"
 _FRAME = "  File "
 _LONG = 600.0  # seconds; a script has trained by then, though nobody may see its steps
@@ -32,6 +34,8 @@ def noted(before: str, failure: Failure, trained: float) -> str:
     if failure.hang or failure.code < 0 or not failure.message or blames_peers(failure):
         return ""
     error, place = _error(failure)
+    if any(words in error for words in _BUSY):
+        return ""
     return f"exit code {failure.code}: {error} {place}"[:_LONGEST].strip()
 
 

@@ -98,6 +98,7 @@ def test_t13_the_same_error_elsewhere_is_another(tmp_path: Path) -> None:
         Failure("n1", 1, 1, 42, -9, 1.5, "out of memory: the kernel has killed it"),
         Failure("n1", 1, 1, 42, 1, 1.5, ""),
         Failure("n1", 1, 1, 42, 1, 1.5, GLOO),
+        Failure("n1", 1, 1, 42, 1, 1.5, "RuntimeError: CUDA error: all devices are busy"),
         Failure("", 0, 0, 0, 0, 1.5, "", hang="the store server on n1 ended with exit code -9"),
     ],
 )
