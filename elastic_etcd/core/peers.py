@@ -67,3 +67,8 @@ def was_left(failure: "Failure", left: str) -> "Failure":
     where = f"in step {failure.step}" if failure.step else "at work"
     told = f"{left} while rank {failure.rank} on {failure.node} was {where}"
     return replace(failure, node="", rank=0, local_rank=0, pid=0, code=0, hang=told)
+
+
+def is_left(failure: "Failure") -> bool:
+    """Whether it is such a failure, and no hang: the words of the worker are there."""
+    return bool(failure.hang and failure.message and not failure.node)

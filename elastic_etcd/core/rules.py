@@ -45,7 +45,7 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from elastic_etcd.core import final_failures, hangs, requests, suspects
-from elastic_etcd.core.peers import blames_peers, was_left
+from elastic_etcd.core.peers import blames_peers, is_left, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
     Failure,
@@ -785,7 +785,7 @@ def _culprit(view: View) -> Failure | None:
     first = next((r.failure for r in failures if not r.victim), None)
     if first is None or not blames_peers(first):
         return first
-    left = next((r.failure for r in failures if r.failure and _left_others(r.failure)), None)
+    left = next((r.failure for r in failures if r.failure and is_left(r.failure)), None)
     done = _done(view)
     ended = [
         hangs.At(rank, p.node, None)
@@ -794,8 +794,3 @@ def _culprit(view: View) -> Failure | None:
         if p.lease in done
     ]
     return left or (was_left(first, f"{hangs.who(ended)} ended") if ended else first)
-
-
-def _left_others(failure: Failure) -> bool:
-    """Whether its agent knows that peers had left it."""
-    return bool(failure.hang) and not failure.node and bool(failure.message)
