@@ -258,6 +258,7 @@ def in_these_worlds(folder: Path, *worlds: World) -> list[World]:
         with group(world.rank, world.world_size, folder / str(world.generation)):
             if state.sync():
                 state._reset(world)
+            assert state._loops.ranks_before == (3 if world.generation > 1 else 0)
             if world.generation == 1:
                 state.commit()
     assert all(new.generation > 1 for _, new in olds)

@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from tqdm import tqdm
 
-from elastic_etcd import ElasticSampler, ElasticState, WorldChanged, steps_per_epoch
+from elastic_etcd import (
+    ElasticSampler,
+    ElasticState,
+    WorldChanged,
+    accumulation_steps,
+    steps_per_epoch,
+)
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import Indices
@@ -656,3 +662,40 @@ def test_a_stateful_loader_is_counted_and_keeps_its_state(workers: int) -> None:
         trained += labels(batch)
     assert trained == list(range(LENGTH))
     assert other.sampler.consumed == LENGTH
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_t17_rank_0_says_what_a_step_is_now_and_was(
+    caplog: pytest.LogCaptureFixture, planned: bool
+) -> None:
+    sampler = ElasticSampler(1000, rank=0, world_size=4)
+    state = ElasticState(sampler=sampler)
+
+    def begin(world: int, rank: int = 0) -> list[str]:
+        caplog.clear()
+        sampler.reshard(rank, world)
+        arguments: dict[str, Any] = {"batch_size": 8, "sampler": sampler}
+        if planned:
+            plan = accumulation_steps(96, 8, rank=rank, world_size=world)
+            sampler.reshard(batch_sizes=plan.batch_sizes)
+            arguments = {"batch_sampler": plan.batches(sampler)}
+        loader = DataLoader(range(1000), **arguments)
+        steps = state.steps(loader, accumulate=len(plan) if planned else 1)
+        for _ in steps:
+            if steps.ends_step:
+                break
+        return [r.getMessage() for r in caplog.records if "a step is" in r.getMessage()]
+
+    assert begin(4) == begin(4) == []
+    assert begin(3) == ([] if planned else ["a step is 24 samples, was 32"])
+    assert begin(5, rank=1) == []
+    assert begin(4) == ([] if planned else ["a step is 32 samples, was 40"])
+
+
+def test_t17_rank_0_in_a_new_process_knows_how_many_ranks_there_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = ElasticState(sampler=ElasticSampler(LENGTH, rank=0, world_size=3))
+    state._loops.ranks_before = 4
+    next(iter(state.steps(loader_of(state))))
+    assert "a step is 15 samples, of 3 ranks, which were 4" in caplog.text

@@ -172,6 +172,7 @@ class ElasticState:
         old_rank = self._ranks.get(version.generation, -1)
         self._old = World(version.generation, old_rank, version.world_size)
         self._ranks[generation()] = rank
+        self._loops.ranks_before = version.world_size if newest is not None else 0
         for sampler in self._samplers().values():
             if isinstance(sampler, ElasticSampler):
                 sampler.varies = False  # a newcomer has not begun its loop yet

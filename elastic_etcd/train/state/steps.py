@@ -6,12 +6,13 @@ the loader is the next one that the batch sampler gave, and a note says which sa
 positions for it.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.batch_sampler import MicroBatches
@@ -20,6 +21,8 @@ from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
 
 _INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
 _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
+
+log = logging.getLogger(__name__)
 
 _Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
 
@@ -39,6 +42,7 @@ class Loops:
 
     def __init__(self) -> None:
         self._latest: object = None
+        self.ranks_before = 0  # of the commit from which all go on, if there was one
         self.within_step = 0  # the batches of the step that the batch in hand does not end
 
     def begin(self) -> object:
@@ -123,6 +127,7 @@ class Steps:
     def __iter__(self) -> Iterator[Any]:
         """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
         loop = self._loops.begin() if self._check else None
+        self._tell_size()
         if isinstance(self._batches, StreamLoader):
             self._batches.data.settle()  # the batch in hand of the loop before is none of this one
         try:
@@ -158,6 +163,30 @@ class Steps:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler.finish()
+
+    def _tell_size(self) -> None:
+        """Let rank 0 say what a step is now, where the world has another size than before."""
+        if isinstance(self._batches, StreamLoader):
+            return
+        for sampler in self._own[:1]:
+            assert isinstance(sampler, ElasticSampler)
+            size, (was, ranks) = self._samples(sampler), sampler.in_step
+            sampler.in_step = size, sampler.world_size
+            ranks = ranks or self._loops.ranks_before
+            if not size or size == was or sampler.rank or ranks in (0, sampler.world_size):
+                continue
+            known = f"was {was}" if was else f"of {sampler.world_size} ranks, which were {ranks}"
+            log.warning("a step is %d samples, %s", size, known)
+
+    def _samples(self, sampler: ElasticSampler) -> int:
+        """The samples of all ranks in a step; 0 if a batch may have any number of them."""
+        assert isinstance(self._batches, Batches)
+        batches = self._batches.inner
+        if isinstance(batches, MicroBatches):
+            return sampler.in_all(sum(batches.sizes))
+        if type(batches) is not BatchSampler:
+            return 0
+        return sampler.in_all(batches.batch_size * self._accumulate)
 
     def _remaining(self) -> int:
         """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
