@@ -17,6 +17,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
 from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
+from elastic_etcd.train.state import agreement
 
 _INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
 _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
@@ -121,7 +122,10 @@ class Steps:
         return self._remaining() if self._total is None else self._total
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
+        """Raises UsageError for a batch that can't be counted, and what commit and check raise.
+
+        At its end all ranks ask each other once more whether their world is whole.
+        """
         loop = self._loops.begin() if self._check else None
         if isinstance(self._batches, StreamLoader):
             self._batches.data.settle()  # the batch in hand of the loop before is none of this one
@@ -158,6 +162,8 @@ class Steps:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler.finish()
+        if self._check and not any(sampler.tail == "uneven" for sampler in self._own):
+            agreement.agree(0, 0)  # the training may end here, without another commit
 
     def _remaining(self) -> int:
         """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
