@@ -4,7 +4,8 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import cycle, islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +51,32 @@ def test_t10_ranks_with_one_step_more_check_as_often_as_the_others(tmp_path: Pat
     assert fewer == [(2, 2, LENGTH), (4, 4, LENGTH)]
 
 
-class ByTokens:
-    """Batches of as many samples as have 10 tokens, of which a sample has its index modulo 5."""
+class OfTwoSizes:
+    """Batches of two samples and three in turn, which one rank begins with two and one with three.
 
-    def __init__(self, sampler: ElasticSampler) -> None:
-        self.sampler = sampler
+    So do batches by their number of tokens, of which all ranks have equally many.
+    """
+
+    def __init__(self, sampler: ElasticSampler, first: int) -> None:
+        self.sampler, self.first = sampler, first
+
+    def __len__(self) -> int:
+        return ceil(len(self.sampler) * 2 / 5)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if sum(each % 5 for each in batch) >= 10:
-                yield batch
-                batch = []
-        if batch:
+        indices = iter(self.sampler)
+        sizes = cycle([self.first, 5 - self.first])
+        while batch := list(islice(indices, next(sizes))):
             yield batch
 
 
-def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
+def with_batches_of_two_sizes(rank: int) -> tuple[list[int], list[int]]:
     """What was trained on in two worlds: a few batches of two ranks, and the rest by rank 0."""
     state = ElasticState(sampler=ElasticSampler(101))
     state.sync()
-    loader = DataLoader(range(101), batch_sampler=ByTokens(state.sampler), collate_fn=list)
-    first = [i for batch in islice(state.steps(loader, commit_every=1), 4) for i in batch]
+    batches = OfTwoSizes(state.sampler, 2 + rank)
+    loader = DataLoader(range(101), batch_sampler=batches, collate_fn=list)
+    first = [i for batch in islice(state.steps(loader, commit_every=1), 3) for i in batch]
     state.commit()
     if rank:  # a newcomer in its place, which has begun no loop
         state = ElasticState(sampler=ElasticSampler(101))
@@ -84,10 +88,49 @@ def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
     return first, [i for batch in state.steps(loader, check=False) for i in batch]
 
 
-def test_t7_batches_by_tokens_are_trained_on_once(tmp_path: Path) -> None:
-    (first, rest), (second, _) = ranks(2, tmp_path, with_batches_by_tokens)
+def test_t7_batches_of_any_size_are_trained_on_once(tmp_path: Path) -> None:
+    (first, rest), (second, _) = ranks(2, tmp_path, with_batches_of_two_sizes)
     assert len(first) != len(second)
     assert sorted(first + second + rest) == list(range(101))
+
+
+class ByTokens(OfTwoSizes):
+    """Batches of as many samples as have 10 tokens, of which a sample has its index modulo 5."""
+
+    def __len__(self) -> int:
+        return 20 + self.first  # as one that has counted them
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NotImplementedError  # it does not come to that
+
+
+class WithoutLength:
+    def __init__(self, sampler: ElasticSampler, _: int) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NotImplementedError
+
+
+def with_other_numbers_of_batches(rank: int, kind: type[Any]) -> str:
+    state = ElasticState(sampler=ElasticSampler(101))
+    loader = DataLoader(range(101), batch_sampler=kind(state.sampler, rank))
+    with pytest.raises(UsageError) as raised:
+        list(state.steps(loader))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(ByTokens, "the ranks [20, 21] batches"), (WithoutLength, "has no length")]
+)
+def test_t7_ranks_that_may_have_another_number_of_batches_are_refused(
+    kind: type[Any], words: str, tmp_path: Path
+) -> None:
+    one, other = ranks(2, tmp_path, with_other_numbers_of_batches, kind)
+    assert one == other
+    assert f"{kind.__name__} " in one
+    assert words in one
+    assert "ElasticBatchSampler" in one
 
 
 def accumulated_uneven(rank: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
 from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
@@ -138,6 +139,7 @@ class Steps:
                 f"accumulate={self._accumulate} over a loader without a length: nobody knows which "
                 "batch is the last, whose step would be lost. Give the stream its lengths="
             )
+        self._refuse_other_lengths()
         number, shared = 0, True
         try:
             for batch in self._take_each():
@@ -170,6 +172,26 @@ class Steps:
         if isinstance(self._batches, StreamLoader):
             return self._batches.remaining()
         return _length(self._batches, self._samplers, "rest")
+
+    def _refuse_other_lengths(self) -> None:
+        """Raise UsageError, on all ranks, if some have more batches than others, or may have."""
+        _, size = rank_and_size(launched=False)
+        if isinstance(self._batches, StreamLoader) or _sizes_are_alike(self._batches.inner):
+            return
+        if size == 1 or any(sampler.world_size != size for sampler in self._samplers):
+            return
+        lengths = [n for (n,) in gather([-1 if self._total is None else self._total])]
+        most, least = max(lengths), min(lengths)
+        if least >= 0 and most - least <= self._uneven:
+            return
+        named, cure = _named(self._batches.inner), "or give all ranks the same __len__()"
+        told = f"{named} gives the ranks {lengths} batches: some would wait for others for ever"
+        if least < 0:
+            told = f"{named} has no length, so that a rank may have more batches than another"
+        raise UsageError(
+            f"{told}. Let an ElasticBatchSampler deal out the batches of a whole epoch, equally "
+            f"many to each rank, {cure}"
+        )
 
     def _refuse_an_empty_epoch(self) -> None:
         """Raise UsageError if not even a whole epoch has a batch for this rank, nor is to."""
