@@ -62,7 +62,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
         @ee.run
         def train(state):
-            for batch in state.steps(loader, commit_every=10):
+            for batch in state.steps(loader):
                 step(model, batch)
 
         train(ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler))

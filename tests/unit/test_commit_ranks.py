@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.data.shards import Tail
+from elastic_etcd.train.state.commit_interval import CommitInterval
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.sync_point import SyncPoint, WorldBroken, WorldChanged
 from tests.support.forked import Child, group, ranks
@@ -211,3 +213,68 @@ def test_t3_ranks_that_have_committed_unlike_often(tmp_path: Path) -> None:
     one, other = ranks(2, tmp_path, with_a_commit_of_one)
     assert one == other
     assert "rank 1 is at commit 1 after 0 steps of its optimizers, others at commit 2" in one
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("a_step", "cost", "expected"),
+    [
+        (0.1, 0.004, [1, 1, 2, 4, 4, 4]),  # 1 % of the time
+        (0.01, 0.004, [1, 1, 2, 4, 8, 16, 32, 40, 40]),
+        (0.1, 10.0, [1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 299, 299]),  # 30 s
+        (45.0, 1.0, [1, 1, 1]),
+    ],
+)
+def test_t14_so_often_as_costs_one_percent_or_each_30_s(
+    a_step: float,
+    cost: float,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock(monkeypatch)
+    interval, found = CommitInterval(), []
+    for _ in expected:
+        found.append(interval.steps)
+        clock.now += interval.steps * a_step * 1.0001
+        interval.take([interval.wanted(interval.steps)])
+        interval.tell()
+        clock.now += cost
+        interval.committed(cost)
+    assert found == expected
+    (line,) = caplog.messages
+    steps = f"{expected[-1]} steps" if expected[-1] > 1 else "step"
+    assert line.startswith(f"state.steps() commits each {steps}, which is about each ")
+    interval.begin()
+    assert interval.steps == 1
+
+
+def with_clocks_of_their_own(rank: int) -> list[int]:
+    """Rank 1's commits take three times as long as rank 0's."""
+    real = CommitInterval.committed
+
+    def committed(self: CommitInterval, seconds: float) -> None:
+        real(self, min(seconds, 0) + 0.001 * (1 + 2 * rank))
+
+    CommitInterval.committed = committed  # type: ignore[method-assign]
+    state, found = made(rank, 2), []
+    for _ in range(5):
+        found.append(state._loops.interval.steps)
+        for _ in range(found[-1]):
+            time.sleep(0.02)
+            state.commit(every=found[-1])
+    return found
+
+
+def test_t14_ranks_agree_on_it(tmp_path: Path) -> None:
+    one, other = ranks(2, tmp_path, with_clocks_of_their_own)
+    assert one == other
+    assert one[0] == 1
+    assert one[-1] > 4  # that rank 0 alone would choose

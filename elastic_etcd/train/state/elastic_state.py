@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -29,7 +30,7 @@ from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
-from elastic_etcd.train.state.steps import Loops, Steps
+from elastic_etcd.train.state.steps import CommitEvery, Loops, Steps
 from elastic_etcd.train.state.sync import compare_counts, even_out, gather_inventories, spread
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ElasticState:
         self,
         loader: Iterable[Any],
         *,
-        commit_every: int | None = None,
+        commit_every: CommitEvery = "auto",
         accumulate: int = 1,
         check: bool = True,
     ) -> Steps:
@@ -92,7 +93,8 @@ class ElasticState:
 
         loader: a DataLoader that draws its batches from an ElasticSampler of this state, or a
         wrapper of one; or the loader() of an ElasticIterable of this state. commit_every: commit()
-        at each so many steps; None: not here. accumulate: how many batches make up a step of the
+        at each so many steps; "auto": so often that it takes at most 1 % of the time as measured,
+        or each 30 s; None: not here. accumulate: how many batches make up a step of the
         optimizer; commits and checks are between steps only. check: False in all but one of several
         loops that run at the same time; it does not commit either.
 
@@ -119,6 +121,7 @@ class ElasticState:
         self._loops.raise_within_step("commit()")
         self._calls += 1
         if self._calls >= every and self._agree():
+            began = time.monotonic()
             for value in self._samplers().values():
                 # Alike on all ranks, which loop over the same kinds of loaders.
                 if isinstance(value, ElasticIterable) or (
@@ -128,6 +131,7 @@ class ElasticState:
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             with activity.during(Doing.COMMIT):
                 self._write_snapshot(_version(last.counter + 1, last.lineage))
+            self._loops.interval.committed(time.monotonic() - began)
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -176,6 +180,7 @@ class ElasticState:
             self._load_snapshot(snapshot)
         self._at_commit, self._calls = False, 0
         self._begin_step()
+        self._loops.interval.begin()
         agreement.begin()
         self._committed_at = sync_point.current().steps
         version = snapshot.header.version
@@ -309,10 +314,12 @@ class ElasticState:
             return False
         version, samplers = self._snapshots.version(), self._samplers().values()
         uneven = any(sampler.tail == "uneven" for sampler in samplers)  # some ranks step once more
-        agreement.agree(
+        rows = agreement.agree(
             version.counter if version else 0,
             0 if uneven else agreement.steps_of(self._values.values()),
+            [self._loops.interval.wanted(self._calls)],
         )
+        self._loops.interval.take(wanted for (wanted,) in rows)
         return True
 
     def _write_snapshot(self, version: Version) -> None:

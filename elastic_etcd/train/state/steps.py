@@ -9,7 +9,7 @@ positions for it.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -19,9 +19,12 @@ from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
 from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
 from elastic_etcd.train.state import agreement
+from elastic_etcd.train.state.commit_interval import CommitInterval
 
 _INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
 _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
+
+CommitEvery = int | Literal["auto"] | None
 
 _Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
 
@@ -42,6 +45,7 @@ class Loops:
     def __init__(self) -> None:
         self._latest: object = None
         self.within_step = 0  # the batches of the step that the batch in hand does not end
+        self.interval = CommitInterval()
 
     def begin(self) -> object:
         """A loop that commits or checks begins; the value stands for it."""
@@ -80,12 +84,13 @@ class Steps:
         loops: Loops,
         loader: Iterable[Any],
         samplers: Sequence[ElasticSampler | ElasticIterable],
-        commit_every: int | None,
+        commit_every: CommitEvery,
         accumulate: int,
         *,
         check: bool,
     ) -> None:
-        if commit_every is not None and (commit_every < 1 or not check):
+        is_number = isinstance(commit_every, int) and commit_every >= 1 and check
+        if not is_number and commit_every not in ("auto", None):
             what = "at least 1" if check else "not in a loop with check=False"
             raise UsageError(f"steps(commit_every={commit_every}): {what}")
         if accumulate < 1:
@@ -239,7 +244,10 @@ class Steps:
             sampler.settle()
         if self._check and ends:
             self._loops.raise_if_another(loop)
-            if self._commit_every is not None:
+            if self._commit_every == "auto":
+                self._state.commit(every=self._loops.interval.steps)
+                self._loops.interval.tell()
+            elif self._commit_every is not None:
                 self._state.commit(every=self._commit_every)
             self._state.check()
 
