@@ -85,12 +85,14 @@ class LaunchConfig:
         """The flags of the launcher that say the same."""
         from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only once a job is started
 
+        mode = getattr(self.numa_options, "affinity_mode", self.numa_options)
         given = vars(self) | {
             "min_nodes": f"{self.min_nodes}:{self.max_nodes}",
             "run_id": self.run_id or None,
             "rdzv_endpoint": self.rdzv_endpoint or None,
             "rdzv_configs": ",".join(f"{k}={v}" for k, v in self.rdzv_configs.items()) or None,
             "rdzv_timeout": None if self.rdzv_timeout == -1 else self.rdzv_timeout,
+            "numa_options": getattr(mode, "value", mode),
             "logs_specs": None,  # instead of it, its attributes
             "log_dir": self._of_logs("log_dir", "_root_log_dir"),
             "redirects": self._of_logs("redirects", "_redirects"),

@@ -78,8 +78,8 @@ PARTS = {
         ("TEST_FAULTS=each scripts/test tests/frameworks",),
     ),
     "users": Part(
-        "whole training scripts, each fault by itself",
-        30,
+        "whole training scripts, and habits of people's scripts, each fault by itself",
+        36,
         ("TEST_FAULTS=each scripts/test tests/users",),
     ),
     "bench": Part(

@@ -75,6 +75,7 @@ class AgentConfig:
     leave_exit_code: int | None = None  # after a signal; None means 128 + the signal
     stop_exit_code: int | None = None  # of a job that people stopped; None: as any that leaves
     virtual_local_rank: bool = False
+    numa_binding: str = ""  # a mode of torch's: workers run on the CPUs near their GPUs only
     memory_dir: str = "/dev/shm"  # noqa: S108 - the folder in it is this user's only
     no_python: bool = False  # workers are programs, which need not hand signals on
     prefork: bool = True  # workers are forked from a process that has loaded torch and `preload`

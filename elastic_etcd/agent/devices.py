@@ -1,7 +1,11 @@
-"""How many workers `--nproc-per-node gpu|cpu|auto|xpu|N` means, without torch in this process."""
+"""How many workers `--nproc-per-node` means, and the CPUs of each for `--numa-binding`.
+
+Both without torch in this process.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,11 +20,18 @@ if TYPE_CHECKING:
 
 # Importing torch takes seconds, so it is not asked on a machine that has none of these.
 _DEVICE_NODES = ("nvidia*", "kfd", "dri/renderD*", "accel/*", "dxg")
-_ASK_TORCH = """
+_ASK_DEVICES = """
 import sys, torch
 auto = getattr(torch, "accelerator", torch.cuda)  # new in torch 2.6
 device = {"gpu": torch.cuda, "xpu": torch.xpu, "auto": auto}[sys.argv[1]]
 print(device.device_count() if device.is_available() else 0)
+"""
+_ASK_NUMA = """
+import json, sys
+from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+options, gpus = NumaOptions(affinity_mode=AffinityMode(sys.argv[1])), range(int(sys.argv[2]))
+cpus = [_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options) for gpu in gpus]
+print(json.dumps([sorted(each) for each in cpus]))
 """
 _TORCH_TIMEOUT = 300  # a first import of torch from a cold network disk takes minutes
 
@@ -51,6 +62,26 @@ def count_devices(spec: str, env: Mapping[str, str] | None = None) -> int:
     return int(spec)
 
 
+def cpus_near_gpus(mode: str, nproc: int, env: Mapping[str, str] | None = None) -> list[str]:
+    """The CPUs of each local rank, as "0,1,8": near the GPU of that number, as torch finds them.
+
+    `mode` is one of torch's (`torch.numa.binding.AffinityMode`). Raises UsageError.
+    """
+    flag = f"--numa-binding {mode}"
+    try:
+        answer = _ask_torch(_ASK_NUMA, mode, str(nproc), env=os.environ if env is None else env)
+        found = [",".join(map(str, cpus)) for cpus in json.loads(answer)]
+    except ValueError as error:
+        raise UsageError(
+            f"{flag}: torch can't say which CPUs are near the GPU of each worker:\n{error}\n"
+            "It needs torch 2.13, and a GPU for each worker. Start without it, or bind the workers "
+            "by a program: --no-python numactl"
+        ) from error
+    if not all(found):
+        raise UsageError(f"{flag}: this process may run on none of the CPUs near a GPU: {answer}")
+    return found
+
+
 def _cpus() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -62,7 +93,13 @@ def _accelerators(spec: str, env: Mapping[str, str]) -> int:
             return visible
     if not any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_NODES):
         return 0
-    return _ask_torch(spec, env)
+    try:
+        return int(_ask_torch(_ASK_DEVICES, spec, env=env))
+    except ValueError as error:
+        raise UsageError(
+            f"--nproc-per-node {spec}: torch could not count the devices:\n{error}\n"
+            "Give a number instead."
+        ) from error
 
 
 def _nvidia_gpus(env: Mapping[str, str]) -> list[str] | None:
@@ -113,22 +150,22 @@ def _index(entry: str, uuids: list[str]) -> int | None:
     return int(number[1]) if number and int(number[1]) < len(uuids) else None
 
 
-def _ask_torch(spec: str, env: Mapping[str, str]) -> int:
-    """The devices that the workers' torch counts, in a process that ends before that."""
+def _ask_torch(question: str, *args: str, env: Mapping[str, str]) -> str:
+    """The last line that the workers' torch prints, in a process that ends before theirs begin.
+
+    Raises ValueError with its last line where that fails.
+    """
     python = env.get("PYTHON_EXEC", sys.executable)
     try:
         answer = subprocess.run(
-            [python, "-c", _ASK_TORCH, spec],
+            [python, "-c", question, *args],
             env=dict(env),
             capture_output=True,
             text=True,
             timeout=_TORCH_TIMEOUT,
             check=True,
         )
-        return int(answer.stdout.split()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        stderr = getattr(error, "stderr", None) or str(error)
-        raise UsageError(
-            f"--nproc-per-node {spec}: {python} with torch could not count the devices:\n"
-            f"{stderr.strip().splitlines()[-1]}\nGive a number instead."
-        ) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        words = (getattr(error, "stderr", None) or str(error)).strip()
+        raise ValueError(f"{python}: {words.splitlines()[-1]}") from error
+    return ["", *answer.stdout.strip().splitlines()][-1]

@@ -1,4 +1,4 @@
-"""A worker's environment: every variable that torchrun gives, NODE_RANK, and ten of our own."""
+"""A worker's environment: every variable that torchrun gives, NODE_RANK, and some of our own."""
 
 import logging
 import os
@@ -18,12 +18,14 @@ _SECRETS = ("ELASTIC_ETCD_PASSWORD", "ETCDCTL_PASSWORD")
 _OMP, _GLOO = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 # Those of the two that the agent has set, with their values.
 _NOT_THE_USERS = "ELASTIC_ETCD_SET"
+_CPUS = "ELASTIC_ETCD_CPUS"  # on which a worker runs, if not on all (system/trampoline.py)
 
 log = logging.getLogger(__name__)
 
 
 def forget_another_agents(env: MutableMapping[str, str]) -> None:
     """Take out what another agent has set, one of whose workers has submitted this one's job."""
+    env.pop(_CPUS, None)
     for item in env.pop(_NOT_THE_USERS, "").split():
         name, _, value = item.partition("=")
         if env.get(name) == value:
@@ -66,6 +68,7 @@ def worker_env(
     mark: str = "",  # by which what it leaves behind is found (system/leftovers.py)
     memory: str = "",  # its node's directory for checkpoints
     timer_file: str = "",  # where it sets torch's timers, if they are served
+    cpus: str = "",  # "0,1,8": on which it is to run; "": on all that its agent has
 ) -> dict[str, str]:
     """The whole environment of a worker of the final round `now`, made from the agent's (`base`).
 
@@ -107,6 +110,8 @@ def worker_env(
     )
     if timer_file:
         env["TORCHELASTIC_TIMER_FILE"] = timer_file
+    if cpus:
+        env[_CPUS] = cpus
     if interface:
         # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
         env.setdefault(_GLOO, interface)

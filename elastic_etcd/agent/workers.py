@@ -120,6 +120,7 @@ class Workers:
             size = config.nproc + 1  # and a store server
             self._prefork = Prefork(config.argv, env, config.preload, size, tasks.create)
             self._prefork.start()
+        self._cpus: list[str] = []  # of each local rank, if not all
         self._store = StoreServer(tasks, self._prefork, self._store_lost)
         self._interface = ""  # which has this node's address for the others
 
@@ -149,6 +150,10 @@ class Workers:
 
             path = self._config.timer_file or f"{self._directory.path}/timers"
             self._timers = file_timers.FileTimers(path, self._timer_expired)
+        if mode := self._config.numa_binding:
+            from elastic_etcd.agent.devices import cpus_near_gpus  # noqa: PLC0415 - as above
+
+            self._cpus = await begin(partial(cpus_near_gpus, mode, self._config.nproc))
         if self._prefork:
             await self._prefork.imported()
             if self._prefork.lacks_torch:  # which the script may not need, but the store does
@@ -328,6 +333,7 @@ class Workers:
             mark=str(self._mark),
             memory=self._memory.path if self._memory else "",
             timer_file=self._timers.path if self._timers else "",
+            cpus=self._cpus[local_rank] if self._cpus else "",
         )
         argv = tuple(substitute(self._config.argv, local_rank))
         is_script = not self._config.no_python

@@ -178,7 +178,9 @@ class Environment:
         self._blas = _functions("openblas", _BLAS_SETTERS)
 
     def become(self, env: dict[str, str]) -> None:
-        """Have exactly `env`, and the numbers of threads that it asks for."""
+        """Have exactly `env`, and the CPUs and numbers of threads that it asks for."""
+        if cpus := env.get("ELASTIC_ETCD_CPUS"):
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
         for name, value in env.items():

@@ -287,6 +287,15 @@ WORKERS = Section(
             to="virtual_local_rank",
         ),
         Flag(
+            "--numa-binding",
+            "let each worker run only on the CPUs near its GPU, as torch finds them",
+            metavar="MODE",
+            choices=("node", "socket", "exclusive", "core-complex"),
+            to="numa_binding",
+            by_default="on all",
+            in_python="numa_options",
+        ),
+        Flag(
             "--signals-to-handle",
             "signals on which this node leaves the job; its workers get the same one",
             flag_values.signals,
@@ -510,22 +519,17 @@ OUTPUT = Section(
 WITHOUT_MEANING = Section(
     "accepted from torchrun, without a meaning here",
     tuple(
-        Flag(name, text, metavar="X", in_python=in_python)
-        for name, text, in_python in (
-            ("--rdzv-backend", "nodes always meet through etcd v3, at --etcd", ""),
-            ("--monitor-interval", "the exit of a worker is an event here, not polled", ""),
-            ("--event-log-handler", "use elastic-etcd events --follow --json", ""),
-            ("--logs-specs", "use --log-dir, --redirects and --tee", ""),
-            ("--duplicate-stdout-filters", "filter the files under --log-dir", ""),
-            ("--duplicate-stderr-filters", "filter the files under --log-dir", ""),
-            ("--node-rank", "ranks are given at the rendezvous; a survivor keeps its rank", ""),
-            ("--master-addr", "each generation has a store of its own on group rank 0's node", ""),
-            ("--master-port", "each generation has a store of its own on a free port", ""),
-            (
-                "--numa-binding",
-                "start the workers through numactl with --no-python instead",
-                "numa_options",
-            ),
+        Flag(name, text, metavar="X")
+        for name, text in (
+            ("--rdzv-backend", "nodes always meet through etcd v3, at --etcd"),
+            ("--monitor-interval", "the exit of a worker is an event here, not polled"),
+            ("--event-log-handler", "use elastic-etcd events --follow --json"),
+            ("--logs-specs", "use --log-dir, --redirects and --tee"),
+            ("--duplicate-stdout-filters", "filter the files under --log-dir"),
+            ("--duplicate-stderr-filters", "filter the files under --log-dir"),
+            ("--node-rank", "ranks are given at the rendezvous; a survivor keeps its rank"),
+            ("--master-addr", "each generation has a store of its own on group rank 0's node"),
+            ("--master-port", "each generation has a store of its own on a free port"),
         )
     ),
 )

@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
     for number in (SIGPIPE, SIGXFSZ):  # Python ignores them, and exec would pass that on
         libc.signal(number, None)  # None: SIG_DFL
     libc.signal(SIGUSR2, SIG_IGN)  # a scheduler's word to drain, which may reach all of a node
+    if cpus := os.environ.get("ELASTIC_ETCD_CPUS"):  # a worker's, see --numa-binding
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     try:
         os.execvp(command[0], command)  # noqa: S606  (the user's command, as it stands)
     except OSError as error:

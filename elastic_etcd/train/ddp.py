@@ -1,7 +1,11 @@
-"""ee.ddp: a module that is wrapped once and trained in one world after another."""
+"""ee.ddp: a module that is wrapped once and trained in one world after another.
+
+And what DistributedDataParallel reduces when it is made anew for a world that begins in the middle.
+"""
 
 import weakref
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -73,3 +77,45 @@ def forget() -> None:
     """Drop the modules that were made for a world, which is over."""
     for module in _all:
         module._made = None  # noqa: SLF001 - this file's
+
+
+# Of a parameter: whether the last DistributedDataParallel around it reduces it, and whether the
+# next one is to, though it is frozen.
+_REDUCED, _REDUCE = "_elastic_etcd_reduced", "_elastic_etcd_reduce"
+
+
+def is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether it was not frozen when DistributedDataParallel was made around it."""
+    return getattr(parameter, _REDUCED, False)
+
+
+def reduce_next(parameter: nn.Parameter, *, wanted: bool) -> None:
+    """Let the next DistributedDataParallel reduce a parameter that is frozen at that moment.
+
+    A training begins anew from a commit, at which a GAN's other half may have been frozen.
+    """
+    setattr(parameter, _REDUCE, wanted)
+
+
+_make = DistributedDataParallel.__init__
+
+
+@wraps(_make)
+def _make_as_before(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+    frozen = [
+        each
+        for each in module.parameters()
+        if vars(each).pop(_REDUCE, False) and not each.requires_grad
+    ]
+    for each in frozen:
+        each.requires_grad = True
+    try:
+        _make(self, module, *args, **options)
+        for each in module.parameters():
+            setattr(each, _REDUCED, each.requires_grad)
+    finally:
+        for each in frozen:
+            each.requires_grad = False
+
+
+DistributedDataParallel.__init__ = _make_as_before

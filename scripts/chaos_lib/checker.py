@@ -367,7 +367,8 @@ def tracebacks(directory: Path, *, plain: bool) -> list[str]:
         for number, line in enumerate(lines):
             theirs = not plain and THEIRS.search(line)
             excerpt = "\n".join(lines[max(0, number - 5) : number + 25])
-            if OURS.search(line) or (theirs and not NO_THREAD.search(excerpt)):
+            whole = "\n".join(lines[number : number + 60])  # of its traceback
+            if OURS.search(line) or (theirs and not NO_THREAD.search(whole)):
                 found.append(f"{path.name}, line {number + 1}:\n{excerpt}")
                 break
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.agent import devices
-from elastic_etcd.agent.devices import count_devices
+from elastic_etcd.agent.devices import count_devices, cpus_near_gpus
 from elastic_etcd.errors import UsageError
 
 FOUR_GPUS = "\n".join(
@@ -104,12 +104,23 @@ def test_torch_that_cannot_be_asked(machine: Machine) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_f11_cpus_near_gpus_are_what_torch_says(machine: Machine) -> None:
+    env = machine(torch='[ "$3 $4" = "socket 2" ] && echo a warning && echo "[[0, 1], [2, 3]]"')
+    assert cpus_near_gpus("socket", 2, env) == ["0,1", "2,3"]
+    with pytest.raises(UsageError, match=r"can't say .*\n.*: no GPU 7\nIt needs torch 2\.13"):
+        cpus_near_gpus("node", 8, machine(torch="echo no GPU 7 >&2; exit 1"))
+    with pytest.raises(UsageError, match="none of the CPUs near a GPU"):
+        cpus_near_gpus("node", 2, machine(torch="echo '[[0], []]'"))
+
+
 @pytest.mark.timeout(600)
 def test_the_real_torch_answers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_DEVICE_NODES", ("null",))
     env = dict(os.environ, CUDA_VISIBLE_DEVICES="")
-    assert devices._ask_torch("gpu", env) == 0
-    assert devices._ask_torch("auto", env) == 0
+    assert devices._ask_torch(devices._ASK_DEVICES, "gpu", env=env) == "0"
+    assert devices._ask_torch(devices._ASK_DEVICES, "auto", env=env) == "0"
+    with pytest.raises(UsageError, match=r"--numa-binding node: torch can't say .*\n.*NVIDIA"):
+        cpus_near_gpus("node", 2, env)
 
 
 def test_a_machine_without_devices(machine: Machine) -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from elastic_etcd.agent import environment
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.environment import without_secrets, worker_env
+from elastic_etcd.agent.environment import forget_another_agents, without_secrets, worker_env
 from elastic_etcd.core.schema import Limits, Master, Participant, Phase, Round
 from elastic_etcd.errors import UsageError
 
@@ -28,6 +28,7 @@ def env(
     virtual: bool = False,
     timer_file: str = "",
     interface: str = "",
+    cpus: str = "",
 ) -> dict[str, str]:
     return worker_env(
         base or {},
@@ -44,6 +45,7 @@ def env(
         memory="/dev/shm/memory",
         timer_file=timer_file,
         interface=interface,
+        cpus=cpus,
     )
 
 
@@ -204,6 +206,13 @@ def test_f11_a_virtual_local_rank_sees_one_device_of_rocm(
     found = env(base, virtual=True)
     named = {name: found[name] for name in found if "_VISIBLE_" in name}
     assert named == base | own
+
+
+def test_f11_the_cpus_of_a_worker_are_not_those_of_a_job_that_it_submits() -> None:
+    given = env(cpus="0,1")
+    assert given["ELASTIC_ETCD_CPUS"] == "0,1"
+    forget_another_agents(given)
+    assert "ELASTIC_ETCD_CPUS" not in env(given)
 
 
 def test_more_workers_than_visible_devices_is_told() -> None:

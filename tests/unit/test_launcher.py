@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import api as torchs
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from elastic_etcd import launch
 from elastic_etcd.agent.config import StreamChoice, Streams
@@ -58,13 +59,12 @@ def test_a_field_without_meaning_says_why(tmp_path: Path) -> None:
         monitor_interval=0.1,
         rdzv_backend="c10d",
         event_log_handler="console",
-        numa_options="node",
         duplicate_stdout_filters=["loss"],
         duplicate_stderr_filters=["error"],
     )
     args = launch._arguments([*config.command_line(), "train.py"], {}, "x")
     said = " ".join(launch._remarks(args, {}))
-    for flag in ("monitor-interval", "rdzv-backend", "event-log-handler", "numa-binding"):
+    for flag in ("monitor-interval", "rdzv-backend", "event-log-handler"):
         assert f"--{flag} has no meaning here" in said
     assert said.count("filter the files under --log-dir") == 2
 
@@ -86,6 +86,7 @@ def test_torchs_fields_are_the_launchers_flags(tmp_path: Path) -> None:
         local_addr="10.0.0.1",
         shutdown_timeout=9,
         virtual_local_rank=True,
+        numa_options=NumaOptions(AffinityMode.CORE_COMPLEX),
         signals_to_handle="SIGTERM",
         flags=["--hang-timeout", "off"],
     )
@@ -96,6 +97,7 @@ def test_torchs_fields_are_the_launchers_flags(tmp_path: Path) -> None:
     assert (told.job, told.role, told.advertise) == ("job-1", "trainer", "10.0.0.1")
     assert (told.limits.join_timeout, told.limits.settle, told.limits.max_restarts) == (7, 2, 5)
     assert (told.shutdown_timeout, told.virtual_local_rank) == (9, True)
+    assert told.numa_binding == "core-complex"
     assert [number.name for number in told.signals] == ["SIGTERM"]
     assert told.hang_timeout == float("inf")
     assert told.log.log_dir == str(tmp_path)

@@ -143,6 +143,19 @@ async def test_a_worker_gets_descriptors_by_number(tmp_path: Path) -> None:
         os.close(fd)
 
 
+async def test_f11_a_worker_is_bound_to_its_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = max(os.sched_getaffinity(0))
+    async with forking(tmp_path) as server:
+        await server.imported()
+        script = "import os; print(*os.sched_getaffinity(0))"
+        every = await run(server, tmp_path, script)
+        assert set(map(int, every.split())) == os.sched_getaffinity(0)
+        monkeypatch.setenv("ELASTIC_ETCD_CPUS", str(last))
+        assert await run(server, tmp_path, script) == f"{last}\n"
+
+
 async def test_a_fork_server_that_dies_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:

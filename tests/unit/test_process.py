@@ -195,6 +195,15 @@ def test_a_child_has_the_given_environment_and_descriptors_only() -> None:
     os.close(hidden)
 
 
+def test_f11_a_worker_is_bound_to_its_cpus_before_its_program_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last = max(os.sched_getaffinity(0))
+    monkeypatch.setenv("ELASTIC_ETCD_CPUS", str(last))
+    with child(*python("import os; print(*os.sched_getaffinity(0), flush=True)")) as (_, read):
+        assert number(read) == last
+
+
 def test_a_pair_keeps_messages_whole_and_our_end_never_blocks() -> None:
     ours, theirs = channel_pair()
     with ours, theirs:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -129,6 +130,20 @@ def test_pieces_that_are_in_host_memory_need_no_buffer() -> None:
     assert pieces[0].data_ptr() == tensors[0].data_ptr()
     assert pieces[0].nbytes == 4 * 256  # a batch of them may be larger
     assert sum(piece.nbytes for piece in pieces.values()) == 4032 + 64 + 64
+
+
+def test_m10_no_thread_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container may have all that it is allowed, and a commit needs no more than its time."""
+    body = torch.randint(0, 255, (3 * CHUNK + 64,), dtype=torch.uint8)
+    digest = digest_of(body)
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    written = torch.empty_like(body)
+    assert write_body(written, [[(0, body)]]) == digest_of(body) == digest
+    assert torch.equal(written, body)
 
 
 @pytest.mark.parametrize("size", [64, CHUNK - 64, CHUNK, CHUNK + 64, 2 * CHUNK + 192])

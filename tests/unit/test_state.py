@@ -19,6 +19,7 @@ import safetensors
 import safetensors.torch as reader
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedules
 
 import elastic_etcd.train.agent_channel
@@ -244,6 +245,38 @@ def test_t1_which_modules_evaluate_and_which_parameters_are_frozen() -> None:
     newcomer._load_snapshot(newest)
     assert [each.training for each in newcomer.model] == [True, False, True, True, True]
     assert not newcomer.model[3].weight.requires_grad
+
+
+def reduced(ddp: DistributedDataParallel) -> int:
+    """How many parameters it reduces."""
+    return int(ddp.logger._get_ddp_logging_data().ints_map["num_parameter_tensors"])
+
+
+def test_t1_what_was_frozen_since_it_was_wrapped_is_reduced_again(tmp_path: Path) -> None:
+    """As pix2pix leaves its discriminator at the end of each step; DDP refuses a frozen module."""
+    with group(0, 1, tmp_path):
+        frozen, half = network(), network()
+        whole = len(list(half.parameters()))
+        half[0].requires_grad_(False)
+        DistributedDataParallel(frozen)
+        DistributedDataParallel(half)
+        frozen.requires_grad_(False)
+        half[1].requires_grad_(False)
+        state = ElasticState(frozen=frozen, half=half)
+        state.commit()
+        newest = state._snapshots.newest()
+        assert newest
+        for again in (state, ElasticState(frozen=network(), half=network())):
+            again._load_snapshot(newest)
+            names = [name for name, each in again.half.named_parameters() if not each.requires_grad]
+            assert reduced(DistributedDataParallel(again.frozen)) == whole
+            assert not any(each.requires_grad for each in again.frozen.parameters())
+            assert reduced(DistributedDataParallel(again.half)) == whole - 2
+            after = [name for name, each in again.half.named_parameters() if not each.requires_grad]
+            assert after == names
+            with pytest.raises(RuntimeError, match="not needed"):
+                DistributedDataParallel(again.frozen)  # the script has frozen it itself
+            again.commit()
 
 
 def test_t1_a_file_leaves_modes_to_who_loads_it_until_a_sync(tmp_path: Path) -> None:

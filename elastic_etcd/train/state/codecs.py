@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.train.ddp import is_reduced, reduce_next
 from elastic_etcd.train.state.encoding import decode, encode
 
 
@@ -62,8 +63,9 @@ class _StateDict:
 class _Module:
     """A module's own tensors and modes: whether it is wrapped makes no difference.
 
-    Its modes are which of its modules evaluate and which of its parameters are frozen: a peer may
-    be lost in an evaluation, or while a GAN's other half is trained.
+    Its modes are which of its modules evaluate and which of its parameters are frozen, and which
+    of these DistributedDataParallel reduces: a peer may be lost in an evaluation, or while a GAN's
+    other half is trained.
     """
 
     borrows = True
@@ -71,21 +73,25 @@ class _Module:
     def save(self, value: Any) -> Any:
         module = _unwrapped(value)
         saved = copy(module.state_dict())
+        frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         saved[_MODES] = {
             "eval": [name for name, each in module.named_modules() if not each.training],
-            "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
+            "frozen": list(frozen),
+            "reduced": [name for name, each in frozen.items() if is_reduced(each)],
         }
         return saved
 
     def load(self, value: Any, saved: Any) -> Any:
         module = _unwrapped(value)
         match saved.pop(_MODES, None):
-            case {"eval": [*evaluating], "frozen": [*parameters]}:
+            case {"eval": [*evaluating], "frozen": [*parameters], "reduced": [*others]}:
                 evaluates, frozen = {*map(str, evaluating)}, {*map(str, parameters)}
+                reduced = {*map(str, others)}
                 for name, each in module.named_modules():
                     each.training = name not in evaluates
                 for name, each in module.named_parameters():
                     each.requires_grad = name not in frozen
+                    reduce_next(each, wanted=name in reduced)
         copied = set(_copied_names(module))
         for name in saved.keys() - copied:
             saved[name] = _copy_into(None, saved[name], set())

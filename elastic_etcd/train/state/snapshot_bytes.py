@@ -7,9 +7,11 @@ still in the cache. A sum is XXH3, which depends on every byte and its place.
 import ctypes
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, groupby
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -19,6 +21,7 @@ BUFFER = 32 << 20  # bytes, of a batch; and
 _TIMES = 4  # that of slices in host memory, which need no buffer
 _ALIGNED = 64  # bytes: a slice of a buffer begins at a multiple
 
+Result = TypeVar("Result")
 TensorSlice = tuple[int, torch.Tensor]  # its place in the body, and its bytes
 
 
@@ -143,9 +146,17 @@ def digest_of(body: torch.Tensor) -> bytes:
     chunks = body.split(CHUNK)
     middle = len(chunks) // 2
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(sums_of, chunks[:middle])
+        first = _begin(other, partial(sums_of, chunks[:middle]))
         second = sums_of(chunks[middle:])
-        return _digest_of_sums(first.result() + second)
+        return _digest_of_sums(first() + second)
+
+
+def _begin(other: ThreadPoolExecutor, work: Callable[[], Result]) -> Callable[[], Result]:
+    """Begin `work` in the other thread; gives its result, and does it then if there is none."""
+    try:
+        return other.submit(work).result
+    except RuntimeError:  # the user, or the container, has all that it may
+        return work
 
 
 def digest_of_batches(batches: Iterable[Sequence[TensorSlice]]) -> bytes:
@@ -170,10 +181,10 @@ def write_body(body: torch.Tensor, batches: Iterable[Sequence[TensorSlice]]) -> 
             # Else a thread would be begun for nothing, as long as a small commit.
             if middle > begin:
                 half = begin * CHUNK, middle * CHUNK
-                first = other.submit(_write_half, body, batch, *half)
+                first = _begin(other, partial(_write_half, body, batch, *half))
             sums |= _write_half(body, batch, middle * CHUNK, end)
             if first:
-                sums |= first.result()
+                sums |= first()
     return _digest_of_sums(sums[chunk] for chunk in sorted(sums))
 
 

@@ -1,0 +1,101 @@
+"""Scripts as people write them: after each fault their curves are those of an undisturbed run.
+
+To the last bit. Each training of habits.py meets every fault; they share a job for each.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Agent, Job
+from tests.users.habits import HABITS
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly(part="users")]
+
+SCRIPT = str(Path(__file__).with_name("habits.py"))
+PATIENCE = 600
+AGAIN = 6  # steps at most that one failure costs: the longest time between two commits
+
+Curve = dict[tuple[str, int], list[str]]  # of each step of a training, all losses that it had
+
+
+def curve(job: Job) -> Curve:
+    found: Curve = {}
+    for line in (job.directory / "curve.csv").read_text().splitlines():
+        name, step, loss, world = line.split(",")
+        assert world == "2"
+        found.setdefault((name, int(step)), []).append(loss)
+    return found
+
+
+def start(job: Job, fault: str, nproc: int = 1) -> Agent:
+    return job.start(
+        f"n{len(job.agents) + 1}",
+        nnodes="1" if nproc == 2 else "2",
+        nproc=nproc,
+        script=(SCRIPT, f"--output={job.directory}"),
+        max_restarts=100,
+        min_uptime=0,  # they are killed on purpose: nobody is to wait
+        lease_ttl=20,  # the machine may be busy
+        env={"FAULT": fault, "OMP_NUM_THREADS": "1"},  # sums of one order, on any node
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Curve:
+    return {}
+
+
+@pytest.fixture
+def whole(undisturbed: Curve, jobs: Callable[..., Job]) -> Curve:
+    """The curve of a run without any fault."""
+    if not undisturbed:
+        job = jobs()
+        job.exits(start(job, "", nproc=2), 0, PATIENCE)
+        undisturbed.update(curve(job))
+        assert {name for name, _ in undisturbed} == HABITS.keys()
+        assert all(len(losses) == 1 for losses in undisturbed.values())
+    return undisturbed
+
+
+def check(found: Curve, whole: Curve, again: int) -> None:
+    assert found.keys() == whole.keys()
+    others = {key: found[key] for key in whole if set(found[key]) != set(whole[key])}
+    assert others == {}, "losses that are not those of the undisturbed run"
+    for name in HABITS:
+        losses = [found[key] for key in found if key[0] == name]
+        assert sum(map(len, losses)) - len(losses) <= again, name
+
+
+def test_workers_are_killed(whole: Curve, jobs: Callable[..., Job]) -> None:
+    job = jobs()
+    job.exits(start(job, "worker", nproc=2), 0, PATIENCE)
+    check(curve(job), whole, again=2 * AGAIN)
+    assert (
+        len(list(job.directory.glob("*-4"))) == len(list(job.directory.glob("*-9"))) == len(HABITS)
+    )
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["is lost", "leaves"])
+def test_a_node_goes_and_another_one_joins(
+    whole: Curve, jobs: Callable[..., Job], planned: bool
+) -> None:
+    job = jobs()
+    nodes = [start(job, "node"), start(job, "node")]
+    for name in HABITS:
+        waits = job.directory / f"{name}-waits"
+        job.wait(f"step 4 of {name}", waits.exists, PATIENCE)
+        node = nodes.pop(0)
+        if planned:
+            node.terminate()
+        else:
+            node.node_kill()
+        nodes.append(start(job, "node"))
+        (job.directory / f"{name}-goes-on").touch()
+        if planned:
+            job.exits(node, 128 + signal.SIGTERM, PATIENCE)
+    for node in nodes:
+        job.exits(node, 0, PATIENCE)
+    check(curve(job), whole, again=0 if planned else AGAIN)
