@@ -244,7 +244,8 @@ def test_t14_so_often_as_costs_one_percent_or_each_30_s(
     for _ in expected:
         found.append(interval.steps)
         clock.now += interval.steps * a_step * 1.0001
-        interval.take([interval.wanted(interval.steps)])
+        times = interval.times(interval.steps)
+        interval.take([times, [times[0], 10**9, times[2]]], asked=0.0)  # a rank that has waited
         interval.tell()
         clock.now += cost
         interval.committed(cost)
@@ -261,7 +262,7 @@ def with_clocks_of_their_own(rank: int) -> list[int]:
     real = CommitInterval.committed
 
     def committed(self: CommitInterval, seconds: float) -> None:
-        real(self, min(seconds, 0) + 0.001 * (1 + 2 * rank))
+        real(self, min(seconds, 0) + 0.001 * (1 + 2 * rank))  # whatever it took
 
     CommitInterval.committed = committed  # type: ignore[method-assign]
     state, found = made(rank, 2), []

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from elastic_etcd.train.collectives import rank_and_size
 
@@ -16,33 +16,45 @@ log = logging.getLogger("elastic_etcd")
 class CommitInterval:
     """The steps between two commits with commit_every="auto", the same on all ranks.
 
-    A world begins with a commit at each step. At each commit every rank says how many steps it
-    wants until the next but one, by its own times: `wanted`; all take the largest number, or twice
-    the last one where that is less: `take`. So an unusual time does little.
+    A world begins with a commit at each step. At each commit the ranks exchange `times`, of which
+    all make the same number, or twice the last one where that is less: `take`. So an unusual time
+    does little.
     """
 
     def __init__(self) -> None:
         self.steps = 1
-        self._cost = 0.0  # seconds, of the last commit
-        self._a_step = 0.0  # seconds
+        self._commit = self._asked = 0.0  # seconds that the last commit took, and the question
+        self._cost = self._a_step = 0.0  # seconds, of all ranks
         self._since = time.monotonic()
         self._settled = self._told = False
 
     def begin(self) -> None:
         """A world begins, whose newcomers have measured nothing."""
-        self.steps, self._cost, self._since = 1, 0.0, time.monotonic()
+        self.steps, self._commit, self._asked, self._since = 1, 0.0, 0.0, time.monotonic()
 
-    def wanted(self, steps: int) -> int:
-        """This rank's number, when it has taken so many steps since the last commit."""
-        self._a_step = max((time.monotonic() - self._since) / steps, 1e-6)
+    def times(self, steps: int) -> list[int]:
+        """This rank's microseconds: for the last commit, to ask before it, and for a step since.
+
+        There were so many steps since.
+        """
+        a_step = (time.monotonic() - self._since) / steps
+        return [int(seconds * 1e6) for seconds in (self._commit, self._asked, a_step)]
+
+    def take(self, ranks: Sequence[Sequence[int]], asked: float) -> None:
+        """Take the times of all ranks, which were `asked` in so many seconds.
+
+        The rank that was asked last has not waited for others.
+        """
+        commits, questions, steps = ([x / 1e6 for x in times] for times in zip(*ranks, strict=True))
+        self._cost, self._a_step = max(commits) + min(questions), max(*steps, 1e-6)
         wanted = min(math.ceil(self._cost / SHARE / self._a_step), int(LONGEST / self._a_step))
-        return max(1, wanted)
+        self._settled = self._cost > 0 and wanted <= 2 * self.steps
+        self.steps = max(1, min(wanted, 2 * self.steps))
+        self._asked = asked
 
-    def take(self, wanted: Iterable[int]) -> None:
-        """Take the numbers that all ranks want."""
-        most = max(wanted)
-        self._settled = self._cost > 0 and most <= 2 * self.steps
-        self.steps = min(most, 2 * self.steps)
+    def committed(self, seconds: float) -> None:
+        """A commit has ended, and took so long."""
+        self._commit, self._since = seconds, time.monotonic()
 
     def tell(self) -> None:
         """Say once how many steps that is, as soon as it is known."""
@@ -59,7 +71,3 @@ class CommitInterval:
                 "commit_every=n is another number, None is none",
                 *(steps, apart, 100 * self._cost / (self._cost + apart)),
             )
-
-    def committed(self, seconds: float) -> None:
-        """A commit has ended, and took so long."""
-        self._cost, self._since = seconds, time.monotonic()

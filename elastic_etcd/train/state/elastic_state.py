@@ -314,12 +314,13 @@ class ElasticState:
             return False
         version, samplers = self._snapshots.version(), self._samplers().values()
         uneven = any(sampler.tail == "uneven" for sampler in samplers)  # some ranks step once more
-        rows = agreement.agree(
+        began = time.monotonic()
+        times = agreement.agree(
             version.counter if version else 0,
             0 if uneven else agreement.steps_of(self._values.values()),
-            [self._loops.interval.wanted(self._calls)],
+            self._loops.interval.times(self._calls),
         )
-        self._loops.interval.take(wanted for (wanted,) in rows)
+        self._loops.interval.take(times, time.monotonic() - began)
         return True
 
     def _write_snapshot(self, version: Version) -> None:
