@@ -67,7 +67,7 @@ class CommitInterval:
             steps = f"{self.steps} steps" if self.steps > 1 else "step"
             log.warning(
                 "state.steps() commits each %s, which is about each %.2g s and takes %.2g %% "
-                "of the time: a failure costs at most that and the step under way. "
+                "of the time: a failure costs about that at most, and the step under way. "
                 "commit_every=n is another number, None is none",
                 *(steps, apart, 100 * self._cost / (self._cost + apart)),
             )
