@@ -219,7 +219,7 @@ def _apart(still: list[At]) -> str:
         return ""
     (usual, _), *rest = sorted(by_place.items(), key=lambda item: -len(item[1]))
     place, few = rest[0]
-    return f"{_who(few)} {_verb(few, 'waits', 'wait')} in {place}, others in {usual}"
+    return f"{who(few)} {_verb(few, 'waits', 'wait')} in {place}, others in {usual}"
 
 
 def _waiting(waiting: list[At], seconds: str) -> str:
