@@ -199,7 +199,7 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
     if ended := _ended(ranks):
         parts.append(_are_at_end(ended))
     if not parts:
-        why = "storage? network? an evaluation outside ee.quiet?"
+        why = _apart(still) or "storage? network? an evaluation outside ee.quiet?"
         return f"nobody has moved for {longest:.0f} s ({why})"
     named = {at.rank for at in behind}
     if waiting := [at for at in still if at.rank not in named]:
@@ -208,6 +208,18 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
         parts.append(f"{moving} {'goes' if moving == 1 else 'go'} on")
     where = behind[0].step.what if len(behind) == 1 and behind[0].step else ""
     return ", ".join(parts) + (f" ({where})" if where else "")
+
+
+def _apart(still: list[At]) -> str:
+    """Which ranks wait in another collective than the others, if that is known of all."""
+    by_place: dict[str, list[At]] = {}
+    for at in still:
+        by_place.setdefault(at.step.what if at.step else "", []).append(at)
+    if len(by_place) == 1 or "" in by_place:
+        return ""
+    (usual, _), *rest = sorted(by_place.items(), key=lambda item: -len(item[1]))
+    place, few = rest[0]
+    return f"{who(few)} {_verb(few, 'waits', 'wait')} in {place}, others in {usual}"
 
 
 def _waiting(waiting: list[At], seconds: str) -> str:

@@ -12,6 +12,7 @@ _TEXTS = (
     "gloo/",  # the source file that gloo puts before its message
     "gloo::",
     "Gloo connectFullMesh failed",
+    "Application timeout caused pair closure",  # gloo's, after an error that was caught
     "failed to pass monitoredBarrier",  # TORCH_DISTRIBUTED_DEBUG=DETAIL waits there
     "NCCL error",
     "NCCL communicator was aborted",

@@ -62,7 +62,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
         @ee.run
         def train(state):
-            for batch in state.steps(loader, commit_every=10):
+            for batch in state.steps(loader):
                 step(model, batch)
 
         train(ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler))
@@ -245,10 +245,11 @@ class _Worker:
         mistake of the user's: it comes from the remains of an abort.
         """
         _enable_loggers()  # training may have set up logging
-        if isinstance(error, WorldBroken):
-            return str(error)
-        unready = isinstance(error, Exception) and group.broken and not self._begun
-        if not unready and not is_communication_failure(error, broken=bool(group.broken)):
+        broken = bool(group.broken)
+        if isinstance(error, WorldBroken):  # the agent's word, or what a commit has met
+            return str(error) if broken else _report_error(group, error)
+        unready = isinstance(error, Exception) and broken and not self._begun
+        if not unready and not is_communication_failure(error, broken=broken):
             return ""
         return _report_error(group, error)
 

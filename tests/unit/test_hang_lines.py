@@ -97,6 +97,11 @@ def world(size: int, *others: At) -> list[At]:
             "nobody has moved for 71 s (storage? network? an evaluation outside ee.quiet?)",
             None,
         ),
+        (  # It has left out a collective, and waits for the others at a commit.
+            world(2, rank(0, what="all_reduce"), rank(1, what="all_gather")),
+            "nobody has moved for 71 s (rank 1 on n1 waits in all_gather, others in all_reduce)",
+            None,
+        ),
         # On a GPU a rank that waits looks like one that computes.
         (
             world(8, *(rank(n, 1042, STEP) for n in range(5))),

@@ -241,10 +241,26 @@ def test_the_last_batch_is_committed_when_the_loop_asks_for_the_next() -> None:
     assert (state.step, state.sampler.consumed) == (9, LENGTH)
 
 
-def test_without_commit_every_it_commits_nothing() -> None:
+def test_with_commit_every_none_it_commits_nothing() -> None:
+    state = made()
+    for _ in state.steps(loader_of(state), commit_every=None):
+        state.step += 1
+    with pytest.raises(UsageError, match="nothing to restore"):
+        state.restore()
+
+
+def test_t14_by_default_it_commits(caplog: pytest.LogCaptureFixture) -> None:
     state = made()
     for _ in state.steps(loader_of(state)):
         state.step += 1
+    state.restore()
+    assert state.step >= LENGTH // BATCH // 2
+    assert len(caplog.messages) <= 1  # once, whatever it has come to
+
+
+def test_t14_a_loop_that_does_not_check_does_not_commit() -> None:
+    state = made()
+    assert len(list(state.steps(loader_of(state), check=False))) == 9
     with pytest.raises(UsageError, match="nothing to restore"):
         state.restore()
 
@@ -252,7 +268,7 @@ def test_without_commit_every_it_commits_nothing() -> None:
 def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> None:
     state = made()
     loader = loader_of(state)
-    for _ in state.steps(loader):
+    for _ in state.steps(loader, commit_every=None):
         state.step += 1
         if state.step == 2:
             state.commit()
@@ -605,11 +621,13 @@ def test_a_loader_around_a_loader_may_look_ahead() -> None:
     assert trained == list(range(LENGTH))
 
 
-@pytest.mark.parametrize("arguments", [{"accumulate": 0}, {"commit_every": 0}])
-def test_wrong_arguments_are_refused(arguments: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{"accumulate": 0}, {"commit_every": 0}, {"commit_every": "x"}]
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     state = made()
     with pytest.raises(UsageError, match="at least 1"):
-        state.steps(loader_of(state), **arguments)  # type: ignore[arg-type]
+        state.steps(loader_of(state), **arguments)
 
 
 def test_a_state_without_a_sampler_is_refused() -> None:
