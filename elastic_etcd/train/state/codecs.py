@@ -244,7 +244,7 @@ def load_values(
         values[name] = codec.load(value, saved)
 
 
-def buffer_names(values: dict[str, Any]) -> set[str]:
+def buffer_names(values: Mapping[str, Any]) -> set[str]:
     """The names of modules' buffers in a snapshot."""
     return {
         f"{name}.{buffer}"

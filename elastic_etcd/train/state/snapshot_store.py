@@ -63,6 +63,7 @@ class Snapshots:
             *fds, lock = node
             weakref.finalize(self, os.close, lock)
             self.shared = [SharedMemfd(fd, (lock, n), local_rank) for n, fd in enumerate(fds)]
+        self.is_nodes_first = local_rank == 0
         self._differs = False  # from the commits of other ranks, since the last sync
         self._loaded: Version | None = None  # of a file, since the last sync
         self._saving: files.Saving | None = None
