@@ -30,6 +30,7 @@ from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.state.steps import Loops, Steps
+from elastic_etcd.train.state.structure import Structure, refuse_changed, structures_of
 from elastic_etcd.train.state.sync import (
     compare_counts,
     even_out,
@@ -72,6 +73,7 @@ class ElasticState:
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
         self._replicas = Replicas()
+        self._structures: dict[str, Structure] = {}  # before the first sync of this process
         self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
         self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
@@ -158,6 +160,7 @@ class ElasticState:
         were loaded and nothing else decides which counts, and torch's errors.
         """
         snapshots, (rank, size) = self._snapshots, rank_and_size(launched=False)
+        self._structures = self._structures or structures_of(self._values)
         compare_counts(self._counted)
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
         versions = [each.newest.version if each.newest else None for each in inventories]
@@ -304,9 +307,10 @@ class ElasticState:
         self._counted = version, zlib.crc32(repr(counts).encode())
 
     def _save_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        if self._snapshots.version() is None:
-            for name, value in self._values.items():  # it may have been sharded since it was given
-                codecs.refuse_sharded(name, value)
+        for name, value in self._values.items():  # it may have been sharded since it was given
+            codecs.refuse_sharded(name, value)
+        if self._structures:
+            refuse_changed(self._structures, self._values)
         return codecs.save_values(self._values, allow_pickle=self._allow_pickle)
 
     def _report_differences(self, names: list[str], rank: int, first: int) -> None:
