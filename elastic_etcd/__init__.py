@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elastic_etcd.train.heartbeat import heartbeat as heartbeat
     from elastic_etcd.train.heartbeat import quiet as quiet
     from elastic_etcd.train.run import run as run
+    from elastic_etcd.train.scale_lr import scale_lr as scale_lr
     from elastic_etcd.train.state.elastic_state import ElasticState as ElasticState
     from elastic_etcd.train.state.steps import steps_per_epoch as steps_per_epoch
     from elastic_etcd.train.sync_point import WorldChanged as WorldChanged
@@ -47,6 +48,7 @@ _HOMES = {
     "memory_checkpoint": "checkpoint.memory_checkpoint",
     "quiet": "heartbeat",
     "run": "run",
+    "scale_lr": "scale_lr",
     "seed_all": "data.seed",
     "steps_per_epoch": "state.steps",
     "store": "collectives",

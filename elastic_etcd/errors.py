@@ -2,6 +2,7 @@
 
     ElasticEtcdError
     ├── UsageError            a flag, a value or a file that the user gave is wrong
+    │   └── WrongHere         on another node, or at another start, it may be right
     ├── EtcdError
     │   ├── EtcdUnreachable   no endpoint answered in time
     │   ├── EtcdDenied        password, permission or certificate refused
@@ -34,6 +35,13 @@ class UsageError(ElasticEtcdError):
     """A flag, a value or a file that the user gave is wrong."""
 
     exit_code = 2
+
+
+class WrongHere(UsageError):
+    """A wrong use that another node, or another start, may mend: too little memory, for one.
+
+    A worker that ends by it is started again, as after any other error; a UsageError ends the job.
+    """
 
 
 class EtcdError(ElasticEtcdError):

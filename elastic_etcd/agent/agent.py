@@ -647,7 +647,7 @@ def _exit_code(outcome: Outcome) -> int:
     if not outcome.exit_code:
         log.info("%s: %s", outcome.state, outcome.reason)
         return 0
-    kinds = (TrainingFailed, BudgetUsedUp, RendezvousTimeout)
+    kinds = (TrainingFailed, UsageError, BudgetUsedUp, RendezvousTimeout)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), TrainingFailed)
     failure = outcome.failure
     error = kind(f"{outcome.reason}\n{_root_cause(failure)}" if failure else outcome.reason)

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import partial
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.timer import Timer
@@ -34,6 +34,7 @@ from elastic_etcd.core.schema import Contact, Member, Phase
 from elastic_etcd.core.view import View
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.retry import jitter
+from elastic_etcd.system.kernel import NO_DESCRIPTOR
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, OWN_LOOK_UP, PROOF
 
@@ -141,6 +142,18 @@ def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
+
+
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As asyncio does, but for a call that no descriptor is free for: it is taken a second later.
+
+    The kernel has answered it already. asyncio would tell of each by a traceback, a hundred times.
+    """
+    error = context.get("exception")
+    if "socket" in context and isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+        log.debug("%s: %s", context["message"], error.strerror)
+    else:
+        loop.default_exception_handler(context)
 
 
 def _listen(address: str) -> socket.socket:
@@ -255,6 +268,7 @@ class PeerLinks:
             return None
         self._nonce = os.urandom(16)
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_note)
         caller = partial(_Caller, self)
         self._server = await loop.create_server(caller, sock=sock, backlog=_BACKLOG)
         addr, port = sock.getsockname()[:2]

@@ -12,8 +12,10 @@ import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.agent.address import Reached
@@ -37,7 +39,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersFinished,
     WorkersHang,
 )
-from elastic_etcd.core.peers import ends_with_lost_peer
+from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
@@ -103,6 +105,7 @@ class Workers:
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
+        self._exited: list[Worker] = []  # with 0, in this generation
         self._elastic = False  # all of the generation's workers recover in process
         self._finished = False  # some of them have left their worlds
         self._in_order = asyncio.Lock()  # the failures whose cause is being read
@@ -200,6 +203,7 @@ class Workers:
         self.generation, self._channels.reason = generation, reason
         self._launches += 1
         self._oom_kills = oom_kills()
+        self._exited.clear()
         self._elastic = self._finished = False
         waiting = {worker.spec.local_rank: worker for worker in self._parked.values()}
         self._parked.clear()
@@ -242,7 +246,8 @@ class Workers:
         worker = next((w for w in self._running.values() if w.spec.rank == rank), None)
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         uptime = max((w.uptime for w in self._running.values()), default=0.0)
-        failure = Failure(node, 0, 0, 0, 0, round(uptime, 3), message, at, hang)
+        step = max((now.steps + 1 for _, now in self.activities() if now.steps), default=UNSET)
+        failure = Failure(node, 0, 0, 0, 0, round(uptime, 3), message, at, hang, step)
         if worker:
             spec, node = worker.spec, self._config.node
             ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
@@ -430,6 +435,7 @@ class Workers:
         if code:
             self._termination.wait_for(self._explain, worker, code, worker.uptime)
         else:
+            self._exited.append(worker)
             self._report(worker.spec, worker.pid, code, worker.uptime, "")
 
     async def _explain(self, worker: Worker, code: int, uptime: float) -> None:
@@ -461,6 +467,7 @@ class Workers:
         *,
         by_peer: bool = False,
     ) -> None:
+        steps = self._pages.read(spec.local_rank).steps
         failure = Failure(
             node=self._config.node,
             rank=spec.rank,
@@ -470,8 +477,24 @@ class Workers:
             uptime=round(uptime, 3),
             message=message,
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            step=steps + 1 if steps else UNSET,
         )
+        if blames_peers(failure) and (left := self._left()):
+            failure = was_left(failure, left)
         self._inbox.put(WorkerEnded(self.generation, failure if code else None, by_peer))
+
+    def _left(self) -> str:
+        """A worker of this node that has left the others, and how; "" if none has.
+
+        If it still runs nobody knows whether ee.run returned, or an error ends it soon.
+        """
+        finished = (worker for worker in self._running.values() if worker.finished)
+        worker = next(chain(self._exited, finished), None)
+        if worker is None:
+            return ""
+        how = "returned from ee.run" if worker.finished else "ended"
+        how = how if worker in self._exited else "left ee.run"
+        return f"rank {worker.spec.rank} on {self._config.node} {how}"
 
     # --- what workers say -----------------------------------------------------------------
 
@@ -546,8 +569,7 @@ class Workers:
         """Nobody else had a reason for a new generation: what the worker met is the failure."""
         of_now = generation == self.generation and not self._termination.stopping
         if of_now and worker.pid in self._parked:
-            message = f"it lost its peers: {why}"
-            self._report(worker.spec, worker.pid, 1, worker.uptime, message)
+            self._report(worker.spec, worker.pid, 1, worker.uptime, LOST + why)
 
     async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from functools import partial
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -46,6 +46,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
 _ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
+_C10D = "torch.distributed.distributed_c10d"
 _RENDEZVOUS = "torch.distributed.rendezvous"
 _TRACKER = "multiprocessing.resource_tracker"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
@@ -121,6 +122,8 @@ class Entry:
             here = error.__traceback__
             show_from(error, here.tb_next if here else None)
             raise
+        finally:
+            activity.done()  # threads and what is registered for the exit may take long
 
     def compile_ahead(self) -> None:
         """Compile the script for those that are forked: they use it if its text is still that."""
@@ -241,6 +244,7 @@ def show_steps() -> None:
     waits = _Waits()
     _when_imported(_MODULE, waits.look)
     _when_imported(_OPTIMIZER, partial(_count_steps, waits))
+    _when_imported(_C10D, _see_the_groups_end)
 
 
 def end_modules_before_groups() -> None:
@@ -353,6 +357,23 @@ def _count_steps(waits: _Waits) -> None:
             waits.step()
 
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
+
+
+def _see_the_groups_end() -> None:
+    """Without a process group no rank waits for this one: an export is no step."""
+    c10d: Any = sys.modules[_C10D]
+    destroy = c10d.destroy_process_group
+
+    @wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        destroy(*args, **kwargs)
+        if not c10d.is_initialized():
+            activity.done()
+
+    package: Any = sys.modules["torch.distributed"]
+    for module in (c10d, package):
+        if hasattr(module, destroy.__name__):  # the package takes its names from c10d, maybe later
+            module.destroy_process_group = destroy_process_group
 
 
 def _end_reducers_first() -> None:

@@ -318,7 +318,7 @@ FAILURES = Section(
         Flag(
             "--max-restarts",
             "failures of workers that the job survives, over all nodes; nodes that come and go do "
-            "not count",
+            "not count, and an error that would only come again is not tried so often",
             flag_values.natural,
             to="limits.max_restarts",
             by_default="{}; torchrun: 0",

@@ -75,6 +75,9 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     """The hang that was asked about with the verdict in it: who is behind, and who only waits.
 
     - The ranks in the lowest step are behind.
+    - A rank that has ended waits for nobody. If at least as many have as stand, of which none waits
+      in a collective, these train no more either: it is no hang. Else one that has ended is the
+      culprit: nothing stands there that could be begun anew.
     - If all are in one step, as they mostly are, or steps can't be compared, the ranks that
       stand in no collective are behind, if they are no more than those that wait in one. Else
       nobody moves, and the rank can't be known.
@@ -86,6 +89,10 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
     if not still:
         return replace(asked, line="all ranks go on")
+    ended = _ended(ranks)
+    few = len(still) <= len(ended)
+    if few and asked.evidence and not any(_waits(at) for at in still):
+        return replace(asked, line=_after_training(still, ended))
     low = _lowest(still) if _are_comparable(ranks) else math.inf
     longest = _longest(still)
     excuses = [at for at in ranks if _excuses(at.step, low, longest)]
@@ -96,6 +103,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     behind = _behind(still, ranks, asked.seconds)
     nodes = {at.node for at in behind}
     culprit = behind[0].rank if len(nodes) == 1 else None
+    culprit = ended[0].rank if ended else culprit
     return replace(asked, line=_line(ranks, still, behind, asked.seconds), alarm=True, rank=culprit)
 
 
@@ -121,6 +129,15 @@ def _located(
 def _is_still(step: RankStep, seconds: float) -> bool:
     """Whether it does not move: those that wait for another came to it within half of its time."""
     return step.doing in _MOVING and step.seconds >= seconds / 2
+
+
+def _ended(ranks: Iterable[At]) -> list[At]:
+    return [at for at in ranks if at.step and at.step.doing is RankDoing.DONE]
+
+
+def _waits(at: At) -> bool:
+    """Whether it needs other ranks to go on, as far as is known."""
+    return at.step is not None and at.step.doing in (RankDoing.WAIT, RankDoing.CHECK)
 
 
 def _excuses(step: RankStep | None, low: float, longest: float) -> bool:
@@ -174,16 +191,15 @@ def _longest(some: Iterable[At]) -> float:
 def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float) -> str:
     longest = _longest(still)
     mute = [at for at in ranks if at.step and _tells_nothing(at.step, longest)]
-    ended = [at for at in ranks if at.step and at.step.doing is RankDoing.DONE]
     parts = []
     if behind:
         parts.append(f"{_are(behind, f'in {_steps(behind)}')} for {_longest(behind):.0f} s")
     if mute:
-        parts.append(f"{_who(mute)} {_verb(mute, 'tells', 'tell')} no steps")
-    if ended:
-        parts.append(_are(ended, "at its end" if len(ended) == 1 else "at their end"))
+        parts.append(f"{who(mute)} {_verb(mute, 'tells', 'tell')} no steps")
+    if ended := _ended(ranks):
+        parts.append(_are_at_end(ended))
     if not parts:
-        why = "storage? network? an evaluation outside ee.quiet?"
+        why = _apart(still) or "storage? network? an evaluation outside ee.quiet?"
         return f"nobody has moved for {longest:.0f} s ({why})"
     named = {at.rank for at in behind}
     if waiting := [at for at in still if at.rank not in named]:
@@ -194,19 +210,37 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
     return ", ".join(parts) + (f" ({where})" if where else "")
 
 
+def _apart(still: list[At]) -> str:
+    """Which ranks wait in another collective than the others, if that is known of all."""
+    by_place: dict[str, list[At]] = {}
+    for at in still:
+        by_place.setdefault(at.step.what if at.step else "", []).append(at)
+    if len(by_place) == 1 or "" in by_place:
+        return ""
+    (usual, _), *rest = sorted(by_place.items(), key=lambda item: -len(item[1]))
+    place, few = rest[0]
+    return f"{who(few)} {_verb(few, 'waits', 'wait')} in {place}, others in {usual}"
+
+
 def _waiting(waiting: list[At], seconds: str) -> str:
     where = _steps(waiting).partition(" ")[2]
     return f"{len(waiting)} {_verb(waiting, 'other waits', 'others wait')} in {where}{seconds}"
 
 
+def _after_training(still: list[At], ended: list[At]) -> str:
+    have, seconds = _verb(still, "has", "have"), _longest(still)
+    worked = f"{who(still)} {have} worked for {seconds:.0f} s since the last step"
+    return f"{worked}, {_are_at_end(ended)}, no rank is seen in a collective"
+
+
 def _excused(still: list[At], excuses: list[At]) -> str:
-    waits = f"{_who(still)} {_verb(still, 'waits', 'wait')} in {_steps(still)}"
+    waits = f"{who(still)} {_verb(still, 'waits', 'wait')} in {_steps(still)}"
     known = [at for at in excuses if at.step]
     if not known:
-        return f"{waits} for {_who(excuses)} (no answer)"
+        return f"{waits} for {who(excuses)} (no answer)"
     first = max((at.step for at in known if at.step), key=attrgetter("seconds"))
     what = f": {first.what}" if first.what else ""
-    return f"{waits} for {_who(known)} ({first.doing}{what}, for {first.seconds:.0f} s)"
+    return f"{waits} for {who(known)} ({first.doing}{what}, for {first.seconds:.0f} s)"
 
 
 def _steps(some: list[At]) -> str:
@@ -216,14 +250,18 @@ def _steps(some: list[At]) -> str:
 
 
 def _are(some: list[At], where: str) -> str:
-    return f"{_who(some)} {_verb(some, 'is', 'are')} {where}"
+    return f"{who(some)} {_verb(some, 'is', 'are')} {where}"
+
+
+def _are_at_end(ended: list[At]) -> str:
+    return _are(ended, f"at {_verb(ended, 'its', 'their')} end")
 
 
 def _verb(some: list[At], one: str, several: str) -> str:
     return one if len(some) == 1 else several
 
 
-def _who(some: list[At]) -> str:
+def who(some: Sequence[At]) -> str:
     """`rank 5 on n3`, `ranks 0-7 on n1 and 8-11 on n2`; of many nodes the first few."""
     by_node: dict[str, list[int]] = {}
     for at in some:

@@ -1,10 +1,18 @@
 """The words by which gloo, NCCL and torch say that a peer of theirs is gone."""
 
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+if TYPE_CHECKING:  # the training, which has no use for keys, loads this, too
+    from elastic_etcd.core.schema import Failure
+
 # An error of gloo's or NCCL's has no type of its own before torch 2.4, and gloo's has none today.
 _TEXTS = (
     "gloo/",  # the source file that gloo puts before its message
     "gloo::",
     "Gloo connectFullMesh failed",
+    "Application timeout caused pair closure",  # gloo's, after an error that was caught
     "failed to pass monitoredBarrier",  # TORCH_DISTRIBUTED_DEBUG=DETAIL waits there
     "NCCL error",
     "NCCL communicator was aborted",
@@ -24,6 +32,9 @@ _OWN = (
 )
 
 
+LOST = "it lost its peers: "  # before what a worker says that parked for no reason of its agent's
+
+
 def names_own_mistake(text: str) -> bool:
     """Whether what an exception says is the script's own doing, whatever its type."""
     return any(words in text for words in _OWN)
@@ -40,3 +51,25 @@ def ends_with_lost_peer(stack: str) -> bool:
     if names_own_mistake(said):
         return False
     return names_lost_peer(said) or any(error in said for error in _ERRORS)
+
+
+def blames_peers(failure: "Failure") -> bool:
+    """Whether a worker's own words are that its peers are gone, and nothing else was found out."""
+    return not failure.hang and (
+        failure.message.startswith(LOST) or ends_with_lost_peer(failure.message)
+    )
+
+
+def was_left(failure: "Failure", left: str) -> "Failure":
+    """The failure of a worker whose peers have ended before it: `left` says who they are, and how.
+
+    It is nobody's, since a node that has done its work is not to be left out for that.
+    """
+    where = f"in step {failure.step}" if failure.step else "at work"
+    told = f"{left} while rank {failure.rank} on {failure.node} was {where}"
+    return replace(failure, node="", rank=0, local_rank=0, pid=0, code=0, hang=told)
+
+
+def is_left(failure: "Failure") -> bool:
+    """Whether it is such a failure, and no hang: the words of the worker are there."""
+    return bool(failure.hang and failure.message and not failure.node)

@@ -41,10 +41,11 @@ import math
 from enum import Enum
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import requests, suspects
+from elastic_etcd.core import final_failures, hangs, requests, suspects
+from elastic_etcd.core.peers import blames_peers, is_left, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
     Failure,
@@ -100,6 +101,7 @@ class Verdict(Enum):
 
     SUCCEEDED = ("succeeded", 0)
     FAILED = ("failed", 1)
+    WRONG_USAGE = ("failed", 2)
     BUDGET_USED_UP = ("failed", 3)
     TOO_FEW_NODES = ("failed", 4)
     STOPPED = ("stopped", 0)
@@ -502,15 +504,19 @@ def _freeze(
     A failure counts when all of the last world's nodes are back: if one of them is lost, the
     failures of the others are its victims (pytorch#91943), and a world of newcomers only
     starts with a fresh budget. Restarts that were used are forgiven once the worlds since the last
-    failure have lasted for the restart window together, however many they were.
+    failure have lasted for the restart window together, however many they were. None is used for a
+    failure that another start would only repeat: it ends the job.
     """
     lost, culprit, ledger = _lost(view), _culprit(view), view.ledger
     known = _remembered(view, lost, limits, elapsed)
     fit, doubt = _fit(view, ready, known, limits)
     trained = round(ledger.trained + elapsed.ran, 3)
+    before = early = ledger.early or ""
+    if culprit and not lost:
+        early = final_failures.noted(early, culprit, trained)
     if _all_new(view):
         ledger = replace(ledger, restarts=0, rapid_failures=0)
-        trained = 0.0
+        early, trained = "", 0.0
     elif culprit and lost:
         if now.reason not in map(_is_leaving, lost):
             are = "is" if len(lost) == 1 else "are"
@@ -519,6 +525,10 @@ def _freeze(
         why = suspects.why_left_out(known, culprit.node, limits.suspect_after)
         now = replace(now, reason=f"{culprit}; {why}")
         ledger = replace(ledger, rapid_failures=0)
+    elif culprit and (why := final_failures.why_final(before, early, culprit)):
+        wrong = final_failures.is_usage_error(culprit)
+        verdict = Verdict.WRONG_USAGE if wrong else Verdict.FAILED
+        return _close(now, verdict, f"{culprit}; {why}", culprit)
     elif culprit:
         spent = 0 if trained >= limits.restart_window else ledger.restarts
         rapid = ledger.rapid_failures + 1 if culprit.uptime < limits.min_uptime else 0
@@ -537,6 +547,7 @@ def _freeze(
         rapid_failures=ledger.rapid_failures,
         trained=trained,
         suspects=known,
+        early=early or UNSET,
     )
     return _freeze_with(fit, frozen, ready, view, limits, elapsed)
 
@@ -634,6 +645,7 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
         rapid_failures=now.rapid_failures,
         trained=now.trained,
         suspects=now.suspects,
+        early=now.early,
     )
     return Finalise("all participants are ready", final, ledger, world)
 
@@ -764,5 +776,21 @@ def _done(view: View) -> set[int]:
 
 
 def _culprit(view: View) -> Failure | None:
-    """The first failure by etcd revision; the later ones are its victims (pytorch#113546)."""
-    return next((r.failure for r in view.reports if r.failure and not r.victim), None)
+    """The first failure by etcd revision; the later ones are its victims (pytorch#113546).
+
+    If that is of a worker that has lost its peers, whose training was over before, those are named:
+    by the agent of one of them, or by the reports of nodes that are done.
+    """
+    failures = [report for report in view.reports if report.failure]
+    first = next((r.failure for r in failures if not r.victim), None)
+    if first is None or not blames_peers(first):
+        return first
+    left = next((r.failure for r in failures if r.failure and is_left(r.failure)), None)
+    done = _done(view)
+    ended = [
+        hangs.At(rank, p.node, None)
+        for p in view.world
+        for rank in range(p.first_rank, p.first_rank + p.nproc)
+        if p.lease in done
+    ]
+    return left or (was_left(first, f"{hangs.who(ended)} ended") if ended else first)

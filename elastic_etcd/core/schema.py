@@ -429,6 +429,8 @@ class Suspect(Value, frozen=True):
 class Round(Lasting, frozen=True):
     """An agreement on a set of members, who stand in the pages of the world."""
 
+    OPTIONAL: ClassVar = ("early",)
+
     generation: Number
     phase: Phase
     coordinator: Lease
@@ -444,6 +446,7 @@ class Round(Lasting, frozen=True):
     suspects: tuple[Suspect, ...] = ()
     planned: bool = False  # begun by a join or a leave: workers get more time to stop
     joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
+    early: Text | UnsetType = UNSET  # as the ledger's
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a round."""
@@ -457,6 +460,8 @@ class Round(Lasting, frozen=True):
 class Ledger(Lasting, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
 
+    OPTIONAL: ClassVar = ("early",)
+
     generation: Number = 0  # the last one handed out
     final: Number = 0  # the last one that had a world
     nodes: Number = 0  # of that world
@@ -464,6 +469,7 @@ class Ledger(Lasting, frozen=True):
     rapid_failures: Number = 0  # times in a row that a worker failed right after its start
     trained: Seconds = 0.0  # by the worlds since the last failure together
     suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
+    early: Text | UnsetType = UNSET  # error before any step of the run, see final_failures.py
 
 
 class Ready(Value, frozen=True):
@@ -478,8 +484,8 @@ class Ready(Value, frozen=True):
 class Failure(Value, frozen=True):
     """A worker that ended badly.
 
-    If nobody in particular hung `node` is empty, and all numbers are 0. They are 0, too, if a
-    world's store died, which is a failure of its node.
+    If nobody in particular hung, or peers had left it, `node` is empty, and all numbers are 0. They
+    are 0, too, if a world's store died, which is a failure of its node.
     """
 
     node: Text
@@ -490,7 +496,10 @@ class Failure(Value, frozen=True):
     uptime: Seconds
     message: Lines = ""
     at: Text = ""
-    hang: Text | UnsetType = UNSET  # says that it was given up, also by a timer of its own
+    hang: Text | UnsetType = UNSET  # says that it was given up, or that others had left it
+    step: Number | UnsetType = (
+        UNSET  # in which it was; of none that had not ended one, or tells none
+    )
 
     def __str__(self) -> str:
         if self.hang:
@@ -561,7 +570,7 @@ class Hang(Value, frozen=True):
     evidence: bool = False  # it is also asked where those that do not move stand
     line: Text = ""  # the answer
     alarm: bool = False  # the answer is that they hang
-    rank: Number | None = None  # of the worker that is behind, if that is known
+    rank: Number | None = None  # of the worker that is behind or has ended, if that is known
 
 
 class Drain(Value, frozen=True):

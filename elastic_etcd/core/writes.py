@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.core import requests, schema
 from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, Over, ReportEnd, State, Write, pages
+from elastic_etcd.core.peers import is_left
 from elastic_etcd.core.rules import (
     Ack,
     Claim,
@@ -530,7 +531,7 @@ def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -
     if view.divergence and view.divergence.generation == last:
         known = replace(known, divergences=view.divergence.lines)
     if spent:
-        hung = any(f.hang for f in failures[:1]) or known.hangs
+        hung = any(f.hang and not is_left(f) for f in failures[:1]) or known.hangs
         known = replace(
             known, spent=replace(spent, detect=0.0, hang=spent.detect) if hung else spent
         )

@@ -58,14 +58,14 @@ class Doing(IntEnum):
     COMMIT = 4
     SAVE = 5
     QUIET = 6  # whatever the script has said by ee.quiet
-    DONE = 7
+    DONE = 7  # the script is at its end, or has destroyed its process group
 
 
 class Activity(NamedTuple):
     """A worker's activity at one moment; times are in seconds."""
 
     doing: Doing
-    seconds: float  # since it began to do that; in STEP, since the last step's end
+    seconds: float  # since it began to do that; in STEP and DONE, since the last step's end
     steps: int  # of this world
     slowest: float  # of the recent steps
     what: str = ""  # ee.quiet was told
@@ -118,10 +118,10 @@ class ActivityPage:
                 more = (commits + 1, spent + took, start + took)
                 _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
 
-    def now(self, doing: Doing) -> None:
-        """From here on it does this."""
-        _, _, steps, began, told = _HEAD.unpack_from(self._memory)
-        _HEAD.pack_into(self._memory, 0, doing, monotonic_ns(), steps, began, told)
+    def done(self) -> None:
+        """From here on nothing is a step, until one has ended."""
+        _, *rest = _HEAD.unpack_from(self._memory)
+        _HEAD.pack_into(self._memory, 0, Doing.DONE, *rest)
 
     @property
     def is_measured(self) -> bool:
@@ -149,7 +149,7 @@ class ActivityPage:
         """Begin a world: nothing is known of its steps."""
         self._memory[:] = bytes(SIZE)
         _OUTSIDE.pack_into(self._memory, _OUTSIDE_AT, measured, 0, 0)
-        self.now(Doing.STARTING)
+        _HEAD.pack_into(self._memory, 0, Doing.STARTING, monotonic_ns(), 0, 0, False)
 
     def read(self) -> Activity:
         """The activity that it tells. Whoever runs in the worker can write anything there."""
@@ -248,10 +248,10 @@ def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[No
     return page.during(doing, what) if page else contextlib.nullcontext()
 
 
-def now(doing: Doing) -> None:
-    """From here on the worker does this."""
+def done() -> None:
+    """The worker trains no more, and no rank waits for it."""
     if page := _page if _looked else look():
-        page.now(doing)
+        page.done()
 
 
 def look() -> ActivityPage | None:

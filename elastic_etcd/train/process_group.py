@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.times import NCCL_LOOK, PARK_LATE, SYNC_PATIENCE
 from elastic_etcd.train import ddp, sync_point
 from elastic_etcd.train.abort import (
@@ -306,7 +306,7 @@ def _device_of(local_rank: int) -> int:
     if devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return local_rank % devices
     if local_rank >= devices:
-        raise UsageError(
+        raise WrongHere(
             f"the worker with local rank {local_rank} has no GPU of its own: this process sees "
             f"{devices}. Start as many workers as GPUs (--nproc-per-node gpu), or give ee.run "
             'backend="gloo", or a device_id; from NCCL 2.30 on NCCL_MULTI_RANK_GPU_ENABLE=1 lets '

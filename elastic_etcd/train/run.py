@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
-from elastic_etcd.errors import AgentGone, UsageError
+from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import ddp
@@ -62,7 +62,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
 
         @ee.run
         def train(state):
-            for batch in state.steps(loader, commit_every=10):
+            for batch in state.steps(loader):
                 step(model, batch)
 
         train(ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler))
@@ -172,7 +172,6 @@ class _Worker:
                         raise
                     again = self._state._uncommitted() if self._begun else _NO_STEP
                 else:
-                    activity.now(Doing.DONE)
                     self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
@@ -213,7 +212,7 @@ class _Worker:
         calls = [row[:2] for row in rows]
         if any(call != calls[0] for call in calls):
             first, last = min(calls)[0], max(calls)[0]
-            raise UsageError(
+            raise WrongHere(
                 f"rank {group.rank} is in call {self._call} of ee.run ({self._name}), others are"
                 f" in calls {first} to {last}: a worker that is started anew begins at the first."
                 " Train in one function, with a value of the state that says what comes next"
@@ -233,6 +232,7 @@ class _Worker:
 
     def _leave_worlds(self, group: ProcessGroup, *, broken: bool) -> None:
         """First of all say so: the agent's messages from now on have no reader."""
+        activity.done()
         with suppress(AgentGone):
             self._channel.send(messages.TrainingDone())
         group.teardown(broken=broken)
@@ -245,10 +245,11 @@ class _Worker:
         mistake of the user's: it comes from the remains of an abort.
         """
         _enable_loggers()  # training may have set up logging
-        if isinstance(error, WorldBroken):
-            return str(error)
-        unready = isinstance(error, Exception) and group.broken and not self._begun
-        if not unready and not is_communication_failure(error, broken=bool(group.broken)):
+        broken = bool(group.broken)
+        if isinstance(error, WorldBroken):  # the agent's word, or what a commit has met
+            return str(error) if broken else _report_error(group, error)
+        unready = isinstance(error, Exception) and broken and not self._begun
+        if not unready and not is_communication_failure(error, broken=broken):
             return ""
         return _report_error(group, error)
 

@@ -24,7 +24,7 @@ manager and `multihost_utils.reached_preemption_sync_point`).
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
@@ -143,6 +143,19 @@ _current = _none
 def current() -> SyncPoint:
     """This world's; without ee.run one that never stops the training."""
     return _current
+
+
+def lose(what: str, error: Exception) -> NoReturn:
+    """The training has met an error that shows that its world is broken.
+
+    Raises WorldBroken, then and at each check from now on; without ee.run the error itself.
+    """
+    if _current is _none:
+        raise error
+    first = next(iter(str(error).splitlines()), "")  # stacks of C++ may follow
+    reason = f"{what}, so nothing is committed: {first}"
+    _current.interrupt(reason)
+    raise WorldBroken(reason) from error
 
 
 def install(sync_point: SyncPoint | None) -> None:

@@ -1,6 +1,7 @@
 """Workers and nodes that fail, one test for each row of docs/failures.md."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -154,6 +155,68 @@ def test_no_restart_allowed(ticks: TickingJob) -> None:
         ticks.exits(agent, 1)
         assert "exited 7" in agent.output[-1500:]
     assert {e.generation for e in ticks.events("start")} == {1}
+
+
+RETURNS = """
+import torch
+import torch.distributed as dist
+import elastic_etcd as ee
+
+state = ee.ElasticState(step=0)
+
+@ee.run
+def train(state):
+    while state.step < 10 - 4 * dist.get_rank():
+        dist.all_reduce(torch.ones(1))
+        state.step += 1
+        state.check()
+
+train(state)
+"""
+
+
+def test_t11_the_rank_that_returned_early_is_the_cause(
+    job: Job, etcd: EtcdServer, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(RETURNS)
+    script = (str(tmp_path / "train.py"),)
+    agents = [job.start(n, script=script, nnodes="2", max_restarts=0) for n in ("n1", "n2")]
+    for agent in agents:
+        job.exits(agent, 1, seconds=60)
+        last = agent.output[-1500:]
+        told = r"root cause: rank 1 on (n\d) ended while rank 0 on (?!\1)n\d was in step 7, after "
+        assert re.search(told, last), agent.output
+    assert keys(etcd, job.name)["outcome"]["failure"]["node"] == ""
+
+
+ARGUMENTS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", required=True)
+parser.parse_args()
+"""
+USAGE = "import elastic_etcd as ee\nee.ElasticState().commit(every=0)"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "worlds", "why", "last"),
+    [
+        (USAGE, 2, 1, "a UsageError, which no restart mends", "commit(every=0): at least 1"),
+        (ARGUMENTS, 1, 2, "the same error twice before the first step", "required: --epochs"),
+    ],
+    ids=["usage", "arguments"],
+)
+def test_t13_a_failure_that_can_not_change_is_final(
+    job: Job, tmp_path: Path, script: str, code: int, worlds: int, why: str, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = (str(tmp_path / "train.py"),)
+    n1 = job.start("n1", script=command, nnodes="1:1", start_method="exec", max_restarts=3)
+    job.exits(n1, code, seconds=60)
+    error = n1.output[n1.output.rindex("error: worker 0 on n1 exited ") :]
+    assert f"; {why}\nroot cause: " in error
+    assert last in error
+    assert n1.output.count(": group rank 0 of 1, ") == worlds
 
 
 def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:

@@ -175,6 +175,21 @@ os._exit(0)
 """
 
 
+# It exports as long as there is no file; the others have ended.
+EXPORTS = (
+    PLAIN.replace("1000)", "8)")
+    .replace("step == 5 and dist.get_rank() == 1", "step == 7 and dist.get_rank() == 0")
+    .replace(
+        "def main():",
+        """def exports():
+    while not os.path.exists("exported"):
+        time.sleep(0.05)
+
+def main():""",
+    )
+)
+
+
 # It evaluates until the test lets it go on, and then it may hang.
 GATED = ELASTIC.replace("import os, signal", "import os, signal, time").replace(
     """            open("hung", "w").close()
@@ -370,6 +385,20 @@ def test_who_waits_for_what_may_last_does_not_hang(job: Job) -> None:
         assert "(quiet: evaluation, for " in agent.output
         assert "--hang-timeout" not in agent.output
     assert "waits in step 6" not in status(job)
+
+
+def test_f3_an_export_after_the_others_have_ended_is_no_hang(job: Job, flags: Flags) -> None:
+    more: Flags = {"hang_action": "restart", "max_restarts": 1, "nproc": 2}
+    n1 = job.start("n1", script=script(job, EXPORTS, "exports"), **flags | more)
+    job.said(
+        n1,
+        "s since the last step, rank 1 on n1 is at its end, no rank is seen in a collective",
+        120,
+    )
+    (job.directory / "exported").touch()
+    job.exits(n1, 0, 60)
+    assert "generation 2" not in n1.output
+    assert "at its end" not in status(job)
 
 
 @NIGHTLY

@@ -76,7 +76,7 @@ def test_a_mistake_of_the_user_s_is_the_cause(job: Job) -> None:
 
 
 def test_a_worker_that_is_stuck_is_killed_and_started_anew(job: Job) -> None:
-    fault = ("--fault", "stuck", "--at", "5", "--on", "1")
+    fault = ("--fault", "stuck", "--at", "5", "--on", "1", "--skips")
     flags = {"nnodes": "1:3", "park_timeout": 3}
     nodes = {name: start(job, name, *fault, **flags) for name in ("n1", "n2", "n3")}
     stuck = job.wait("it is stuck", lambda: job.events("stuck"))[0]

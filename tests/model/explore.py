@@ -149,6 +149,7 @@ class Search:
     def _overcounted(self, store: int, left: int) -> bool:
         at_first, now = self.budgets.all[0], self.budgets.all[left]
         happened = at_first.fail + at_first.peer - now.fail - now.peer
+        happened += at_first.early - now.early
         return self.goals.counted(store) > happened
 
     def _stuck(self) -> tuple[str, int]:

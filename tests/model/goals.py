@@ -14,7 +14,7 @@ from tests.model.invariants import (
     world_of,
 )
 from tests.model.node import Node
-from tests.model.store import KEYS, NEWER
+from tests.model.store import EARLY, KEYS, NEWER
 from tests.model.world import System
 
 
@@ -100,8 +100,8 @@ class Goals:
         """How many failures the job has counted, at least; giving up takes one more."""
         store = self.stores[number]
         value = store.value(KEYS.outcome)
-        if value and value != NEWER and decode(Outcome, value).failure:
-            return self.limits.max_restarts + 1
+        if value and value != NEWER and (failure := decode(Outcome, value).failure):
+            return 2 if failure.message == EARLY else self.limits.max_restarts + 1
         now, value = round_of(store), store.value(KEYS.ledger)
         ledger = decode(Ledger, value) if value else Ledger()
         return max(ledger.restarts, now.restarts if now else 0)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from functools import cache
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
+from elastic_etcd.core.final_failures import TRAINED
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Action,
@@ -32,7 +34,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, View, covered, view_of
-from tests.model.store import KEYS, Store
+from tests.model.store import EARLY, KEYS, Store
 
 TOO_FEW = Verdict.TOO_FEW_NODES.exit_code
 
@@ -221,8 +223,13 @@ def check_alone(name: str, lease: int, before: Store) -> None:
 
 def check_budget(state: State, write: Write, limits: Limits) -> None:
     """I7: nobody gives up over failures that a long time of training has made good, nor over
-    nodes that could not come.
+    nodes that could not come. An error that came twice before any step is not tried again.
     """
+    if isinstance(write.what, Freeze) and state.view:
+        now, before = write.what.round, state.view.ledger
+        again = now.early and now.early == before.early != TRAINED
+        if again and now.restarts > before.restarts:
+            raise Violation("I7: an error that came twice is tried again")
     if not isinstance(write.what, Close):
         return
     if write.what.outcome.exit_code == TOO_FEW and state.silent_since is not None:
@@ -356,5 +363,8 @@ def _check_close(before: Store, after: Store, limits: Limits) -> None:
     done = leases and all(is_done(before, ledger.final, lease) for lease in leases)
     if outcome.state == "succeeded" and not done:
         raise Violation("I7: the job is closed though not every participant is done")
-    if outcome.failure and ledger.restarts < limits.max_restarts:
-        raise Violation("I7: the job is closed though restarts are left")
+    failure = outcome.failure
+    if failure and ledger.restarts < limits.max_restarts:
+        came_before = failure.message == EARLY and ledger.early not in (UNSET, TRAINED)
+        if not came_before:
+            raise Violation("I7: the job is closed though restarts are left")

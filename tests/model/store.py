@@ -12,6 +12,7 @@ from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot,
 
 KEYS = Keys("/m/j")
 NEWER = '{"v": 2}'  # an outcome that an agent of a newer version writes
+EARLY = "ImportError: no numpy"  # what a worker has said
 
 _revisions: dict[str, int] = {}
 

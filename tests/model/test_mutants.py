@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elastic_etcd.core import lifecycle, requests, rules, suspects, view, writes
+from elastic_etcd.core import final_failures, lifecycle, requests, rules, suspects, view, writes
 from elastic_etcd.core.lifecycle import (
     Action,
     Event,
@@ -456,7 +456,16 @@ def nobody_scales(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(requests, "scaled", lambda *given: given[-1])
 
 
+def an_error_that_came_twice_is_tried_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(final_failures, "why_final", lambda *_: "")
+
+
+def an_early_error_is_final_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(final_failures, "why_final", lambda _, now, __: now)
+
+
 TWO, ONE = limits(1, 2), limits(1, 1)
+OFTEN = limits(1, 2, restarts=3)
 MUTANTS = [  # which invariant it breaks, and the fault without which nobody would notice
     ("I1", same_generation_again, TWO, Faults(fail=1), ""),
     ("I2", acks_are_not_awaited, TWO, Faults(fail=1), ""),
@@ -490,6 +499,8 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I7", clocks_run_while_etcd_is_silent, HASTY, Faults(silent=1), "silent"),
     ("I7", only_one_long_world_forgives, TWO, Faults(fail=2, long=2), "long"),
     ("I7", a_failure_counts_twice, TWO, Faults(fail=1), "fail"),
+    ("I7", an_error_that_came_twice_is_tried_again, OFTEN, Faults(early=2), "early"),
+    ("I7", an_early_error_is_final_at_once, OFTEN, Faults(early=1), "early"),
     ("I6", suspects_never_take_part, wary(1, 2), Faults(fail=1), "fail"),
     ("I7", suspects_use_up_the_budget, wary(1, 2), Faults(fail=2), "fail"),
     ("I6", suspects_are_left_out_for_ever, wary(1, 2), Faults(fail=1), "fail"),

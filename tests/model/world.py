@@ -29,6 +29,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersGone,
     WriteDone,
 )
+from elastic_etcd.core.peers import LOST
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Drain,
@@ -59,7 +60,7 @@ from tests.model.invariants import (
 )
 from tests.model.labels import described, done, instead, relation
 from tests.model.node import CALM, FREE, INCARNATIONS, Faults, Move, Node, Numbers, owner
-from tests.model.store import KEYS, NEWER, Store
+from tests.model.store import EARLY, KEYS, NEWER, Store
 
 FOREVER = 1e9
 
@@ -209,12 +210,20 @@ class System:
             yield self._event("finishes", store, node, over, fault="finish")
         if node.workers and state.alive and (local.patient or not local.stopping):
             failure = Failure(node.name, 0, 0, 1, 1, 100.0)
-            if may.fail:
-                failed = WorkerEnded(node.workers, failure)
-                yield self._event("worker fails", store, node, failed, fault="fail")
-            if may.peer:
-                failed = WorkerEnded(node.workers, failure, by_peer=True)
-                yield self._event("worker loses its peer", store, node, failed, fault="peer")
+            failures = {
+                "fail": ("worker fails", WorkerEnded(node.workers, failure)),
+                "early": (
+                    "worker fails early",
+                    WorkerEnded(node.workers, replace(failure, message=EARLY)),
+                ),
+                "peer": (
+                    "worker loses its peer",
+                    WorkerEnded(node.workers, replace(failure, message=LOST), by_peer=True),
+                ),
+            }
+            for fault, (label, failed) in failures.items():
+                if getattr(may, fault):
+                    yield self._event(label, store, node, failed, fault=fault)
             if may.done or local.finished:
                 fault = CALM if local.finished else "done"  # what is over ends sooner or later
                 finished = WorkerEnded(node.workers, None)

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.cli.flag_values import in_multiples, nnodes
@@ -18,6 +19,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersFinished,
     WorkersHang,
 )
+from elastic_etcd.core.peers import LOST
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
     Drain,
@@ -181,10 +183,12 @@ class Commands(Simulator):
     # --- commands about one agent
 
     def agent_worker(self, agent: Agent, how: str, *given: str) -> Iterator[str]:
-        values = dict(pair.split("=") for pair in given)
+        values = dict(pair.split("=", 1) for pair in given)
         code, uptime = int(values.get("code", "1")), float(values.get("uptime", "100"))
-        failure = Failure(agent.name, 0, 0, 1, code, uptime) if how == "fails" else None
         of_peer = values.get("of") == "peer"
+        said, step = LOST if of_peer else values.get("says", ""), int(values.get("step", "0"))
+        failed = Failure(agent.name, 0, 0, 1, code, uptime, said, step=step or UNSET)
+        failure = failed if how == "fails" else None
         yield from self.event(agent, WorkerEnded(agent.workers, failure, of_peer))
 
     def agent_hangs(self, agent: Agent, *given: str) -> Iterator[str]:

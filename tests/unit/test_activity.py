@@ -117,6 +117,33 @@ def test_a_forked_worker_is_seen_like_one_that_is_executed(ways: BothWays, tmp_p
         done = run([*command, str(tmp_path / "gate")], ways.env | {activity.VARIABLE: path})
         assert done == Outcome(0, "", "")
         assert pages.read(0).steps == 5
+        assert pages.read(0).doing is Doing.DONE, "its script is at its end"
+    pages.close()
+
+
+def test_f3_no_step_is_under_way_without_a_process_group(ways: BothWays) -> None:
+    text = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import destroy_process_group
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        part = dist.new_group([0])
+        optimizer.step()
+        destroy_process_group(part)
+        destroy_process_group()
+    os._exit(0)
+    """
+    pages = ActivityPages()
+    for run in (ways.fork, ways.scripted):
+        env = ways.env | {activity.VARIABLE: pages.begin(0)}
+        done = run(ways.script(textwrap.dedent(text)), env)
+        assert (done.code, done.err) == (0, "")
+        found = pages.read(0)
+        assert (found.doing, found.steps) == (Doing.DONE, 2)
+        assert found.seconds > 0
     pages.close()
 
 

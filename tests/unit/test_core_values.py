@@ -14,6 +14,7 @@ from msgspec.structs import fields
 
 from elastic_etcd import core
 from elastic_etcd.core import (
+    final_failures,
     hangs,
     lifecycle,
     peers,
@@ -29,7 +30,7 @@ from elastic_etcd.core import (
 )
 
 MODULES = (
-    *(hangs, lifecycle, peers, ranks, rules, schema),
+    *(final_failures, hangs, lifecycle, peers, ranks, rules, schema),
     *(stragglers, suspects, txn, view, requests, writes),
 )
 # What is something though nothing is said; what is written another version may have left out.

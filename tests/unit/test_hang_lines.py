@@ -97,6 +97,11 @@ def world(size: int, *others: At) -> list[At]:
             "nobody has moved for 71 s (storage? network? an evaluation outside ee.quiet?)",
             None,
         ),
+        (  # It has left out a collective, and waits for the others at a commit.
+            world(2, rank(0, what="all_reduce"), rank(1, what="all_gather")),
+            "nobody has moved for 71 s (rank 1 on n1 waits in all_gather, others in all_reduce)",
+            None,
+        ),
         # On a GPU a rank that waits looks like one that computes.
         (
             world(8, *(rank(n, 1042, STEP) for n in range(5))),
@@ -141,7 +146,26 @@ def world(size: int, *others: At) -> list[At]:
         (
             world(4, rank(3, 0, DONE, 0.0)),
             "rank 3 on n1 is at its end, 3 others wait in 1042 for 71 s",
-            None,
+            3,
+        ),
+        (
+            world(4, rank(0, 1041, STEP), rank(3, 0, DONE, 0.0)),
+            (
+                "rank 0 on n1 is in step 1041 for 71 s, rank 3 on n1 is at its end, "
+                "2 others wait in 1042"
+            ),
+            3,
+        ),
+        # On a GPU they wait, and it is not seen.
+        (
+            world(4, *(rank(n, 1042, STEP) for n in range(3)), rank(3, 0, DONE, 0.0)),
+            "rank 3 on n1 is at its end, 3 others wait in 1042 for 71 s",
+            3,
+        ),
+        (
+            world(2, rank(0, 0, DONE, 0.0), rank(1, 6, RankDoing.CHECK)),
+            "rank 0 on n1 is at its end, 1 other waits in 6 for 71 s",
+            0,
         ),
         (
             world(4, rank(3, 7, STEP), *(rank(n, 900, STEP, 0.1) for n in range(3))),
@@ -172,6 +196,26 @@ def test_what_may_last_is_waited_for(doing: RankDoing) -> None:
     found = hangs.judged(ASKED, world(4, rank(0, 1042, doing, 90.0)))
     expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
     assert (found.line, found.alarm, found.rank) == (expected, False, None)
+
+
+def test_f3_who_works_on_after_others_have_ended_does_not_hang() -> None:
+    """The training is over: it exports, or has another rank's upload to wait for."""
+    ranks = [rank(0, 11, STEP), rank(1, 0, DONE, 0.0)]
+    found = hangs.answer(ASKED, ranks)
+    assert (found.alarm, found.rank) == (False, None)
+    assert found.line == (
+        "rank 0 on n1 has worked for 71 s since the last step, rank 1 on n1 is at its end, "
+        "no rank is seen in a collective"
+    )
+    several = hangs.answer(ASKED, world(6, *(rank(n, 11, STEP) for n in (0, 1)), *(
+        rank(n, 11, DONE, 80.0) for n in range(2, 6))))  # fmt: skip
+    assert several.line == (
+        "ranks 0-1 on n1 have worked for 71 s since the last step, "
+        "ranks 2-3 on n1 and 4-5 on n2 are at their end, no rank is seen in a collective"
+    )
+    # Whether it waits in a collective is not known before its stack is.
+    first = replace(ASKED, evidence=False)
+    assert hangs.answer(first, ranks) == replace(first, number=3, evidence=True)
 
 
 @pytest.mark.parametrize("doing", [RankDoing.STARTING, RankDoing.INIT])
@@ -262,7 +306,10 @@ def test_whatever_is_answered_there_is_one_true_line(found: list[RankStep | None
     assert said.line
     assert "\n" not in said.line
     assert len(said.line) < 400
-    if said.rank is not None:
+    ended = [at.rank for at in ranks if at.step and at.step.doing is DONE]
+    if ended and said.alarm:
+        assert said.rank == ended[0]
+    elif said.rank is not None:
         assert said.alarm
         culprit = ranks[said.rank].step
         assert culprit

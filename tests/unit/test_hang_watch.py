@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elastic_etcd.agent.followers import evidence, hang_watch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
@@ -309,6 +310,23 @@ async def test_a_world_that_goes_on_is_not_begun_anew(
     node.see(state(NOBODY))
     await node.until(lambda: "nobody has moved" in caplog.text)
     assert node.given_up == ([] if goes_on else [None])
+    task.cancel()
+
+
+async def test_f3_a_world_that_waits_for_one_at_its_end_is_not_begun_anew(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is done would be done again, and it would end so again."""
+    node = Node(pid)
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(None))
+    await node.until(lambda: node.said)
+    node.see(state(ASKED))
+    line = "rank 1 on n2 is at its end, 1 other waits in 7 for 70 s"
+    node.see(state(replace(NOBODY, line=line, rank=1)))
+    await node.until(lambda: f"{line}" in caplog.text)
+    await node.seen(HUNG)
+    assert node.given_up == []
     task.cancel()
 
 

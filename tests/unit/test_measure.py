@@ -160,9 +160,9 @@ async def test_what_is_no_step_is_training_too(doing: Doing) -> None:
     node = Node()
     await node.begin(FIRST)
     await node.steps(1)
-    node.page.now(doing)
-    await elapse(0.2)
-    spent = await node.end(1)
+    with node.page.during(doing):
+        await elapse(0.2)
+        spent = await node.end(1)
     assert spent.trained >= 0.2
     assert spent.detect == 0.0
 

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -346,6 +347,33 @@ def test_who_receives_into_memory_of_its_own_keeps_nobody_from_the_node_s(node: 
             assert locked
     ask.send("")
     assert child.result() is True
+
+
+def grow(fds: list[Any], rank: int, said: Any, asked: Any) -> bool:
+    held = opened([fd.detach() for fd in fds], rank)
+    with held._growing() as locked:
+        said.send("")
+        asked.poll(60)
+    return locked is True
+
+
+def test_t16_one_rank_at_a_time_asks_for_memory_and_takes_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of them find the same memory free."""
+    (heard, said), (asked, ask) = Pipe(duplex=False), Pipe(duplex=False)
+    rank, checked = node.rank(1), threading.Event()
+    monkeypatch.setattr(snapshot_store, "check_memory", lambda *_: checked.set())
+    child = Child(grow, passed_on(node, 0), 0, said, asked)
+    assert heard.poll(60)
+    writer = threading.Thread(target=rank.write, args=(draft(1),))
+    writer.start()
+    assert not checked.wait(0.5)
+    ask.send("")
+    assert child.result() is True
+    writer.join()
+    assert checked.is_set()
+    assert is_it(rank.newest_intact(), 1)
 
 
 def commit_alike(fds: list[Any], rank: int, last: int) -> Any:

@@ -40,14 +40,18 @@ WORKER = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         said.write(json.dumps({"type": "ready"}) + "\\n")
         signal.pause()
+    if "slow" in how:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     say("elastic")
     if "alone" in how:
+        if "slow" in how:
+            signal.sigwait([signal.SIGUSR1])
         say("parked", generation=generation, error="RuntimeError: Connection reset by peer")
     if "finishes" in how:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
         say("finished")
-    if "slow" in how:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    if "ends" in how:
+        sys.exit(0)
     if "asks" in how:
         say("current", id=3)
     while packet := agent.recv(1 << 16):
@@ -297,6 +301,32 @@ async def test_one_that_parks_by_itself_is_a_failure_only_if_nobody_else_is(
     await watched.turns(lambda: alone.hears("interrupt"))
     await watched.emptied()
     assert watched.ends == []
+
+
+@pytest.mark.parametrize(("how", "left"), [("ends", "returned from ee.run"), ("", "left ee.run")])
+async def test_t11_one_that_lost_its_peers_names_the_one_that_has_left(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, left: str
+) -> None:
+    monkeypatch.setattr(agent_workers, "PARKED_PATIENCE", 0.2)
+    other = Script(tmp_path, "0", "slow", "alone")
+    finished = Script(tmp_path, "1", "finishes", how)
+    watched.launch(other.command, finished.command)
+    pid, _ = await watched.started()
+    if how:
+        await watched.until(lambda: watched.ends)
+    else:
+        await watched.until(lambda: watched.finished == [True])
+    await watched.turns(lambda: watched.workers._running[pid].channel)
+    for _ in range(10):
+        watched.workers.pages[0].step(told=True)
+    os.kill(pid, signal.SIGUSR1)
+    failure = await watched.failure()
+    assert failure.hang == f"rank 1 on n {left} while rank 0 on n was in step 11"
+    assert (failure.node, failure.pid, failure.code) == ("", 0, 0), "it is no fault of this node"
+    assert failure.message == "it lost its peers: RuntimeError: Connection reset by peer"
+    watched.kill()
+    watched.workers.stop(0)
+    await watched.emptied()
 
 
 async def test_a_parked_worker_that_dies_is_nobody_s_failure(

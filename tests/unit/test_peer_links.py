@@ -1,6 +1,9 @@
 """What the end of a link proves, and what it does not, between one agent and others at its ends."""
 
 import asyncio
+import logging
+import os
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -219,6 +222,35 @@ async def test_m13_a_node_without_a_place_says_so_and_keeps_those_that_it_has() 
         assert await late.read() == BUSY
         first[1].write(HELLO_FORM.pack(bytes.fromhex(to.nonce), OTHER))
         assert await first[0].read(1) == HERE
+
+
+async def test_m10_a_call_for_which_no_descriptor_is_free_is_taken_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio told of it by a hundred tracebacks."""
+    caplog.set_level(logging.DEBUG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with Tasks() as tasks, AsyncExitStack() as held:
+        links = PeerLinks(tasks, Etcd().revoke)
+        contact = await links.open("127.0.0.1")
+        assert contact
+        held.callback(links.close)
+        caller = held.enter_context(socket.socket())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        try:
+            with suppress(OSError):
+                while True:  # until none is left
+                    held.callback(os.close, os.dup(0))
+            caller.connect((contact.addr, contact.port))
+            async with asyncio.timeout(10):
+                while "out of system resource" not in caplog.text:  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert all(record.levelno < logging.INFO for record in caplog.records)
+        async with asyncio.timeout(10):
+            while not links._strangers:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
 
 
 async def test_m13_links_that_a_network_has_cut_are_soon_there_again() -> None:

@@ -29,6 +29,7 @@ ncclInvalidUsage: This usually reflects invalid usage of NCCL library."""
         ("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote error", True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
         ("torch.distributed.DistStoreError: wait timeout after 300000ms", True),
+        ("RuntimeError: Application timeout caused pair closure", True),
         ("RuntimeError: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 1800000 ms", True),
         ("RuntimeError: shape '[3]' is invalid for input of size 4", False),
         ("ValueError: bad sample\n  in gloo/train.py", False),

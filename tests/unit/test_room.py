@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def test_g5_only_a_snapshot_that_needs_more_memory_asks_for_it(
         state.commit()
     state.restore()
     assert (state.epoch, len(state.weights)) == (2, MIB)
+
+
+def test_t16_a_save_without_room_for_a_copy_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = ElasticState(weights=torch.zeros(MIB), epoch=1)
+    state.commit()
+    monkeypatch.setattr(room, "free_memory", lambda: Free(MIB, "the machine's memory"))
+    state.save(tmp_path / "one", wait=False)
+    assert state._snapshots._saving is None
+    assert (tmp_path / "one").stat().st_size > 4 * MIB
+    assert "save(wait=False) waits, with no room for a copy: 4.00 MiB more" in caplog.text
+    monkeypatch.setattr(room, "free_memory", lambda: UNKNOWN)
+    state.save(tmp_path / "two", wait=False)
+    saving: Any = state._snapshots._saving
+    saving.result()
 
 
 def test_g5_a_container_sees_its_own_cgroup_only(tmp_path: Path) -> None:

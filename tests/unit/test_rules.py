@@ -1,9 +1,20 @@
 """What scenarios and the model, of a few nodes, do not ask of the rules: turns, and saving."""
 
 import pytest
+from msgspec.structs import replace
 
-from elastic_etcd.core.rules import FIRST_RANKS, Local, _turn, may_still_save
-from elastic_etcd.core.schema import Ledger, Master, Page, Participant, Phase, Round
+from elastic_etcd.core.peers import was_left
+from elastic_etcd.core.rules import FIRST_RANKS, Local, _culprit, _turn, may_still_save
+from elastic_etcd.core.schema import (
+    Failure,
+    Ledger,
+    Master,
+    Page,
+    Participant,
+    Phase,
+    Report,
+    Round,
+)
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.times import LEAD_TURN
 
@@ -44,3 +55,41 @@ def test_who_leaves_may_save_until_the_next_world_begins(phase: Phase | None, ma
     view = View(9, Everything(), round=now, ledger=Ledger(4, final=3))
     assert may_still_save(view, 3) is may
     assert not may_still_save(view, 2)
+
+
+LOST = Failure("n1", 1, 1, 42, 1, 9.0, "it lost its peers: Connection reset", "now", step=11)
+WORLD = (Participant(0xA, "n1", 2, 0, 0), Participant(0xB, "n2", 2, 1, 2))
+
+
+def culprit(*reports: Report) -> Failure | None:
+    return _culprit(View(9, Everything(), world=WORLD, reports=reports))
+
+
+def test_t11_the_rank_that_ended_before_the_others_is_named() -> None:
+    lost, done = Report(0xA, 5, LOST), Report(0xB, 6, None)
+    assert culprit(lost) == LOST
+    found = culprit(lost, done)
+    assert str(found) == "ranks 2-3 on n2 ended while rank 1 on n1 was in step 11"
+    assert found
+    assert (found.node, found.pid, found.code, found.message) == ("", 0, 0, LOST.message)
+    assert str(culprit(Report(0xA, 5, replace(LOST, step=0)), done)).endswith(" was at work")
+
+
+def test_t11_the_agent_of_the_one_that_ended_knows_it_better() -> None:
+    """It may say so when the others' failure has begun the next generation."""
+    left = was_left(replace(LOST, node="n2", rank=2), "rank 3 on n2 ended")
+    found = culprit(Report(0xA, 5, LOST), Report(0xB, 6, left, victim=True))
+    assert found == left
+    assert str(found) == "rank 3 on n2 ended while rank 2 on n2 was in step 11"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        replace(LOST, message="ValueError: a mistake of the user's"),
+        replace(LOST, hang="rank 1 on n1 is in step 6 for 9 s"),
+        replace(LOST, message="", code=-9),
+    ],
+)
+def test_t11_a_cause_of_its_own_stays_the_cause(failure: Failure) -> None:
+    assert culprit(Report(0xA, 5, failure), Report(0xB, 6, None)) == failure

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
-from elastic_etcd import ElasticSampler
+import torch
+
+from elastic_etcd import ElasticBatchSampler, ElasticSampler
 from tests.support.processed_indices import ProcessedIndices, united
 
 BATCH = 4
@@ -99,3 +101,46 @@ def test_sets_grow_with_the_data_and_a_count_does_not() -> None:
     assert len(sets[0].processed) == 3600
     assert counts[0].state_dict()["consumed"] == 3600
     assert counts[0].state_dict()["skipped"] == []
+
+
+# --- what docs/migration.md says to do where Horovod's sampler takes what ours refuses
+
+
+def test_t17_a_data_set_that_grows_is_a_function_of_the_epoch() -> None:
+    sizes = [20]  # a file that only grows, in a script
+
+    def order(epoch: int, seed: int) -> torch.Tensor:
+        return torch.randperm(sizes[epoch], generator=torch.Generator().manual_seed(seed + epoch))
+
+    def ranks(world: int) -> list[ElasticSampler]:
+        more = {"shuffle": order, "tail": "uneven", "world_size": world}
+        return [ElasticSampler(10**9, rank=rank, **more) for rank in range(world)]  # type: ignore[arg-type]
+
+    two = ranks(2)
+    assert wrong(trained(two), 20) == (0, 0)
+    sizes.append(33)
+    for sampler in two:
+        sampler.set_epoch(1)
+    used = trained(two, steps=2)
+    sizes.append(50)  # what has come since is of the next epoch
+    three = ranks(3)
+    for sampler in three:
+        sampler.load_state_dict(two[0].state_dict())
+    assert wrong(used + trained(three), 33) == (0, 0)
+
+
+def test_t17_any_set_of_indices_is_a_batch() -> None:
+    sets = [[0, 9, 5], [1], [2, 3, 4, 6], [8], [7, 10], [11, 12]]
+
+    def ranks(world: int) -> list[ElasticBatchSampler]:
+        of = {"tail": "uneven", "world_size": world}
+        return [ElasticBatchSampler(lambda *_: sets, rank=r, **of) for r in range(world)]  # type: ignore[arg-type]
+
+    used, two, three = [], ranks(2), ranks(3)
+    for sampler in two:
+        used += next(iter(sampler))
+        sampler.record()
+    for newcomer in three:
+        newcomer.load_state_dict(two[0].state_dict())
+        used += [index for batch in newcomer for index in batch]
+    assert wrong(used, 13) == (0, 0)

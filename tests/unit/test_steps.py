@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from tqdm import tqdm
 
-from elastic_etcd import ElasticSampler, ElasticState, WorldChanged, steps_per_epoch
+from elastic_etcd import (
+    ElasticSampler,
+    ElasticState,
+    WorldChanged,
+    accumulation_steps,
+    steps_per_epoch,
+)
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import Indices
@@ -235,10 +241,26 @@ def test_the_last_batch_is_committed_when_the_loop_asks_for_the_next() -> None:
     assert (state.step, state.sampler.consumed) == (9, LENGTH)
 
 
-def test_without_commit_every_it_commits_nothing() -> None:
+def test_with_commit_every_none_it_commits_nothing() -> None:
+    state = made()
+    for _ in state.steps(loader_of(state), commit_every=None):
+        state.step += 1
+    with pytest.raises(UsageError, match="nothing to restore"):
+        state.restore()
+
+
+def test_t14_by_default_it_commits(caplog: pytest.LogCaptureFixture) -> None:
     state = made()
     for _ in state.steps(loader_of(state)):
         state.step += 1
+    state.restore()
+    assert state.step >= LENGTH // BATCH // 2
+    assert len(caplog.messages) <= 1  # once, whatever it has come to
+
+
+def test_t14_a_loop_that_does_not_check_does_not_commit() -> None:
+    state = made()
+    assert len(list(state.steps(loader_of(state), check=False))) == 9
     with pytest.raises(UsageError, match="nothing to restore"):
         state.restore()
 
@@ -246,7 +268,7 @@ def test_without_commit_every_it_commits_nothing() -> None:
 def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> None:
     state = made()
     loader = loader_of(state)
-    for _ in state.steps(loader):
+    for _ in state.steps(loader, commit_every=None):
         state.step += 1
         if state.step == 2:
             state.commit()
@@ -599,11 +621,13 @@ def test_a_loader_around_a_loader_may_look_ahead() -> None:
     assert trained == list(range(LENGTH))
 
 
-@pytest.mark.parametrize("arguments", [{"accumulate": 0}, {"commit_every": 0}])
-def test_wrong_arguments_are_refused(arguments: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{"accumulate": 0}, {"commit_every": 0}, {"commit_every": "x"}]
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     state = made()
     with pytest.raises(UsageError, match="at least 1"):
-        state.steps(loader_of(state), **arguments)  # type: ignore[arg-type]
+        state.steps(loader_of(state), **arguments)
 
 
 def test_a_state_without_a_sampler_is_refused() -> None:
@@ -656,3 +680,40 @@ def test_a_stateful_loader_is_counted_and_keeps_its_state(workers: int) -> None:
         trained += labels(batch)
     assert trained == list(range(LENGTH))
     assert other.sampler.consumed == LENGTH
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_t17_rank_0_says_what_a_step_is_now_and_was(
+    caplog: pytest.LogCaptureFixture, planned: bool
+) -> None:
+    sampler = ElasticSampler(1000, rank=0, world_size=4)
+    state = ElasticState(sampler=sampler)
+
+    def begin(world: int, rank: int = 0) -> list[str]:
+        caplog.clear()
+        sampler.reshard(rank, world)
+        arguments: dict[str, Any] = {"batch_size": 8, "sampler": sampler}
+        if planned:
+            plan = accumulation_steps(96, 8, rank=rank, world_size=world)
+            sampler.reshard(batch_sizes=plan.batch_sizes)
+            arguments = {"batch_sampler": plan.batches(sampler)}
+        loader = DataLoader(range(1000), **arguments)
+        steps = state.steps(loader, accumulate=len(plan) if planned else 1)
+        for _ in steps:
+            if steps.ends_step:
+                break
+        return [r.getMessage() for r in caplog.records if "a step is" in r.getMessage()]
+
+    assert begin(4) == begin(4) == []
+    assert begin(3) == ([] if planned else ["a step is 24 samples, was 32"])
+    assert begin(5, rank=1) == []
+    assert begin(4) == ([] if planned else ["a step is 32 samples, was 40"])
+
+
+def test_t17_rank_0_in_a_new_process_knows_how_many_ranks_there_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = ElasticState(sampler=ElasticSampler(LENGTH, rank=0, world_size=3))
+    state._loops.ranks_before = 4
+    next(iter(state.steps(loader_of(state))))
+    assert "a step is 15 samples, of 3 ranks, which were 4" in caplog.text

@@ -1,12 +1,17 @@
 """state.steps on several ranks: all of them check as often, and all have counted the same."""
 
+import os
+import signal
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import suppress
+from itertools import cycle, islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -15,7 +20,7 @@ from elastic_etcd import ElasticSampler, ElasticState
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.sync_point import SyncPoint
-from tests.support.forked import ranks
+from tests.support.forked import Child, group, ranks
 
 LENGTH = 17  # of which rank 0 has one more than rank 1
 BATCH = 4
@@ -46,29 +51,32 @@ def test_t10_ranks_with_one_step_more_check_as_often_as_the_others(tmp_path: Pat
     assert fewer == [(2, 2, LENGTH), (4, 4, LENGTH)]
 
 
-class ByTokens:
-    """Batches of as many samples as have 10 tokens, of which a sample has its index modulo 5."""
+class OfTwoSizes:
+    """Batches of two samples and three in turn, which one rank begins with two and one with three.
 
-    def __init__(self, sampler: ElasticSampler) -> None:
-        self.sampler = sampler
+    So do batches by their number of tokens, of which all ranks have equally many.
+    """
+
+    def __init__(self, sampler: ElasticSampler, first: int) -> None:
+        self.sampler, self.first = sampler, first
+
+    def __len__(self) -> int:
+        return ceil(len(self.sampler) * 2 / 5)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if sum(each % 5 for each in batch) >= 10:
-                yield batch
-                batch = []
-        if batch:
+        indices = iter(self.sampler)
+        sizes = cycle([self.first, 5 - self.first])
+        while batch := list(islice(indices, next(sizes))):
             yield batch
 
 
-def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
+def with_batches_of_two_sizes(rank: int) -> tuple[list[int], list[int]]:
     """What was trained on in two worlds: a few batches of two ranks, and the rest by rank 0."""
     state = ElasticState(sampler=ElasticSampler(101))
     state.sync()
-    loader = DataLoader(range(101), batch_sampler=ByTokens(state.sampler), collate_fn=list)
-    first = [i for batch in islice(state.steps(loader, commit_every=1), 4) for i in batch]
+    batches = OfTwoSizes(state.sampler, 2 + rank)
+    loader = DataLoader(range(101), batch_sampler=batches, collate_fn=list)
+    first = [i for batch in islice(state.steps(loader, commit_every=1), 3) for i in batch]
     state.commit()
     if rank:  # a newcomer in its place, which has begun no loop
         state = ElasticState(sampler=ElasticSampler(101))
@@ -77,13 +85,52 @@ def with_batches_by_tokens(rank: int) -> tuple[list[int], list[int]]:
     if rank:
         return first, []
     state.sampler.reshard(0, 1)
-    return first, [i for batch in state.steps(loader) for i in batch]
+    return first, [i for batch in state.steps(loader, check=False) for i in batch]
 
 
-def test_t7_batches_by_tokens_are_trained_on_once(tmp_path: Path) -> None:
-    (first, rest), (second, _) = ranks(2, tmp_path, with_batches_by_tokens)
+def test_t7_batches_of_any_size_are_trained_on_once(tmp_path: Path) -> None:
+    (first, rest), (second, _) = ranks(2, tmp_path, with_batches_of_two_sizes)
     assert len(first) != len(second)
     assert sorted(first + second + rest) == list(range(101))
+
+
+class ByTokens(OfTwoSizes):
+    """Batches of as many samples as have 10 tokens, of which a sample has its index modulo 5."""
+
+    def __len__(self) -> int:
+        return 20 + self.first  # as one that has counted them
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NotImplementedError  # it does not come to that
+
+
+class WithoutLength:
+    def __init__(self, sampler: ElasticSampler, _: int) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NotImplementedError
+
+
+def with_other_numbers_of_batches(rank: int, kind: type[Any]) -> str:
+    state = ElasticState(sampler=ElasticSampler(101))
+    loader = DataLoader(range(101), batch_sampler=kind(state.sampler, rank))
+    with pytest.raises(UsageError) as raised:
+        list(state.steps(loader))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(ByTokens, "the ranks [20, 21] batches"), (WithoutLength, "has no length")]
+)
+def test_t7_ranks_that_may_have_another_number_of_batches_are_refused(
+    kind: type[Any], words: str, tmp_path: Path
+) -> None:
+    one, other = ranks(2, tmp_path, with_other_numbers_of_batches, kind)
+    assert one == other
+    assert f"{kind.__name__} " in one
+    assert words in one
+    assert "ElasticBatchSampler" in one
 
 
 def accumulated_uneven(rank: int) -> int:
@@ -100,6 +147,32 @@ def accumulated_uneven(rank: int) -> int:
 
 def test_an_uneven_tail_in_an_incomplete_step_is_counted_alike(tmp_path: Path) -> None:
     assert ranks(2, tmp_path, accumulated_uneven) == [0, 0]  # no step was whole: nothing committed
+
+
+def at_the_last_batch(rank: int, folder: Path) -> Any:
+    """A peer dies in the last batch of all, and the script catches what that does."""
+    told = None
+    with suppress(RuntimeError), group(rank, 2, folder):
+        sync_point.install(SyncPoint(rank, 2, dict))
+        state = ElasticState(sampler=ElasticSampler(32))
+        state.sync()
+        try:
+            for number, _ in enumerate(
+                state.steps(DataLoader(range(32), 4, sampler=state.sampler))
+            ):
+                with suppress(RuntimeError):
+                    if (rank, number) == (1, 3):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    dist.all_reduce(torch.ones(1))
+        except sync_point.WorldBroken as error:
+            told = str(error)
+    return told
+
+
+def test_t3_a_training_does_not_end_with_batches_that_were_left_out(tmp_path: Path) -> None:
+    children = [Child(at_the_last_batch, rank, tmp_path) for rank in range(2)]
+    told, _ = [child.result() for child in children]
+    assert told.startswith("a collective has failed, here or on another rank, so nothing is comm")
 
 
 def keep_even(items: list[int]) -> torch.Tensor:

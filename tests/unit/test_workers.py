@@ -155,6 +155,27 @@ async def test_the_error_file_is_better_than_stderr(watched: Watched) -> None:
     await watched.emptied()
 
 
+async def test_t11_a_worker_that_lost_its_peer_names_the_one_that_has_ended(
+    watched: Watched, fifo: Path
+) -> None:
+    fails = """
+        import sys
+        open(sys.argv[1]).read()
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    """
+    watched.launch([*python(fails), str(fifo)], python("pass"), ["sleep", "1000"])
+    await watched.until(lambda: watched.ends)
+    with fifo.open("w"):
+        pass
+    failure = await watched.failure()
+    assert failure.hang == "rank 1 on n ended while rank 0 on n was at work"
+    assert (failure.node, failure.rank, failure.pid, failure.code) == ("", 0, 0, 0)
+    assert failure.message.endswith("Connection closed by peer")
+    assert watched.ends[1].by_peer, "another cause may be known soon"
+    watched.kill()
+    await watched.emptied()
+
+
 @pytest.mark.parametrize(
     ("program", "code", "words"),
     [("/no/such/program", 127, "No such file"), ("/etc/passwd", 126, "Permission denied")],

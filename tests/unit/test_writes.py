@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.core import writes
 from elastic_etcd.core.lifecycle import ReportEnd, State, Writable, Write
+from elastic_etcd.core.peers import was_left
 from elastic_etcd.core.rules import Close, Finalise, Freeze, Local, Verdict
 from elastic_etcd.core.schema import (
     LARGEST,
@@ -122,6 +123,9 @@ def test_what_was_measured_of_a_world_is_in_its_history() -> None:
     seen = view(reports=(Report(1, 0, hung),), history=((3, entry),))
     spent = history(written(FREEZE, seen, SPENT), 3).spent
     assert spent == replace(SPENT, detect=0.0, hang=2.5)
+    left = was_left(FAILURES[0], "rank 1 on n ended")  # which is no hang
+    seen = view(reports=(Report(1, 0, left),), history=((3, entry),))
+    assert history(written(FREEZE, seen, SPENT), 3).spent == SPENT
 
 
 WORLD = (Participant(1, "n", 1, 0, 0),)

@@ -26,7 +26,7 @@ from typing import Annotated, Self
 import torch.distributed as dist
 from msgspec import Meta, MsgspecError, Struct, json
 
-from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
 from elastic_etcd.train.checkpoint.memory_checkpoint import (
     CHUNK,
@@ -249,7 +249,7 @@ class Node:
                 self._store.wait([key], timedelta(seconds=_LOG_EVERY))
                 return bytes(self._store.get(key))
             log.warning("ee.latest_checkpoint still waits for %s", what)
-        raise UsageError(
+        raise WrongHere(
             f"ee.latest_checkpoint waited {patience:g} s for {what}: it has to be called on every "
             "rank, as often as on the others"
         )

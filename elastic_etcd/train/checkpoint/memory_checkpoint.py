@@ -22,7 +22,7 @@ from typing import Annotated, Self
 
 from msgspec import Meta, MsgspecError, Struct, json
 
-from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.errors import MalformedState, UsageError, WrongHere
 from elastic_etcd.protocol.messages import Number
 from elastic_etcd.train.collectives import generation
 from elastic_etcd.train.state.files import flush
@@ -210,7 +210,7 @@ def memory_of(env: Mapping[str, str]) -> Path | None:
     """
     path = env.get("ELASTIC_ETCD_MEMORY")
     if path == "":
-        raise UsageError(
+        raise WrongHere(
             "this node has no directory in memory, its agent's log says why: give all agents "
             "--memory-dir, a directory in a tmpfs with room for two checkpoints"
         )
@@ -359,7 +359,7 @@ def _shortage_explained(folder: Path) -> Iterator[None]:
         if free.size >= _FULL or memory_of(os.environ) is None:
             raise
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        raise UsageError(_too_small(folder.parent, "this checkpoint", written, free)) from error
+        raise WrongHere(_too_small(folder.parent, "this checkpoint", written, free)) from error
 
 
 def free_in(root: Path) -> Free:
@@ -373,7 +373,7 @@ def check_free(root: Path, size: int, what: str) -> None:
     """Raise UsageError, with the figures, when `what`, of so many bytes, does not fit there."""
     free = free_in(root)
     if free.size < size:
-        raise UsageError(_too_small(root, what, size, free))
+        raise WrongHere(_too_small(root, what, size, free))
 
 
 def _too_small(root: Path, what: str, size: int, free: Free) -> str:

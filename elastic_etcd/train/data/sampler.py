@@ -80,6 +80,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._dataset_length, self._digest = self.length, 0
         self._warned = False
         self.varies = False  # ranks take different numbers in a step: state.commit() has them agree
+        self.in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
         self._cursor: Cursor | None = None
@@ -207,6 +208,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             yield
         finally:
             self._length_of = "iteration"
+
+    def in_all(self, own: int) -> int:
+        """How many samples all ranks take while this one takes `own`."""
+        return own * self.world_size if self._sizes is None else sum(self._sizes)
 
     def agree(self, group: dist.ProcessGroup | None = None) -> None:
         """Tell all ranks what each of them has recorded; all call it at the same step.

@@ -9,6 +9,8 @@ import inspect
 import logging
 import os
 import secrets
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -23,13 +25,13 @@ from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
-from elastic_etcd.train.state import codecs
+from elastic_etcd.train.state import agreement, codecs
 from elastic_etcd.train.state.replicas import Replicas
 from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
-from elastic_etcd.train.state.steps import Loops, Steps
+from elastic_etcd.train.state.steps import CommitEvery, Loops, Steps
 from elastic_etcd.train.state.structure import Structure, refuse_changed, structures_of
 from elastic_etcd.train.state.sync import (
     compare_counts,
@@ -40,6 +42,9 @@ from elastic_etcd.train.state.sync import (
 )
 
 log = logging.getLogger(__name__)
+
+# Handled on all ranks at the same step.
+_ON_ALL_RANKS = (sync_point.WorldChanged, StopIteration, GeneratorExit)
 
 _Callback = TypeVar("_Callback", bound=Callable[..., Any])
 
@@ -74,6 +79,7 @@ class ElasticState:
         self._loops = Loops()
         self._replicas = Replicas()
         self._structures: dict[str, Structure] = {}  # before the first sync of this process
+        self._handled = 0  # the id of the exception that was handled when the step began
         self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
         self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
@@ -87,7 +93,7 @@ class ElasticState:
         self,
         loader: Iterable[Any],
         *,
-        commit_every: int | None = None,
+        commit_every: CommitEvery = "auto",
         accumulate: int = 1,
         check: bool = True,
     ) -> Steps:
@@ -97,7 +103,8 @@ class ElasticState:
 
         loader: a DataLoader that draws its batches from an ElasticSampler of this state, or a
         wrapper of one; or the loader() of an ElasticIterable of this state. commit_every: commit()
-        at each so many steps; None: not here. accumulate: how many batches make up a step of the
+        at each so many steps; "auto": so often that it takes at most 1 % of the time as measured,
+        or each 30 s; None: not here. accumulate: how many batches make up a step of the
         optimizer; commits and checks are between steps only. check: False in all but one of several
         loops that run at the same time; it does not commit either.
 
@@ -113,15 +120,18 @@ class ElasticState:
 
         All ranks must call it alike: at some commits they compare what they have, and an
         ElasticIterable among the values gathers what the others have read, as does a sampler whose
-        batches are of any size. The snapshot counts once this
-        returns; until then the one before does. Raises UsageError for a value that can't be
-        encoded and within a step of several batches, OSError without memory.
+        batches are of any size. The snapshot counts once this returns; until then the one before
+        does. Nothing is committed where the world is broken: it raises WorldBroken for ee.run, also
+        if the script has caught a collective's error. Nor is it in a `finally` or `except` for an
+        exception that other ranks may not have met: the log says so. Raises UsageError for a value
+        that can't be encoded and within a step of several batches, OSError without memory.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): at least 1")
         self._loops.raise_within_step("commit()")
         self._calls += 1
-        if self._calls >= every:
+        if self._calls >= every and self._agree():
+            began = time.monotonic()
             for value in self._samplers().values():
                 # Alike on all ranks, which loop over the same kinds of loaders.
                 if isinstance(value, ElasticIterable) or (
@@ -131,10 +141,13 @@ class ElasticState:
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             version = _version(last.counter + 1, last.lineage)
             with activity.during(Doing.COMMIT):
+                comparing = time.monotonic()
                 self._replicas.compare_if_due(
                     self._values, self._snapshots, self._save_values, version.counter
                 )
+                began += time.monotonic() - comparing  # that has a share of the time of its own
                 self._write_snapshot(version)
+            self._loops.interval.committed(time.monotonic() - began)
 
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
@@ -183,11 +196,15 @@ class ElasticState:
         else:
             self._load_snapshot(snapshot)
         self._at_commit, self._calls = False, 0
+        self._begin_step()
+        self._loops.interval.begin()
+        agreement.begin()
         self._committed_at = sync_point.current().steps
         version = snapshot.header.version
         old_rank = self._ranks.get(version.generation, -1)
         self._old = World(version.generation, old_rank, version.world_size)
         self._ranks[generation()] = rank
+        self._loops.ranks_before = version.world_size if newest is not None else 0
         for sampler in self._samplers().values():
             if isinstance(sampler, ElasticSampler):
                 sampler.varies = False  # a newcomer has not begun its loop yet
@@ -206,6 +223,7 @@ class ElasticState:
         """
         self._loops.raise_within_step("check()")
         self._at_commit = False
+        self._begin_step()
         activity.step()
         if sync_point.current().check():
             raise sync_point.WorldChanged
@@ -297,6 +315,33 @@ class ElasticState:
         numbers = [f"{name} {value}" for name, value in self._values.items() if type(value) is int]
         commit = f"commit {version.counter if version else 0}"
         return f"{commit} ({', '.join(numbers)})" if numbers else commit
+
+    def _begin_step(self) -> None:
+        """All that trains may be in an `except`; what it keeps alive must not be kept here."""
+        self._handled = id(sys.exception())
+
+    def _agree(self) -> bool:
+        """Whether all ranks are at this commit, in a world that is whole. Raises WorldBroken."""
+        sync_point.current().raise_if_broken()
+        error = sys.exception()
+        alike = error is None or id(error) == self._handled or isinstance(error, _ON_ALL_RANKS)
+        if not alike:
+            log.warning(
+                "commit() while %s is handled commits nothing: other ranks may not have met it, and"
+                " the step was not trained to its end. Call it after the `except` or `finally`",
+                type(error).__name__,
+            )
+            return False
+        version, samplers = self._snapshots.version(), self._samplers().values()
+        uneven = any(sampler.tail == "uneven" for sampler in samplers)  # some ranks step once more
+        began = time.monotonic()
+        times = agreement.agree(
+            version.counter if version else 0,
+            0 if uneven else agreement.steps_of(self._values.values()),
+            self._loops.interval.times(self._calls),
+        )
+        self._loops.interval.take(times, time.monotonic() - began)
+        return True
 
     def _write_snapshot(self, version: Version) -> None:
         parts, tensors = self._save_values()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import WrongHere
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -48,13 +48,18 @@ def check_memory(size: int, lacking: int) -> None:
 
     size: of one snapshot, in bytes.
     """
+    if shortage := shortage_of(lacking):
+        two = f"a snapshot of this state takes {shown(size)}, and there are two of them"
+        raise WrongHere(f"{two}: {shortage}")
+
+
+def shortage_of(size: int) -> str:
+    """The figures, if so many bytes are not free; "" if they are."""
     free = free_memory()
-    if lacking > free.size:
-        raise UsageError(
-            f"a snapshot of this state takes {shown(size)}, and there are two of them: "
-            f"{shown(lacking)} more of host memory are needed, "
-            f"{shown(free.size)} of {free.of} are free"
-        )
+    if size <= free.size:
+        return ""
+    needed = f"{shown(size)} more of host memory are needed"
+    return f"{needed}, {shown(free.size)} of {free.of} are free"
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

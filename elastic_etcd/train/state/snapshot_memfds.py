@@ -104,12 +104,44 @@ class Memfd:
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
-class SharedMemfd(Memfd):
-    """A memory file of the node's, as a local rank sees it. `lock` is a file and a byte in it."""
+class NodeLock:
+    """A lock of the node's ranks: a byte of a file.
 
-    def __init__(self, fd: int, lock: tuple[int, int], local_rank: int) -> None:
+    It is the process's: the kernel takes it from one that dies. The file has nothing but locks,
+    since to close any descriptor of a file ends them, as mmap does with its copy.
+    """
+
+    def __init__(self, fd: int, byte: int) -> None:
+        self._fd, self._byte = fd, byte
+
+    @contextmanager
+    def locked(self, patience: float = 0.0) -> Iterator[bool]:
+        """Whether it could be locked in so many seconds, and then until the end of this."""
+        had = self._lock(time.monotonic() + patience)
+        try:
+            yield had
+        finally:
+            if had:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._byte)
+
+    def _lock(self, deadline: float) -> bool:
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._byte)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    return False
+                threading.Event().wait(_AGAIN)
+            else:
+                return True
+
+
+class SharedMemfd(Memfd):
+    """A memory file of the node's, as a local rank sees it, with its lock."""
+
+    def __init__(self, fd: int, lock: NodeLock, local_rank: int) -> None:
         super().__init__(fd)
-        self._lock_fd, self._byte = lock
+        self.locked = lock.locked
         self._mark = _MARKS + local_rank
 
     def snapshot(self) -> "StateSnapshot | None":
@@ -174,31 +206,6 @@ class SharedMemfd(Memfd):
         """The body, for this rank, which has the lock, to write."""
         self._follow()
         return super().clear(size)
-
-    @contextmanager
-    def locked(self, patience: float = 0.0) -> Iterator[bool]:
-        """Whether it could be locked in so many seconds, and then until the end of this.
-
-        The lock is the process's: the kernel takes it from one that dies. It is of a byte of a file
-        of its own, since to close any descriptor of a file ends it, as mmap does with its copy.
-        """
-        had = self._lock(time.monotonic() + patience)
-        try:
-            yield had
-        finally:
-            if had:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, self._byte)
-
-    def _lock(self, deadline: float) -> bool:
-        while True:
-            try:
-                fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._byte)
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() >= deadline:
-                    return False
-                threading.Event().wait(_AGAIN)
-            else:
-                return True
 
     def _follow(self) -> None:
         """Another rank may have made it larger; nobody makes it smaller."""

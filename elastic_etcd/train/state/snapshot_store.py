@@ -12,7 +12,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -21,12 +22,13 @@ from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.state import files
-from elastic_etcd.train.state.free_memory import check_memory
+from elastic_etcd.train.state.free_memory import check_memory, shortage_of
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import (
     HEADER,
     MOST_RANKS,
     Memfd,
+    NodeLock,
     SharedMemfd,
     StateSnapshot,
 )
@@ -59,10 +61,13 @@ class Snapshots:
     def __init__(self, own: Sequence[int], node: Sequence[int] = (), local_rank: int = 0) -> None:
         self.own = [Memfd(fd) for fd in own]
         self.shared: list[SharedMemfd] = []
+        self._growth: NodeLock | None = None  # one rank at a time asks for memory, and takes it
         if node:
             *fds, lock = node
             weakref.finalize(self, os.close, lock)
-            self.shared = [SharedMemfd(fd, (lock, n), local_rank) for n, fd in enumerate(fds)]
+            locks = [NodeLock(lock, n) for n, _ in enumerate(node)]
+            self.shared = [SharedMemfd(fd, locks[n], local_rank) for n, fd in enumerate(fds)]
+            self._growth = locks[-1]
         self.is_nodes_first = local_rank == 0
         self._differs = False  # from the commits of other ranks, since the last sync
         self._loaded: Version | None = None  # of a file, since the last sync
@@ -185,10 +190,20 @@ class Snapshots:
         return self._clear(older, size, self.own)
 
     def _clear(self, memfd: Memfd, size: int, pair: Sequence[Memfd]) -> Memfd:
-        if size > memfd.capacity:
+        if size <= memfd.capacity:
+            memfd.clear(size)
+            return memfd
+        with self._growing():
             check_memory(size, sum(max(0, size - each.capacity) for each in pair))
-        memfd.clear(size)
+            memfd.clear(size)
         return memfd
+
+    def _growing(self) -> AbstractContextManager[object]:
+        """While this is open no other local rank finds the memory free that this one takes.
+
+        A rank that is stopped meanwhile holds up the others for a moment, and no longer.
+        """
+        return self._growth.locked(COPY_PATIENCE) if self._growth else nullcontext()
 
     # --- in the node's memory ---------------------------------------------------------------
 
@@ -265,10 +280,15 @@ class Snapshots:
             raise UsageError("nothing to save: commit() first")
         target = Path(path).absolute()
         allowed = _fence(target, newest.header.version)
-        if wait:
-            files.save(target, newest.header, newest.memory, allowed, keep=keep)
-        else:
-            self._saving = files.begin_save(target, newest.header, newest.body, allowed, keep=keep)
+        with nullcontext() if wait else self._growing():
+            shortage = "" if wait else shortage_of(newest.header.size)
+            if not (wait or shortage):
+                begin = partial(files.begin_save, target, newest.header, newest.body, allowed)
+                self._saving = begin(keep=keep)
+                return
+        if shortage:
+            log.warning("save(wait=False) waits, with no room for a copy: %s", shortage)
+        files.save(target, newest.header, newest.memory, allowed, keep=keep)
 
     @contextmanager
     def loading(self, path: str | os.PathLike[str]) -> Iterator[StateSnapshot]:

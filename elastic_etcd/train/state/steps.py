@@ -6,20 +6,27 @@ the loader is the next one that the batch sampler gave, and a note says which sa
 positions for it.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
 from elastic_etcd.train.data.sampler import ElasticSampler, Indices, Length
+from elastic_etcd.train.state import agreement
+from elastic_etcd.train.state.commit_interval import CommitInterval
 
 _INSIDE = ("loader", "_loader", "dataloader", "_dataloader", "iterable")  # of what wraps a loader
 _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a loop of your own"
+
+log = logging.getLogger(__name__)
+CommitEvery = int | Literal["auto"] | None
 
 _Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
 
@@ -39,7 +46,9 @@ class Loops:
 
     def __init__(self) -> None:
         self._latest: object = None
+        self.ranks_before = 0  # of the commit from which all go on, if there was one
         self.within_step = 0  # the batches of the step that the batch in hand does not end
+        self.interval = CommitInterval()
 
     def begin(self) -> object:
         """A loop that commits or checks begins; the value stands for it."""
@@ -78,12 +87,13 @@ class Steps:
         loops: Loops,
         loader: Iterable[Any],
         samplers: Sequence[ElasticSampler | ElasticIterable],
-        commit_every: int | None,
+        commit_every: CommitEvery,
         accumulate: int,
         *,
         check: bool,
     ) -> None:
-        if commit_every is not None and (commit_every < 1 or not check):
+        is_number = isinstance(commit_every, int) and commit_every >= 1 and check
+        if not is_number and commit_every not in ("auto", None):
             what = "at least 1" if check else "not in a loop with check=False"
             raise UsageError(f"steps(commit_every={commit_every}): {what}")
         if accumulate < 1:
@@ -121,8 +131,12 @@ class Steps:
         return self._remaining() if self._total is None else self._total
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises UsageError for a batch that can't be counted, and what commit and check raise."""
+        """Raises UsageError for a batch that can't be counted, and what commit and check raise.
+
+        At its end all ranks ask each other once more whether their world is whole.
+        """
         loop = self._loops.begin() if self._check else None
+        self._tell_size()
         if isinstance(self._batches, StreamLoader):
             self._batches.data.settle()  # the batch in hand of the loop before is none of this one
         try:
@@ -134,6 +148,7 @@ class Steps:
                 f"accumulate={self._accumulate} over a loader without a length: nobody knows which "
                 "batch is the last, whose step would be lost. Give the stream its lengths="
             )
+        self._refuse_other_lengths()
         number, shared = 0, True
         try:
             for batch in self._take_each():
@@ -158,12 +173,58 @@ class Steps:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler.finish()
+        if self._check and not any(sampler.tail == "uneven" for sampler in self._own):
+            agreement.agree(0, 0)  # the training may end here, without another commit
+
+    def _tell_size(self) -> None:
+        """Let rank 0 say what a step is now, where the world has another size than before."""
+        if isinstance(self._batches, StreamLoader):
+            return
+        for sampler in self._own[:1]:
+            assert isinstance(sampler, ElasticSampler)
+            size, (was, ranks) = self._samples(sampler), sampler.in_step
+            sampler.in_step = size, sampler.world_size
+            ranks = ranks or self._loops.ranks_before
+            if not size or size == was or sampler.rank or ranks in (0, sampler.world_size):
+                continue
+            known = f"was {was}" if was else f"of {sampler.world_size} ranks, which were {ranks}"
+            log.warning("a step is %d samples, %s", size, known)
+
+    def _samples(self, sampler: ElasticSampler) -> int:
+        """The samples of all ranks in a step; 0 if a batch may have any number of them."""
+        assert isinstance(self._batches, Batches)
+        batches = self._batches.inner
+        if isinstance(batches, MicroBatches):
+            return sampler.in_all(sum(batches.sizes))
+        if type(batches) is not BatchSampler:
+            return 0
+        return sampler.in_all(batches.batch_size * self._accumulate)
 
     def _remaining(self) -> int:
         """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
         if isinstance(self._batches, StreamLoader):
             return self._batches.remaining()
         return _length(self._batches, self._samplers, "rest")
+
+    def _refuse_other_lengths(self) -> None:
+        """Raise UsageError, on all ranks, if some have more batches than others, or may have."""
+        _, size = rank_and_size(launched=False)
+        if isinstance(self._batches, StreamLoader) or _sizes_are_alike(self._batches.inner):
+            return
+        if size == 1 or any(sampler.world_size != size for sampler in self._samplers):
+            return
+        lengths = [n for (n,) in gather([-1 if self._total is None else self._total])]
+        most, least = max(lengths), min(lengths)
+        if least >= 0 and most - least <= self._uneven:
+            return
+        named, cure = _named(self._batches.inner), "or give all ranks the same __len__()"
+        told = f"{named} gives the ranks {lengths} batches: some would wait for others for ever"
+        if least < 0:
+            told = f"{named} has no length, so that a rank may have more batches than another"
+        raise UsageError(
+            f"{told}. Let an ElasticBatchSampler deal out the batches of a whole epoch, equally "
+            f"many to each rank, {cure}"
+        )
 
     def _refuse_an_empty_epoch(self) -> None:
         """Raise UsageError if not even a whole epoch has a batch for this rank, nor is to."""
@@ -211,7 +272,10 @@ class Steps:
             sampler.settle()
         if self._check and ends:
             self._loops.raise_if_another(loop)
-            if self._commit_every is not None:
+            if self._commit_every == "auto":
+                self._state.commit(every=self._loops.interval.steps)
+                self._loops.interval.tell()
+            elif self._commit_every is not None:
                 self._state.commit(every=self._commit_every)
             self._state.check()
 

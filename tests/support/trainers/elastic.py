@@ -11,6 +11,7 @@ import logging.config
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-time", type=float, default=0.03)
     parser.add_argument("--outside", action="store_true", help="the module is wrapped once")
     parser.add_argument("--by-hand", action="store_true", help="gradients are averaged, not by DDP")
+    parser.add_argument("--skips", action="store_true", help="a batch that fails is left out")
     parser.add_argument("--log", action="store_true", help="configures logging")
     parser.add_argument(
         "--fault", default="", help="raise, long or stuck, in a process whose first"
@@ -134,6 +136,7 @@ def main() -> None:
         persistent_workers=args.loaders > 0,
     )
     state = ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler, step=0)
+    skipped = [Exception] if args.skips else []
     worlds: list[int] = []
     state.on_reset(lambda: worlds.append(dist.get_world_size()))
 
@@ -143,26 +146,27 @@ def main() -> None:
         log.write("start", step=state.step)
         while sampler.epoch < args.epochs:
             for batch in state.steps(loader, commit_every=1):
-                if not sampler.shares_step():  # some ranks have nothing left: no collectives
-                    log.samples(state.step + 1, sampler.epoch, batch.tolist(), 0.0)
-                    continue
-                loss = ddp(
-                    torch.stack([batch / 240, batch % 3 / 2, batch % 2, batch % 5 / 4], 1)
-                ).pow(2)
-                optimizer.zero_grad()
-                loss.mean().backward()
-                if here and state.step == args.at:
-                    log.write(args.fault)
-                    happen(args.fault)
-                if args.by_hand:
-                    average(model)
-                optimizer.step()
-                time.sleep(args.step_time)
-                state.step += 1
-                log.samples(state.step, sampler.epoch, batch.tolist(), loss.mean().item())
-                log.write("step", step=state.step, loss=loss.mean().item())
-                if asked_to_stop(args.dir):
-                    return
+                with suppress(*skipped):
+                    if not sampler.shares_step():  # some ranks have nothing left: no collectives
+                        log.samples(state.step + 1, sampler.epoch, batch.tolist(), 0.0)
+                        continue
+                    loss = ddp(
+                        torch.stack([batch / 240, batch % 3 / 2, batch % 2, batch % 5 / 4], 1)
+                    ).pow(2)
+                    optimizer.zero_grad()
+                    loss.mean().backward()
+                    if here and state.step == args.at:
+                        log.write(args.fault)
+                        happen(args.fault)
+                    if args.by_hand:
+                        average(model)
+                    optimizer.step()
+                    time.sleep(args.step_time)
+                    state.step += 1
+                    log.samples(state.step, sampler.epoch, batch.tolist(), loss.mean().item())
+                    log.write("step", step=state.step, loss=loss.mean().item())
+                    if asked_to_stop(args.dir):
+                        return
             sampler.set_epoch(sampler.epoch + 1)
 
     train(state)
