@@ -19,6 +19,7 @@ from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices, forget_another_agents
+from elastic_etcd.agent.followers.divergence_watch import DivergenceWatch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
@@ -158,6 +159,7 @@ async def _run_agent(
             looking: list[PeriodicFollower] = [
                 HangWatch(config.hang_timeout, membership.keys, workers, logs, tasks),
                 Throughput(membership.keys, workers, tasks),
+                DivergenceWatch(config.node, membership.keys, workers, tasks),
             ]
             if config.has_peers:
                 from elastic_etcd.agent.followers import straggler_watch  # noqa: PLC0415 - not for one node alone

@@ -34,6 +34,7 @@ from elastic_etcd.agent.termination import Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
+    WorkersDiverged,
     WorkersElastic,
     WorkersFinished,
     WorkersHang,
@@ -48,6 +49,7 @@ from elastic_etcd.protocol.messages import (
     Change,
     Current,
     Disconnected,
+    Diverged,
     Elastic,
     FromWorker,
     Imported,
@@ -523,6 +525,9 @@ class Workers:
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
             case Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
+            case Diverged(generation, line, named, alone) if generation == self.generation:
+                rank = worker.spec.rank
+                self._inbox.put(WorkersDiverged(generation, rank, line, named, alone))
             case Imported(seconds) if self._times_imports:
                 self._times_imports = False
                 if line := saved_by_preload(seconds):

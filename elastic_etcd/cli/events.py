@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from elastic_etcd.agent.goodput import total
 from elastic_etcd.cli import query
@@ -199,6 +200,9 @@ def past(job: str, view: View) -> Iterator[Event]:
             text = f"generation {generation}: unreadable: {error}"
             yield event("malformed", text, job=job, generation=generation)
         else:
+            if not entry.divergences:
+                lines = query.newest_divergences(view, generation) or UNSET
+                entry = replace(entry, divergences=lines)
             yield from _of_world(job, entry)
     if view.outcome and all(entry.outcome != view.outcome for entry in query.worlds(view)):
         yield _of_outcome(job, view.outcome, 0.0)
@@ -230,6 +234,9 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
     for line in entry.stragglers or ():
         text = f"generation {generation}: {line}"
         yield event("straggler", text, reason=line, **common)
+    for line in entry.divergences or ():
+        text = f"generation {generation}: {line}"
+        yield event("divergence", text, reason=line, **common)
     for failure in entry.failures or ():
         text = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
         yield event("FAILED", text, at=failure.at, failure=failure, **common)

@@ -172,6 +172,15 @@ def hang_timeout(text: str) -> float | None:
     return value
 
 
+def compare_every(text: str) -> str:
+    """A number of commits, at least 1; auto or off."""
+    if text in ("auto", "off"):
+        return text
+    if not 1 <= natural(text) < 10**9:
+        raise ArgumentTypeError(f"{text} is not a number of commits, auto or off")
+    return str(natural(text))
+
+
 def straggler_factor(text: str) -> float:
     """A number above 1; 0 for off."""
     value = 0.0 if text == "off" else _number(text)

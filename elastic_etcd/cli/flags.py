@@ -448,6 +448,23 @@ FAILURES = Section(
             to="limits.hang_action",
         ),
         Flag(
+            "--compare-every",
+            "at the first commit of each world, and then each N, workers with an ElasticState are "
+            "asked whether their weights and moments are still the same",
+            flag_values.compare_every,
+            "auto|N|off",
+            to="limits.compare_every",
+            by_default="auto, as often as takes a two-hundredth of the time",
+            more="See [state.md](state.md#replicas-are-compared).",
+        ),
+        Flag(
+            "--on-divergence",
+            "a worker whose values are not those of most others is only reported, or is a failure, "
+            "after which it gets theirs, or its node is drained",
+            choices=("report", "restart", "drain"),
+            to="limits.on_divergence",
+        ),
+        Flag(
             "--straggler-factor",
             "a node is reported as slow if a step takes it, outside of collectives, so many times "
             "as long as the median of all nodes, over 50 steps; of scripts that train with "

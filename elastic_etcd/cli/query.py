@@ -142,6 +142,12 @@ def worlds(view: View) -> list[History]:
     return found
 
 
+def newest_divergences(view: View, generation: int) -> tuple[str, ...]:
+    """Those of a world that are not in its history yet, since it has not ended."""
+    found = view.divergence
+    return found.lines if found and found.generation == generation else ()
+
+
 def print_json(value: Any, args: Namespace) -> None:
     """Print it in a line where there are several, else for people to read."""
     print(json.dumps(value, indent=None if args.all else 2), flush=True)

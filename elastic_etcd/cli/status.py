@@ -65,6 +65,9 @@ def describe(job: str, view: View) -> dict[str, Any]:
     phase = now.phase.value if now else "closed" if view.outcome else "setup"
     last = view.outcome.generation if view.outcome else view.ledger.generation
     history = [_entry(generation, text) for generation, text in view.history]
+    for entry in history:
+        if lines := query.newest_divergences(view, entry["generation"]):
+            entry["divergences"] = list(lines)
     newest = history[-1] if history else {}
     return {
         "job": job,
@@ -272,7 +275,7 @@ def _sizes(limits: dict[str, Any]) -> str:
 
 
 def _lines_of(entry: dict[str, Any]) -> Iterator[str]:
-    """A world in a line, and one for each hang and straggler in it."""
+    """A world in a line, and one for each hang, straggler and divergence in it."""
     nodes = ", ".join(entry.get("nodes", ()))
     world = f" world of {entry['world_size']} on {nodes}" if "world_size" in entry else ""
     began = f" began at {entry['began_at']}: {entry.get('began')};" if "began_at" in entry else ""
@@ -281,6 +284,7 @@ def _lines_of(entry: dict[str, Any]) -> Iterator[str]:
     # The hang that has ended the world is in the first line.
     yield from (f"  hung: {text}" for text in entry.get("hangs", ()) if text != entry.get("ended"))
     yield from (f"  {text}" for text in entry.get("stragglers", ()))
+    yield from (f"  {text}" for text in entry.get("divergences", ()))
 
 
 def events(state: dict[str, Any]) -> list[str]:

@@ -159,6 +159,19 @@ class WorkersHang(Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class WorkersDiverged(Struct, frozen=True, tag=True):
+    """That rank, which runs here, says that replicas differ: `named` are it and maybe others.
+
+    alone: most of the ranks agree, so that it is this one that is wrong.
+    """
+
+    generation: int
+    rank: int
+    line: str
+    named: bool
+    alone: bool
+
+
 class WorkersGone(Struct, frozen=True, tag=True):
     """No process of that generation's workers is left on this node."""
 
@@ -231,6 +244,7 @@ Event: TypeAlias = (
     | WriteDone
     | WorkerEnded
     | WorkersHang
+    | WorkersDiverged
     | WorkersGone
     | WorkersElastic
     | WorkersFinished
@@ -415,7 +429,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
             return state, []  # I9; its follower ends with the agent
         case Finding(by, txn):
             return state, [Publish(by, txn)]
-        case Published() | JobEnded():
+        case Published() | JobEnded() | WorkersDiverged():
             return state, []
     asked = state.life is Life.UNLISTED
     state = _release_failure(_absorb(state, event, now), now)

@@ -29,7 +29,7 @@ PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
         *("hang", "steps", "wanted", "watched", "paces"),
-        *("step_times", "stragglers"),
+        *("step_times", "stragglers", "divergence"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -41,6 +41,7 @@ MOST_SCALED = 1024  # on a page, where a run has been scaled since it was begun
 MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
 MOST_STRAGGLERS = 1024
+MOST_DIVERGENCES = 8  # lines of a world
 MOST_SECONDS = 1e12
 
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
@@ -120,6 +121,7 @@ class Keys:
     outcome = _Below("outcome")
     hang = _Below("hang")
     stragglers = _Below("stragglers")
+    divergence = _Below("divergence")
     wanted = _Below("wanted")
     watched = _Below("watched")
     members = _Below("members/")
@@ -179,6 +181,7 @@ Nodes: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 ExitCode: TypeAlias = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
 Factor: TypeAlias = Annotated[float, Meta(ge=0, lt=MOST_SECONDS)]
+Every: TypeAlias = Annotated[str, Meta(pattern=r"\A(auto|off|[1-9][0-9]{0,8})\Z")]
 # Names and reasons, of which logs consist: nobody forges another line of them.
 Text: TypeAlias = Annotated[str, Meta(max_length=LONGEST, pattern=_LINE)]
 Lines: TypeAlias = Annotated[str, Meta(max_length=LONGEST)]
@@ -272,6 +275,8 @@ class Limits(Sizes, frozen=True):
     min_uptime: Seconds = 10.0
     suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
     hang_action: Literal["report", "restart"] = "report"
+    compare_every: Every = "auto"  # commits, from a comparison of the replicas to the next
+    on_divergence: Literal["report", "restart", "drain"] = "report"
     straggler_factor: Factor = 1.5  # 0: nobody is looked for
     settle: Seconds = 3.0
     join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
@@ -648,6 +653,13 @@ class Stragglers(Value, frozen=True):
     nodes: Annotated[tuple[Text, ...], Meta(max_length=MOST_STRAGGLERS)] = ()
 
 
+class Divergence(Value, frozen=True):
+    """The lines of a world about workers that have other values than the other replicas."""
+
+    generation: Number
+    lines: Annotated[tuple[Text, ...], Meta(max_length=MOST_DIVERGENCES)] = ()
+
+
 class Outcome(Value, frozen=True):
     """The end of a run of the job."""
 
@@ -699,7 +711,7 @@ class History(Lasting, frozen=True):
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "hangs", "stragglers", "outcome"),
+        *("ended", "ended_at", "failures", "hangs", "stragglers", "divergences", "outcome"),
         *("spent", "spent_before"),
     )
 
@@ -716,6 +728,7 @@ class History(Lasting, frozen=True):
     failures: tuple[Failure, ...] | UnsetType = UNSET
     hangs: tuple[Text, ...] | UnsetType = UNSET
     stragglers: tuple[Text, ...] | UnsetType = UNSET
+    divergences: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET
     spent: Spent | UnsetType = UNSET  # once it has ended
     spent_before: Spent | UnsetType = UNSET  # by all older worlds of its run, also forgotten ones

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
     VERSION,
+    Divergence,
     Hang,
     Keys,
     Ledger,
@@ -88,9 +89,11 @@ class View(Struct, frozen=True):
     hang: Hang | None = None
     hang_mod: int = 0
     wanted: Requests | None = None
+    wanted_mod: int = 0
     watched: Watched | None = None
     stragglers: Stragglers | None = None
     stragglers_mod: int = 0
+    divergence: Divergence | None = None
     steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
     history: tuple[tuple[int, str], ...] = ()
@@ -162,6 +165,7 @@ def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
         hang=_value(Hang, kvs.get(keys.hang), bad),
         hang_mod=_mod(kvs.get(keys.hang)),
         wanted=_value(Requests, kvs.get(keys.wanted), bad),
+        wanted_mod=_mod(kvs.get(keys.wanted)),
         watched=_value(Watched, kvs.get(keys.watched), bad),
         stragglers=_value(Stragglers, kvs.get(keys.stragglers), bad),
         stragglers_mod=_mod(kvs.get(keys.stragglers)),
@@ -215,6 +219,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
+        divergence=_value(Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
 

@@ -27,6 +27,7 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     VERSION,
+    Divergence,
     Drain,
     Hang,
     History,
@@ -40,6 +41,7 @@ from elastic_etcd.core.schema import (
     Page,
     Participant,
     Report,
+    Requests,
     Spec,
     Spent,
     StepTime,
@@ -455,6 +457,26 @@ def _history_with(keys: Keys, view: View, said: Hang | Stragglers) -> tuple[Put,
     return (Put(keys.history(said.generation), encode(known)),)
 
 
+# --- replicas that differ -----------------------------------------------------------------
+
+
+def put_divergence(keys: Keys, local: Local, found: Divergence) -> Txn:
+    """Put who differs in this world; the history has it when the world has ended."""
+    fence = (Compare(keys.member(local.lease), "create", local.created),)
+    return Txn(fence, (Put(keys.divergence, encode(found)),))
+
+
+def put_drain(keys: Keys, view: View, local: Local, drain: Drain) -> Txn:
+    """Ask that this node go and stay away, as people may do, beside what they have asked for."""
+    fence = (
+        Compare(keys.wanted, "mod", view.wanted_mod),
+        Compare(keys.member(local.lease), "create", local.created),
+    )
+    there = view.wanted or Requests()
+    asked = replace(there, drains=(*there.drains, drain))
+    return Txn(fence, (Put(keys.wanted, encode(asked)),))
+
+
 # --- leaving ------------------------------------------------------------------------------
 
 
@@ -508,6 +530,7 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.world, prefix=True),
         Delete(keys.hang),
         Delete(keys.stragglers),
+        Delete(keys.divergence),
         Delete(keys.step_times, prefix=True),
         Delete(keys.steps(), prefix=True),
     )
@@ -523,6 +546,8 @@ def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -
     short = [replace(f, message="") for f in failures[1:]]
     known = _known_history(last, entry)
     known = replace(known, failures=(*failures[:1], *short), **ended)
+    if view.divergence and view.divergence.generation == last:
+        known = replace(known, divergences=view.divergence.lines)
     if spent:
         hung = any(f.hang and not is_left(f) for f in failures[:1]) or known.hangs
         known = replace(

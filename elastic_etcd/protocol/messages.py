@@ -16,7 +16,7 @@ LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
 MOST_IMPORTED = 16  # modules that a worker tells the time of
 UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
-_TEXTS = ("reason", "error")
+_TEXTS = ("reason", "error", "line")
 M = TypeVar("M")
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -105,8 +105,22 @@ class Imported(_Message, frozen=True):
     seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
 
 
+class Diverged(_Message, frozen=True):
+    """Ranks, which are replicas, have other values than the rest. Rank 0 says so, and each of them.
+
+    named: the worker is one of them. alone: most of the ranks agree, so that it is wrong.
+    """
+
+    generation: Number
+    line: str
+    named: bool
+    alone: bool
+
+
 Request: TypeAlias = Keep | Recall | Share | AskCurrent | AskLeaving  # that has an answer
-FromWorker: TypeAlias = Hello | Elastic | Parked | TrainingDone | Drop | Request | Imported
+FromWorker: TypeAlias = (
+    Hello | Elastic | Parked | TrainingDone | Drop | Request | Imported | Diverged
+)
 
 
 class Disconnected(Struct, frozen=True):

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+_TEXT = 512  # bytes
+_PLACES = range(0, _TEXT, 8)
+
 
 class World(NamedTuple):
     """A world that this process has trained in, and its place there."""
@@ -43,6 +46,14 @@ def gather(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> li
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group)
     return [row.tolist() for row in gathered]
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every rank's text, of which so many bytes are kept; collective."""
+    data = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    rows = gather([int.from_bytes(data[n : n + 8], "little", signed=True) for n in _PLACES])
+    found = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
+    return [each.rstrip(b"\0").decode(errors="ignore") for each in found]
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:

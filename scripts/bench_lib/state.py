@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import checkpoint
 
+from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.channels import Job
 
@@ -86,12 +87,15 @@ def local(megabytes: int, repeat: int) -> tuple[int, dict[str, float]]:
     memory = [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
     first = seconds(state.commit)
     state.commit()
+    _, by_name = state._save_values()  # noqa: SLF001
+    tensors = [*by_name.values()]
     found = in_turn(
         {
             "memcpy": lambda: ctypes.memmove(memory[0].data_ptr(), memory[1].data_ptr(), size),
             "Tensor.copy_": lambda: memory[0].copy_(memory[1]),
             "commit": state.commit,
             "restore": state.restore,
+            "digest, to compare replicas": partial(digests_of, tensors),
         },
         repeat,
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_bytes import BUFFER
 from tests.support.forked import Child
@@ -139,3 +140,19 @@ def frozen_and_then_changed(device: torch.device) -> None:
 
 def test_a_frozen_weight_that_changes_is_committed(place: Place) -> None:
     in_a_process(frozen_and_then_changed, place)
+
+
+def of_digests(device: torch.device) -> None:
+    state = made(device)
+    found = dict(tensors(state))
+    here, there = (digests_of([*each.values()]) for each in (found, host_copy(state)))
+    assert here == there
+    spoil(state)
+    others = digests_of([*found.values()])
+    assert [a == b for a, b in zip(here, others, strict=True)] == [
+        t.numel() == 0 for t in found.values()
+    ]
+
+
+def test_t6_a_digest_is_the_same_wherever_the_tensors_are(place: Place) -> None:
+    in_a_process(of_digests, place)

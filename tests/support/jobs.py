@@ -63,6 +63,7 @@ SECOND = History(
     restarts=1,
     hangs=("rank 1 on n2 is in step 7 for 62 s",),
     stragglers=("n2 is as fast as the others again",),
+    divergences=("replicas differ: rank 2 on n2: model.0.weight; the other 2 ranks agree",),
     spent_before=SPENT,
 )
 FINAL = Round(

@@ -34,6 +34,7 @@ from elastic_etcd.protocol.messages import (
     Change,
     Current,
     Disconnected,
+    Diverged,
     Elastic,
     FromAgent,
     FromWorker,
@@ -476,6 +477,7 @@ async def test_the_document_shows_what_is_sent(
     again.send(Elastic())
     again.send(Parked(again.generation, ""))
     again.send(TrainingDone())
+    again.send(Diverged(7, "replicas differ", named=True, alone=True))
     again.drop("state0.0")
     channel, _ = await agent.hears(Elastic)
     for told in (Change(7, "", leaving=False), Interrupt(7, ""), NextWorld(8, "", {}), Bye("")):

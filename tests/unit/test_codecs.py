@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.state.codecs import _copied_names, _uncast, load_values, save_values
+from elastic_etcd.train.state.codecs import _uncast, copied_names, load_values, save_values
 from elastic_etcd.train.state.encoding import MAX_DEPTH, decode, dumps, encode, loads
 
 SCALARS = (
@@ -325,7 +325,7 @@ def test_what_is_of_another_shape_or_type_or_place_stays_as_loading_made_it() ->
 def test_parameters_and_buffers_are_copied_from_and_not_kept() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(1, 1))
     module[0].register_buffer("mean", torch.zeros(1))
-    assert [*_copied_names(module)] == ["0.weight", "0.bias", "0.mean"]
+    assert [*copied_names(module)] == ["0.weight", "0.bias", "0.mean"]
 
 
 @pytest.mark.parametrize("key", ["$", "$tensor", "$dict", "$$", "a$"])

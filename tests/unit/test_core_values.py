@@ -43,6 +43,8 @@ SAID = {
         "min_uptime": 10.0,
         "suspect_after": 2,
         "hang_action": "report",
+        "compare_every": "auto",
+        "on_divergence": "report",
         "straggler_factor": 1.5,
         "settle": 3.0,
         "join_timeout": 600.0,

@@ -85,6 +85,8 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_SOCKET": "/run/agent",
         "ELASTIC_ETCD_HELD_SOCKET": "/proc/1/fd/8",
         "ELASTIC_ETCD_ACTIVITY": "/proc/1/fd/9",
+        "ELASTIC_ETCD_COMPARE_EVERY": "auto",
+        "ELASTIC_ETCD_ON_DIVERGENCE": "report",
         "ELASTIC_ETCD_LEAVE_DEADLINE": "30",
         "ELASTIC_ETCD_MEMORY": "/dev/shm/memory",
         "ELASTIC_ETCD_AGENT": "1:2:host-a@j",

@@ -38,6 +38,7 @@ def test_what_a_job_went_through() -> None:
         "RENDEZVOUS",
         "hang",
         "straggler",
+        "divergence",
         "drain",
     ]
     assert shorts(OVER) == [
@@ -47,6 +48,7 @@ def test_what_a_job_went_through() -> None:
         "RENDEZVOUS",
         "hang",
         "straggler",
+        "divergence",
         "SUCCEEDED",
     ]
     alone = {KEYS.outcome: OVER[KEYS.outcome]}
@@ -149,7 +151,7 @@ def test_followed_to_the_end(etcd: EtcdServer, prefix: str) -> None:
     command += ["--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
         assert shown.stdout
-        before = [next(shown.stdout) for _ in range(7)]
+        before = [next(shown.stdout) for _ in range(8)]
         assert HOSTILE not in "".join(before)
         assert "<script>\\x1b[2J&" in before[3]
         etcd.ctl("put", keys.member(0xC), encode(Member(0xC, "n3", 1, run="r")))

@@ -71,7 +71,7 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         assert key.startswith(folder)
         assert len(key) > len(folder)
     single = [KEYS.spec, KEYS.ledger, KEYS.round, KEYS.outcome, KEYS.hang, KEYS.wanted]
-    single.append(KEYS.stragglers)
+    single += [KEYS.stragglers, KEYS.divergence]
     assert all(k.startswith(KEYS.root + "/") for k in (*single, *(k for k, _ in below)))
 
 

@@ -43,6 +43,7 @@ from elastic_etcd.core.lifecycle import (
     Tick,
     ViewChanged,
     WorkerEnded,
+    WorkersDiverged,
     WorkersElastic,
     WorkersFinished,
     WorkersGone,
@@ -102,6 +103,7 @@ EVENTS: list[Event] = [
     Fatal(Error("etcd denies it")),
     Finding("hangs", TOLD),
     Published("hangs", ok=True),
+    WorkersDiverged(4, 1, "replicas differ: ...", named=True, alone=False),
     JobEnded(OUTCOME),
 ]
 WRITES: list[Writable] = [
@@ -202,6 +204,7 @@ def test_the_rules_know_nothing_of_followers(state: State) -> None:
     )
     assert step(state, found, 1e9) == (state, [Publish("hangs", TOLD)])
     assert step(state, published, 1e9) == (state, [])
+    assert step(state, WorkersDiverged(4, 0, "", named=True, alone=True), 1e9) == (state, [])
     assert step(state, ended, 1e9) == (state, [])
 
 

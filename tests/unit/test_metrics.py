@@ -19,7 +19,7 @@ from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.metrics import Metrics, nodes, unready
 from elastic_etcd.agent.followers.metrics_server import serving
 from elastic_etcd.agent.followers.recovery import Recovery
-from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
+from elastic_etcd.core.lifecycle import Finished, Life, State, Tick, WorkersDiverged
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, Narrow, View
@@ -236,3 +236,11 @@ def test_many_metrics_and_few_labels() -> None:
     assert all('job="j"' in line and 'node="n1"' in line for line in lines)
     assert 'elastic_etcd_etcd_request_seconds_bucket{job="j",le="0.005",node="n1"} 1.0' in lines
     assert len(lines) < 150
+
+
+def test_t6_workers_that_differ_are_counted_where_they_are() -> None:
+    metrics = Metrics(CONFIG)
+    for named in (True, False, True):
+        metrics.see(SPARE, WorkersDiverged(3, 0, "replicas differ", named, alone=False), SPARE)
+    line = 'elastic_etcd_divergences_total{job="j",node="n1"} 2.0'
+    assert line in metrics.text().decode().splitlines()

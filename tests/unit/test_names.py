@@ -25,7 +25,12 @@ TEST = re.compile(r"(?<![\w/.-])test_\w+\.py\b")  # a page names most of them wi
 TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 DOTTED = re.compile(r"(?<![\w/.-])elastic_etcd((?:\.[A-Za-z_]\w*)+)")
 # Others that begin like one of ours: a file of a checkpoint, the server's messages, torch's events.
-OTHERS = {"__file__", "json", "rpc", *("drain", "hang", "malformed", "scale", "stop", "straggler")}
+OTHERS = {
+    "__file__",
+    "json",
+    "rpc",
+    *("divergence", "drain", "hang", "malformed", "scale", "stop", "straggler"),
+}
 INVENTED = {"agent/x.py", "docs/another.md"}  # by tests of such checks
 SCRIPTS = {"script.py", "train.py"}  # a user's
 

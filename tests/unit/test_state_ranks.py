@@ -134,6 +134,20 @@ def test_ranks_start_from_rank_0_and_go_on_from_the_newest(tmp_path: Path) -> No
     assert first[0][0][1]  # a newcomer's optimizer has rank 0's moments
 
 
+def of_most(rank: int) -> Any:
+    """Rank 0 alone has another value at the same commit."""
+    state = ElasticState(weight=torch.zeros(2), epoch=0)
+    state.sync()
+    state.weight = torch.full((2,), 7.0 if rank else 3.0)
+    state.commit()
+    state.sync()
+    return state.weight.tolist()
+
+
+def test_t6_the_values_that_most_ranks_have_committed_count(tmp_path: Path) -> None:
+    assert ranks(3, tmp_path, of_most) == [[7.0, 7.0]] * 3
+
+
 def of_two_lineages(rank: int) -> Any:
     """Both have committed once, without having met."""
     state = ElasticState(epoch=rank + 5)

@@ -26,6 +26,7 @@ from elastic_etcd.core.rules import (
 from elastic_etcd.core.schema import (
     LONGEST,
     Contact,
+    Divergence,
     Failure,
     Hang,
     History,
@@ -109,6 +110,8 @@ def asked(draw: st.DrawFn) -> Limits:
     whole = ("max_restarts", "suspect_after")
     policy: dict[str, Any] = {f: draw(numbers if f in whole else spans) for f in fields}
     policy["hang_action"] = draw(st.sampled_from(["report", "restart"]))
+    policy["compare_every"] = draw(st.sampled_from(["auto", "off", "1", "500"]))
+    policy["on_divergence"] = draw(st.sampled_from(["report", "restart", "drain"]))
     sizes = tuple(nodes) if listed else ()
     return Limits(nodes[0] * step, nodes[-1] * step, sizes, step, **policy)
 
@@ -162,6 +165,7 @@ hangs = st.builds(
 )
 step_times = st.builds(StepTime, leases, numbers, spans, spans)
 stragglers = st.builds(Stragglers, numbers, numbers, words, st.lists(words, max_size=3).map(tuple))
+divergences = st.builds(Divergence, numbers, st.lists(words, max_size=8).map(tuple))
 reports = st.builds(Report, leases, numbers, st.none() | failures)
 outcomes = st.builds(
     Outcome,
@@ -266,6 +270,11 @@ def test_stragglers(found: Stragglers) -> None:
     assert decode(Stragglers, encode(found)) == found
 
 
+@given(divergences)
+def test_divergence(found: Divergence) -> None:
+    assert decode(Divergence, encode(found)) == found
+
+
 @given(outcomes)
 def test_outcome(outcome: Outcome) -> None:
     assert decode(Outcome, encode(outcome)) == outcome
@@ -331,6 +340,7 @@ JOB = {
     KEYS.history(4): encode(History(4)),
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
     KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
+    KEYS.divergence: encode(Divergence(4, ("replicas differ: ...",))),
     KEYS.stragglers: encode(Stragglers(4, 1, "n2 is slow ...", ("n2",))),
 }
 
@@ -344,6 +354,7 @@ def test_the_view_of_everything() -> None:
     assert [a.lease for a in view.acks] == [0xA, 0xB]
     assert [(r.lease, r.failure) for r in view.reports] == [(0xB, None), (0xA, FAILURE)]
     assert view.reports[0].revision < view.reports[1].revision
+    assert view.divergence == Divergence(4, ("replicas differ: ...",))
     assert view.history == ((4, encode(History(4))),)
     assert view.outcome
     assert view.outcome.failure == FAILURE

@@ -103,7 +103,7 @@ def test_the_end_of_a_run_leaves_what_outlives_it_and_no_more(outcome: Verdict) 
 
     of_the_run = (
         *(KEYS.spec, KEYS.ledger, KEYS.page(0), KEYS.ack(3, 1), KEYS.report(3, 1)),
-        *(KEYS.step(3, 1), KEYS.step_time(1), KEYS.hang, KEYS.stragglers),
+        *(KEYS.step(3, 1), KEYS.step_time(1), KEYS.hang, KEYS.stragglers, KEYS.divergence),
     )
     outliving = (KEYS.outcome, KEYS.history(3), KEYS.member(1), KEYS.wanted)
     assert [key for key in (*of_the_run, *outliving) if is_removed(key)] == list(of_the_run)

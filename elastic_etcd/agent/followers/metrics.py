@@ -27,7 +27,7 @@ from elastic_etcd.agent.followers.recovery import Histogram, Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core.lifecycle import Event, Finished, Life, State
+from elastic_etcd.core.lifecycle import Event, Finished, Life, State, WorkersDiverged
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
@@ -90,6 +90,7 @@ class Metrics(Collector):
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
         self._steps: StepCounts | None = None
+        self._divergences = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -106,8 +107,10 @@ class Metrics(Collector):
 
     def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state."""
-        del before, event
+        del before
         self._state = state
+        if isinstance(event, WorkersDiverged) and event.named:
+            self._divergences += 1
         if self._steps:
             self._steps.follow(state.local.running)
 
@@ -177,6 +180,8 @@ class Metrics(Collector):
         commit = SummaryMetricFamily(f"{_PREFIX}commit_seconds", text, labels=self._names(""))
         commit.add_metric([*self._own.values()], commits, seconds)
         yield commit
+        text = "Workers here whose values were found to differ from the other replicas'."
+        yield self._counter("divergences", text, {"": self._divergences})
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str = "") -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=self._names(label))

@@ -6,6 +6,7 @@ encoding.py makes JSON of plain values and keeps their tensors apart.
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import copy
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,7 +72,7 @@ class _Module:
     borrows = True
 
     def save(self, value: Any) -> Any:
-        module = _unwrapped(value)
+        module = unwrapped(value)
         saved = copy(module.state_dict())
         frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         saved[_MODES] = {
@@ -82,7 +83,7 @@ class _Module:
         return saved
 
     def load(self, value: Any, saved: Any) -> Any:
-        module = _unwrapped(value)
+        module = unwrapped(value)
         match saved.pop(_MODES, None):
             case {"eval": [*evaluating], "frozen": [*parameters], "reduced": [*others]}:
                 evaluates, frozen = {*map(str, evaluating)}, {*map(str, parameters)}
@@ -92,7 +93,7 @@ class _Module:
                 for name, each in module.named_parameters():
                     each.requires_grad = name not in frozen
                     reduce_next(each, wanted=name in reduced)
-        copied = set(_copied_names(module))
+        copied = set(copied_names(module))
         for name in saved.keys() - copied:
             saved[name] = _copy_into(None, saved[name], set())
         module.load_state_dict(saved)
@@ -139,6 +140,7 @@ class _Generator:
         return value
 
 
+_GROUPS = ".groups"  # beside an optimizer's own: the names of each group's parameters
 _MODES = ".modes"  # beside the names of a module's tensors, none of which begins with a dot
 _PLAIN = _Plain()
 _STATE_DICT = _StateDict()
@@ -171,9 +173,17 @@ def refuse_sharded(name: str, value: Any) -> None:
     A state gives all ranks the same. It looks at types only, so that all ranks find it alike.
     """
     for part in _parts_of(value):
-        for base in type(part).__mro__:
-            if base.__name__ in _SHARDED and base.__module__.startswith("torch."):
-                raise UsageError(f"{name} has a {base.__name__}: {_SHARDED[base.__name__]}")
+        if kind := _sharded_kind(part.__class__):
+            raise UsageError(f"{name} has a {kind}: {_SHARDED[kind]}")
+
+
+@cache
+def _sharded_kind(kind: type) -> str:
+    """The name of its base that is sharded, "" if none is; asked for each parameter at a commit."""
+    bases = (
+        b for b in kind.__mro__ if b.__name__ in _SHARDED and b.__module__.startswith("torch.")
+    )
+    return next((base.__name__ for base in bases), "")
 
 
 _REPLICAS = (
@@ -205,10 +215,13 @@ def save_values(
     Raises UsageError.
     """
     tensors: dict[str, torch.Tensor] = {}
-    parts = {
-        name: encode(codec_of(value).save(value), tensors, name=name, allow_pickle=allow_pickle)
-        for name, value in values.items()
-    }
+    parts = {}
+    for name, value in values.items():
+        codec = codec_of(value)
+        saved = codec.save(value)
+        if isinstance(codec, _Optimizer) and (groups := _groups_by_names(value, values)):
+            saved = {**saved, _GROUPS: groups}
+        parts[name] = encode(saved, tensors, name=name, allow_pickle=allow_pickle)
     return parts, tensors
 
 
@@ -241,16 +254,61 @@ def load_values(
                 saved.pop(_MODES, None)
             loads.append((name, value, codec, saved))
     for name, value, codec, saved in loads:
+        if isinstance(codec, _Optimizer) and (groups := saved.pop(_GROUPS, None)):
+            _make_groups(value, saved["param_groups"], groups, values)
         values[name] = codec.load(value, saved)
 
 
-def buffer_names(values: dict[str, Any]) -> set[str]:
+def is_plain(codec: Codec) -> bool:
+    """Whether a value of another kind may take the place of one that is saved by it."""
+    return codec is _PLAIN
+
+
+def knows_parameters(optimizer: Any, values: dict[str, Any]) -> bool:
+    """Whether the modules of a state have all parameters of its optimizer."""
+    return bool(_groups_by_names(optimizer, values))
+
+
+def _groups_by_names(optimizer: Any, values: dict[str, Any]) -> list[list[str]]:
+    """The names of the parameters in each group; none if the state has no module with one."""
+    names = {id(parameter): name for name, parameter in _parameters(values).items()}
+    groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    return groups if all(map(all, groups)) else []
+
+
+def _make_groups(
+    optimizer: Any, saved: list[dict[str, Any]], groups: list[list[str]], values: dict[str, Any]
+) -> None:
+    """Give the optimizer the groups that it had when it was saved, if it has others now."""
+    known = _parameters(values)
+    if groups == _groups_by_names(optimizer, values) or not all(
+        name in known for group in groups for name in group
+    ):
+        return
+    optimizer.param_groups.clear()
+    for group, names in zip(saved, groups, strict=True):
+        optimizer.add_param_group({**group, "params": [known[name] for name in names]})
+    there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in [each for each in optimizer.state if id(each) not in there]:
+        del optimizer.state[parameter]
+
+
+def _parameters(values: dict[str, Any]) -> dict[str, torch.nn.Parameter]:
+    return {
+        f"{name}.{own}": parameter
+        for name, value in values.items()
+        if isinstance(value, torch.nn.Module)
+        for own, parameter in unwrapped(value).named_parameters()
+    }
+
+
+def buffer_names(values: Mapping[str, Any]) -> set[str]:
     """The names of modules' buffers in a snapshot."""
     return {
         f"{name}.{buffer}"
         for name, value in values.items()
         if isinstance(value, torch.nn.Module)
-        for buffer, _ in _unwrapped(value).named_buffers()
+        for buffer, _ in unwrapped(value).named_buffers()
     }
 
 
@@ -269,7 +327,7 @@ class _Clones(dict[str, torch.Tensor]):
         return tensor
 
 
-def _unwrapped(module: Any) -> Any:
+def unwrapped(module: Any) -> Any:
     """The module that the user wrote, out of DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(module, DistributedDataParallel):
@@ -280,7 +338,7 @@ def _unwrapped(module: Any) -> Any:
             return module
 
 
-def _copied_names(module: torch.nn.Module) -> Iterator[str]:
+def copied_names(module: torch.nn.Module) -> Iterator[str]:
     """The names in its state dict whose tensors load_state_dict copies and does not keep.
 
     Only torch's own loading is known to do so, of parameters and buffers, where no hook sees them.

@@ -26,12 +26,20 @@ from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import agreement, codecs
+from elastic_etcd.train.state.replicas import Replicas
 from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.state.steps import CommitEvery, Loops, Steps
-from elastic_etcd.train.state.sync import compare_counts, even_out, gather_inventories, spread
+from elastic_etcd.train.state.structure import Structure, refuse_changed, structures_of
+from elastic_etcd.train.state.sync import (
+    compare_counts,
+    even_out,
+    gather_inventories,
+    holders_of,
+    spread,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +77,8 @@ class ElasticState:
         self._committed_at = 0  # the step of this world that the last commit is of
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
+        self._replicas = Replicas()
+        self._structures: dict[str, Structure] = {}  # before the first sync of this process
         self._handled = 0  # the id of the exception that was handled when the step began
         self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
         self._old: World | None = None  # the world of the commit that all have loaded
@@ -108,13 +118,13 @@ class ElasticState:
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
 
-        All ranks must call it alike: an ElasticIterable among the values gathers what the others
-        have read, as does a sampler whose batches are of any size. The snapshot counts once this
-        returns; until then the one before does. Nothing is committed where the world is broken: it
-        raises WorldBroken for ee.run, also if the script has caught a collective's error. Nor is it
-        in a `finally` or `except` for an exception that other ranks may not have met: the log says
-        so. Raises UsageError for a value that can't be encoded and within a step of several
-        batches, OSError without memory.
+        All ranks must call it alike: at some commits they compare what they have, and an
+        ElasticIterable among the values gathers what the others have read, as does a sampler whose
+        batches are of any size. The snapshot counts once this returns; until then the one before
+        does. Nothing is committed where the world is broken: it raises WorldBroken for ee.run, also
+        if the script has caught a collective's error. Nor is it in a `finally` or `except` for an
+        exception that other ranks may not have met: the log says so. Raises UsageError for a value
+        that can't be encoded and within a step of several batches, OSError without memory.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): at least 1")
@@ -129,8 +139,14 @@ class ElasticState:
                 ):
                     value.agree()
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
+            version = _version(last.counter + 1, last.lineage)
             with activity.during(Doing.COMMIT):
-                self._write_snapshot(_version(last.counter + 1, last.lineage))
+                comparing = time.monotonic()
+                self._replicas.compare_if_due(
+                    self._values, self._snapshots, self._save_values, version.counter
+                )
+                began += time.monotonic() - comparing  # that has a share of the time of its own
+                self._write_snapshot(version)
             self._loops.interval.committed(time.monotonic() - began)
 
     def restore(self) -> None:
@@ -151,12 +167,13 @@ class ElasticState:
         the ranks that there are now. Values that were not committed are lost; if no rank has a
         snapshot, all begin with rank 0's values.
 
-        If ranks have committed unlike values at the same step the lowest rank's count, and the log
-        names them. Needs the process group; without one this process is the whole world. Raises
-        MalformedState, UsageError on all ranks if files of two trainings were loaded and nothing
-        else decides which counts, and torch's errors.
+        If ranks have committed unlike values at the same step those of most ranks count, or else
+        the lowest rank's, and the log names them. Needs the process group; without one this process
+        is the whole world. Raises MalformedState, UsageError on all ranks if files of two trainings
+        were loaded and nothing else decides which counts, and torch's errors.
         """
         snapshots, (rank, size) = self._snapshots, rank_and_size(launched=False)
+        self._structures = self._structures or structures_of(self._values)
         compare_counts(self._counted)
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
         versions = [each.newest.version if each.newest else None for each in inventories]
@@ -169,7 +186,7 @@ class ElasticState:
                 self._write_snapshot(_version(0, secrets.randbits(62)))
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
-            holders = [r for r, version in enumerate(versions) if version == newest]
+            holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
             loaded = self._at_commit and rank in holders and not differing
@@ -194,6 +211,7 @@ class ElasticState:
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
+        self._replicas.begin()
         return newest is not None and newest.generation != generation()
 
     def check(self) -> None:
@@ -278,6 +296,7 @@ class ElasticState:
 
     def _leave(self) -> None:
         """commit(), by ee.run, for a planned change: no step is trained before the next sync()."""
+        self._replicas.rest()
         self.commit()
         self._at_commit = True
 
@@ -333,19 +352,20 @@ class ElasticState:
         self._counted = version, zlib.crc32(repr(counts).encode())
 
     def _save_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        if self._snapshots.version() is None:
-            for name, value in self._values.items():  # it may have been sharded since it was given
-                codecs.refuse_sharded(name, value)
+        for name, value in self._values.items():  # it may have been sharded since it was given
+            codecs.refuse_sharded(name, value)
+        if self._structures:
+            refuse_changed(self._structures, self._values)
         return codecs.save_values(self._values, allow_pickle=self._allow_pickle)
 
-    def _report_differences(self, names: list[str], rank: int, lowest: int) -> None:
+    def _report_differences(self, names: list[str], rank: int, first: int) -> None:
         """Buffers differ wherever DDP trains, which gives all ranks rank 0's at each forward."""
         if names:
             expected = set(names) <= codecs.buffer_names(self._values)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = "rank %d had committed another %s%s than rank %d, whose counts"
             level = logging.INFO if expected else logging.WARNING
-            log.log(level, text, rank, ", ".join(names[:3]), more, lowest)
+            log.log(level, text, rank, ", ".join(names[:3]), more, first)
 
     def _staged(self, slices: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         """Raises WorldBroken instead of the end: the results of an abort must not be kept."""

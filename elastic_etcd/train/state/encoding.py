@@ -30,6 +30,7 @@ _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "
 _KINDS: dict[str, Any] = {tag: kind for kind, tag in (_SEQUENCES | _SETS | _MAPPINGS).items()}
 _KEYS = (type(None), bool, int, float, str, bytes)
 _NUMPY = re.compile(r"[<>|][biufc]\d{1,2}")  # numpy's names of plain numbers
+_UNCOPIED = re.compile(r"torch\.u?int[1-7]")
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
 
 
@@ -295,6 +296,8 @@ def _why_not_dense(tensor: torch.Tensor) -> str:
             f"is a {type(tensor).__name__}, of which each rank holds another part: ElasticState "
             "keeps what all ranks have alike, as DistributedDataParallel does"
         )
+    if _UNCOPIED.fullmatch(name := str(tensor.dtype)):
+        return f"is of {name}, which torch can't copy: keep the torch.uint8 that it is packed in"
     dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     if not dense or tensor.is_quantized or tensor.is_meta:
         return "is no plain dense tensor, which can't be encoded"

@@ -68,6 +68,7 @@ class Snapshots:
             locks = [NodeLock(lock, n) for n, _ in enumerate(node)]
             self.shared = [SharedMemfd(fd, locks[n], local_rank) for n, fd in enumerate(fds)]
             self._growth = locks[-1]
+        self.is_nodes_first = local_rank == 0
         self._differs = False  # from the commits of other ranks, since the last sync
         self._loaded: Version | None = None  # of a file, since the last sync
         self._saving: files.Saving | None = None

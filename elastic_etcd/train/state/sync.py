@@ -2,10 +2,11 @@
 
 They do so by collectives and point-to-point transfers of the default process group, gloo or NCCL.
 The snapshot's bytes travel, and none go to a rank that has them. If the newest snapshots of ranks
-are one version, but not the same bytes, the lowest rank's counts.
+are one version, but not the same bytes, those of most ranks count, or else the lowest rank's.
 """
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 
@@ -42,10 +43,18 @@ def _read_inventory(*numbers: int) -> Inventory:
     return Inventory(newest, None if loaded == _NO_VERSION else loaded, node)
 
 
+def holders_of(version: Version, inventories: Sequence[Inventory]) -> list[int]:
+    """The ranks that have it; first the lowest of those whose bytes most of them have."""
+    found = {r: one.newest for r, one in enumerate(inventories) if one.newest}
+    held = {rank: header.digest for rank, header in found.items() if header.version == version}
+    counts = Counter(held.values())
+    return sorted(held, key=lambda rank: -counts[held[rank]])
+
+
 def even_out(
     snapshots: Snapshots, holders: Sequence[int], inventories: Sequence[Inventory]
 ) -> list[str]:
-    """Give the lowest one's bytes to those of `holders` that have others. Collective.
+    """Give the first one's bytes to those of `holders` that have others. Collective.
 
     Only blocks that differ travel. It returns the names of the values that differed on this rank.
     A transfer that breaks off leaves all as it was. Raises MalformedState.
