@@ -268,7 +268,8 @@ class Membership:
     async def leave(self, state: State) -> None:
         """Leave for good; the last one that does so stops the job."""
         keys, local, spent = self.keys, state.local, self._spent(state)
-        gets = (Get(keys.ledger), Get(keys.wanted), Get(keys.history(), prefix=True))
+        once = (keys.ledger, keys.wanted, keys.divergence)
+        gets = (*map(Get, once), Get(keys.history(), prefix=True))
         await self._until_known(local.ran)
         try:
             await self._client.txn(writes.leave(keys, local), LEAVE_TIMEOUT)

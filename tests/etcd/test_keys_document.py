@@ -46,9 +46,15 @@ import os, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+import elastic_etcd as ee
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(2, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = ee.ElasticState(model=model.module)
+state.sync()
+with torch.no_grad():
+    model.module.weight += dist.get_rank()  # as memory that rots
+state.commit()
 while True:
     time.sleep(0.02 + 0.08 * dist.get_rank())
     model(torch.ones(4, 2)).sum().backward()
@@ -141,8 +147,8 @@ def steer(etcd: EtcdServer, prefix: str, *argv: str) -> None:
 
 
 def five_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
-    """One that succeeds after a restart, one that fails, one that is slow, one that hangs, and one
-    that is stopped, as the slow one is.
+    """One that succeeds after a restart, one that fails, one that is slow and whose replicas
+    differ, one that hangs, and one that is stopped, as the slow one is.
 
     The last one is scaled, and a node is drained from it.
     """
