@@ -79,13 +79,13 @@ def forget() -> None:
         module._made = None  # noqa: SLF001 - this file's
 
 
-# Of a parameter: whether the last DistributedDataParallel around it reduces it, and whether the
-# next one is to, though it is frozen.
+# Of a parameter: whether its DistributedDataParallel reduces it, and whether the next one around it
+# is to, though it is frozen.
 _REDUCED, _REDUCE = "_elastic_etcd_reduced", "_elastic_etcd_reduce"
 
 
 def is_reduced(parameter: nn.Parameter) -> bool:
-    """Whether it was not frozen when DistributedDataParallel was made around it."""
+    """Whether its DistributedDataParallel reduces it: it was not frozen when that was made."""
     return getattr(parameter, _REDUCED, False)
 
 
@@ -94,6 +94,7 @@ def reduce_next(parameter: nn.Parameter, *, wanted: bool) -> None:
 
     A training begins anew from a commit, at which a GAN's other half may have been frozen.
     """
+    setattr(parameter, _REDUCED, wanted)  # alike in a process that starts anew and in the others
     setattr(parameter, _REDUCE, wanted)
 
 

@@ -264,10 +264,11 @@ def test_t1_what_was_frozen_since_it_was_wrapped_is_reduced_again(tmp_path: Path
         half[1].requires_grad_(False)
         state = ElasticState(frozen=frozen, half=half)
         state.commit()
-        newest = state._snapshots.newest()
+        newest, (saved, _) = state._snapshots.newest(), state._save_values()
         assert newest
         for again in (state, ElasticState(frozen=network(), half=network())):
             again._load_snapshot(newest)
+            assert again._save_values()[0] == saved, "a commit before it is wrapped has the same"
             names = [name for name, each in again.half.named_parameters() if not each.requires_grad]
             assert reduced(DistributedDataParallel(again.frozen)) == whole
             assert not any(each.requires_grad for each in again.frozen.parameters())
