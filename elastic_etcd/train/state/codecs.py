@@ -327,15 +327,26 @@ class _Clones(dict[str, torch.Tensor]):
         return tensor
 
 
+def is_wrapped(module: Any) -> bool:
+    """Whether there is a DistributedDataParallel around the module that the user wrote."""
+    return any(isinstance(each, DistributedDataParallel) for each in _from_outside(module))
+
+
 def unwrapped(module: Any) -> Any:
     """The module that the user wrote, out of DistributedDataParallel and torch.compile."""
+    *_, inner = _from_outside(module)
+    return inner
+
+
+def _from_outside(module: Any) -> Iterator[Any]:
     while True:
+        yield module
         if isinstance(module, DistributedDataParallel):
             module = module.module
         elif "_orig_mod" in module._modules:  # noqa: SLF001 - torch.compile has no public name for it
             module = module._orig_mod  # noqa: SLF001
         else:
-            return module
+            return
 
 
 def copied_names(module: torch.nn.Module) -> Iterator[str]:

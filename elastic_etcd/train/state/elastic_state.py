@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
-
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
@@ -26,7 +24,7 @@ from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.state import agreement, codecs
-from elastic_etcd.train.state.replicas import Replicas
+from elastic_etcd.train.state.replicas import Replicas, Saved
 from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
@@ -141,12 +139,11 @@ class ElasticState:
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             version = _version(last.counter + 1, last.lineage)
             with activity.during(Doing.COMMIT):
+                saved = self._save_values()
                 comparing = time.monotonic()
-                self._replicas.compare_if_due(
-                    self._values, self._snapshots, self._save_values, version.counter
-                )
+                self._replicas.compare_if_due(self._values, self._snapshots, saved, version.counter)
                 began += time.monotonic() - comparing  # that has a share of the time of its own
-                self._write_snapshot(version)
+                self._write_snapshot(version, saved)
             self._loops.interval.committed(time.monotonic() - began)
 
     def restore(self) -> None:
@@ -181,9 +178,9 @@ class ElasticState:
         _report_files(newest, [each.loaded for each in inventories], rank)
         if newest is None:
             holders, loaded = [0], rank == 0
-            self._save_values()  # on all ranks: what can't be kept is refused by all of them
+            saved = self._save_values()  # on all ranks: all of them refuse what can't be kept
             if rank == 0:
-                self._write_snapshot(_version(0, secrets.randbits(62)))
+                self._write_snapshot(_version(0, secrets.randbits(62)), saved)
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             holders = holders_of(newest, inventories)
@@ -264,7 +261,7 @@ class ElasticState:
         if others:
             log.warning("%s and this state are not of the same values: %s", path, others)
             loaded.memfd.clear()
-            self._write_snapshot(loaded.header.version)
+            self._write_snapshot(loaded.header.version, self._save_values())
 
     def on_reset(self, callback: _Callback) -> _Callback:
         """Let ee.run call `callback` after each change of world, once the state is synchronised.
@@ -343,15 +340,15 @@ class ElasticState:
         self._loops.interval.take(times, time.monotonic() - began)
         return True
 
-    def _write_snapshot(self, version: Version) -> None:
-        parts, tensors = self._save_values()
+    def _write_snapshot(self, version: Version, saved: Saved) -> None:
+        parts, tensors = saved
         self._snapshots.write(Draft(version, parts, tensors, self._staged))
         self._calls = 0
         self._committed_at = sync_point.current().steps + 1
         counts = [parts[name] for name in self._samplers()]
         self._counted = version, zlib.crc32(repr(counts).encode())
 
-    def _save_values(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def _save_values(self) -> Saved:
         for name, value in self._values.items():  # it may have been sharded since it was given
             codecs.refuse_sharded(name, value)
         if self._structures:

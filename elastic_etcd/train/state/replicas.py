@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -90,19 +90,19 @@ class Replicas:
         self,
         values: Mapping[str, Any],
         snapshots: Snapshots,
-        save: Callable[[], Saved],
+        saved: Saved,
         commit: int,
     ) -> None:
         """At a commit: compare if it is due, and tell of each rank that differs once in a world.
 
-        save: gives the values as they would be committed, as this `commit`. Raises UsageError, on
+        saved: the values as they are about to be committed, as this `commit`. Raises UsageError, on
         all ranks, if theirs are not of the same tensors, and the errors of collectives.
         """
         self._commits += 1
         if not self._next or self._commits < self._next:
             return
         began = time.monotonic()
-        own, buffers = self._digests(values, *save())
+        own, buffers = self._digests(values, *saved)
         damaged = _loses_newest(snapshots)
         apart = self._commits_apart(began)
         asked = time.monotonic()

@@ -280,13 +280,13 @@ class Snapshots:
             raise UsageError("nothing to save: commit() first")
         target = Path(path).absolute()
         allowed = _fence(target, newest.header.version)
-        with nullcontext() if wait else self._growing():
-            shortage = "" if wait else shortage_of(newest.header.size)
-            if not (wait or shortage):
-                begin = partial(files.begin_save, target, newest.header, newest.body, allowed)
-                self._saving = begin(keep=keep)
+        if not wait:
+            begin = partial(files.begin_save, target, newest.header, newest.body, allowed)
+            with self._growing():
+                shortage = shortage_of(newest.header.size)
+                self._saving = None if shortage else begin(keep=keep)
+            if not shortage:
                 return
-        if shortage:
             log.warning("save(wait=False) waits, with no room for a copy: %s", shortage)
         files.save(target, newest.header, newest.memory, allowed, keep=keep)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from elastic_etcd.errors import UsageError
@@ -65,7 +64,7 @@ def _structure_of(value: Any) -> Structure:
         copied = {*codecs.copied_names(module)}
         tensors = module.state_dict().items()
         shapes = {n: tuple(t.shape) for n, t in tensors if n in copied and not is_lazy(t)}
-        return Structure("a module", _is_wrapped(value), shapes)
+        return Structure("a module", codecs.is_wrapped(value), shapes)
     if isinstance(value, torch.optim.Optimizer):
         groups = tuple(len(group["params"]) for group in value.param_groups)
         return Structure(_named(_bare(value)), groups=groups)
@@ -93,12 +92,6 @@ def _why_other_tensors(
     if gone is None:
         return ""
     return f"{name}.{gone} was there at the first sync and is not any more: {_ANEW}. Keep it"
-
-
-def _is_wrapped(module: Any) -> bool:
-    while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
-        module = inner
-    return isinstance(module, DistributedDataParallel)
 
 
 def _bare(value: Any) -> Any:
