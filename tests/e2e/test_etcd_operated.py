@@ -287,13 +287,17 @@ def test_a_backup_of_the_same_world_is_restored(
     trio.heal()
     job = start(trio)
     n1, n2, g = job.pair(**FLAGS)
-    backup = tmp_path / "backup"
-    trio.members[0].ctl("snapshot", "save", str(backup))
+    backup = back_up(trio, tmp_path)
     for number in range(5):
         trio.members[0].ctl("put", f"{PREFIX}/{job.name}/later/{number}", "x")
     restore(trio, backup, *flags)
     still_led(job, g)
     job.finish(n1, n2)
+
+
+def back_up(cluster: EtcdCluster, folder: Path) -> Path:
+    cluster.members[0].ctl("snapshot", "save", str(folder / "backup"))
+    return folder / "backup"
 
 
 def restore(cluster: EtcdCluster, backup: Path, *flags: str) -> None:
@@ -309,8 +313,7 @@ def test_e2_a_backup_of_an_earlier_world_is_restored(
     trio.heal()
     job = start(trio)
     n1, n2, g = job.pair(**FLAGS)
-    backup = tmp_path / "backup"
-    trio.members[0].ctl("snapshot", "save", str(backup))
+    backup = back_up(trio, tmp_path)
     job.kill_worker(g)
     g = job.trains(2, after=g)
     restore(trio, backup)
@@ -327,8 +330,7 @@ def test_e2_a_backup_of_an_earlier_run_is_restored(
     job = start(trio)
     n1, n2, _ = job.pair(**FLAGS)
     job.finish(n1, n2)
-    backup = tmp_path / "backup"
-    trio.members[0].ctl("snapshot", "save", str(backup))
+    backup = back_up(trio, tmp_path)
     (job.directory / "stop").unlink()
     n1, n2, g = job.pair(program=("elastic_etcd.launch", "--rerun"), **FLAGS)
     restore(trio, backup)
@@ -342,8 +344,7 @@ def test_a_backup_without_the_job_is_restored(
 ) -> None:
     trio.heal()
     trio.members[0].ctl("put", "/other", "x")
-    backup = tmp_path / "backup"
-    trio.members[0].ctl("snapshot", "save", str(backup))
+    backup = back_up(trio, tmp_path)
     job = start(trio)
     n1, n2, g = job.pair(**FLAGS)
     restore(trio, backup)

@@ -188,6 +188,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watch, "HANG_ALONE", 0.05)
 
 
+async def asked(pid: int) -> tuple[Node, asyncio.Task[None]]:
+    """A node whose watch runs, after the coordinator's question where it stands."""
+    node = Node(pid)
+    task = asyncio.create_task(node.watch.run())
+    node.see(state(None))
+    await node.until(lambda: node.said)
+    node.see(state(ASKED))
+    return node, task
+
+
 async def test_a_hang_that_was_found_without_etcd_is_asked_about_later(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,11 +257,7 @@ async def test_who_waits_for_what_may_last_is_asked_about_again_later(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    node = Node(pid)
-    task = asyncio.create_task(node.watch.run())
-    node.see(state(None))
-    await node.until(lambda: node.said)
-    node.see(state(ASKED))
+    node, task = await asked(pid)
     await node.until(lambda: node.watch._judged)
     node.see(state(WAITS))
     await node.until(lambda: "waits in step 7" in caplog.text)
@@ -299,11 +305,7 @@ async def test_a_hang_is_seen_although_news_comes_all_the_time(
 async def test_a_world_that_goes_on_is_not_begun_anew(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture, goes_on: bool
 ) -> None:
-    node = Node(pid)
-    task = asyncio.create_task(node.watch.run())
-    node.see(state(None))
-    await node.until(lambda: node.said)
-    node.see(state(ASKED))
+    node, task = await asked(pid)
     await asyncio.sleep(0.2)
     if goes_on:  # the storage was back before the coordinator's line was here
         node.at = Activity(Doing.STEP, 0.1, 900, 0.1)
@@ -317,11 +319,7 @@ async def test_f3_a_world_that_waits_for_one_at_its_end_is_not_begun_anew(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is done would be done again, and it would end so again."""
-    node = Node(pid)
-    task = asyncio.create_task(node.watch.run())
-    node.see(state(None))
-    await node.until(lambda: node.said)
-    node.see(state(ASKED))
+    node, task = await asked(pid)
     line = "rank 1 on n2 is at its end, 1 other waits in 7 for 70 s"
     node.see(state(replace(NOBODY, line=line, rank=1)))
     await node.until(lambda: f"{line}" in caplog.text)

@@ -74,6 +74,14 @@ class Habit:
         """Until its end, from wherever the state is."""
         raise NotImplementedError
 
+    def learn(self, ddp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Take a step; gives its loss."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(ddp(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
     def log(self, step: int, loss: Tensor | float) -> None:
         """Write a line of the curve, the mean of all ranks' losses."""
         mean = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
@@ -236,10 +244,7 @@ class SWA(Habit):
         loader = DataLoader(points(), BATCH, sampler=self.sampler)
         self.sampler.set_epoch(0)
         for x, y in self.state.steps(loader, commit_every=4):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             if self.step >= 8:
                 self.average.update_parameters(self.model)
                 self.swa_scheduler.step()
@@ -367,10 +372,7 @@ class Tokens(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), batch_sampler=self.sampler)
         for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             self.state.tokens_step += 1
             self.log(self.step, loss)
 
@@ -392,10 +394,7 @@ class Scripted(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), BATCH, sampler=self.sampler, num_workers=1)
         for x, y in self.state.steps(loader, commit_every=5):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             self.state.scripted_step += 1
             self.log(self.step, loss)
 
@@ -451,10 +450,7 @@ class Early(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), BATCH, sampler=self.sampler)
         for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             self.state.early_step += 1
             self.log(self.step, loss)
             stop = torch.zeros(1)
@@ -510,10 +506,7 @@ class Evaluates(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), BATCH, sampler=self.sampler)
         for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             self.state.evaluates_step += 1
             self.log(self.step, loss)
             if self.step % 6 == 0 and dist.get_rank() == 0:
@@ -538,10 +531,7 @@ class YOLO(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), BATCH, sampler=self.sampler)
         for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             with torch.no_grad():
                 for mine, theirs in zip(
                     self.ema.state_dict().values(), self.model.state_dict().values(), strict=True
@@ -572,10 +562,7 @@ class Device(Habit):
         steps = self.state.steps(loader, commit_every=2)
         first = STEPS - len(steps)
         for i, (x, y) in enumerate(steps, first + 1):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            loss = self.learn(ddp, x, y)
             self.log(i, loss)
 
 
@@ -600,10 +587,7 @@ class Curriculum(Habit):
         for self.state.curriculum_epoch in range(self.epoch, 2):  # noqa: B020
             self.sampler.set_epoch(self.epoch)
             for x, y in self.state.steps(loader, commit_every=2):
-                self.optimizer.zero_grad()
-                loss = F.cross_entropy(ddp(x), y)
-                loss.backward()
-                self.optimizer.step()
+                loss = self.learn(ddp, x, y)
                 self.state.curriculum_step += 1
                 self.log(self.step, loss)
 
@@ -719,10 +703,7 @@ class Warmup(Habit):
         self.sampler.set_epoch(0)
         loader = DataLoader(points(), BATCH, sampler=self.sampler)
         for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(x), y)
-            loss.backward()
-            self.optimizer.step()
+            self.learn(ddp, x, y)
             self.scheduler.step()
             self.state.warmup_step += 1
             self.history.append(self.scheduler.get_last_lr()[0])
