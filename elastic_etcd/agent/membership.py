@@ -68,6 +68,7 @@ from elastic_etcd.times import (
     PUBLISH_TIMEOUT,
     REFUSED_PAUSE,
     REVOKE_TIMEOUT,
+    SEEN_LOST,
 )
 from elastic_etcd.version import __version__
 
@@ -162,15 +163,15 @@ class Membership:
             return None, str(error)
         view = view_of(seen, self.keys, Narrow())
         now = view.round
-        if not view.members and self._session is None:
-            return None, "this node's lease has ended, and its key is being put back"
-        if not view.members:
-            return False, "this node has lost its lease"
-        if view.members[0].leaving and may_still_save(view, generation):
+        if view.members and view.members[0].leaving and may_still_save(view, generation):
             return True, ""
         if now is None or now.generation != generation or now.phase is not Phase.FINAL:
             return False, f"the job has left generation {generation}"
-        return True, ""
+        if view.members:
+            return True, ""
+        if self._session is None or self._session.lost.done():
+            return None, "this node's lease has ended, and its key is not back yet"
+        return False, "this node has lost its lease"
 
     def join(self, run: str, last: int) -> None:
         """Become a member, of `run` if this agent was in one; answered by Joined or FatalError.
@@ -543,12 +544,23 @@ class Membership:
         self._inbox.put(WriteDone(result.succeeded))
 
     def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
+        """Tell it, but where workers may train on without a lease: the mirror is asked first.
+
+        A view in which the key is gone says whether its world stands; etcd's word does not.
+        """
         if session is not self._session or lost.cancelled():
             return
         if lost.exception():
             self._inbox.put_error(lost)
+        elif self._limits.cut_off is None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(SEEN_LOST, self._tell_lost, session, lost.result())
         else:
-            self._inbox.put(LeaseLost(lost.result()))
+            self._tell_lost(session, lost.result())
+
+    def _tell_lost(self, session: Session, reason: str) -> None:
+        if session is self._session:
+            self._inbox.put(LeaseLost(reason))
 
     def _silent(self, seconds: float, error: Exception) -> None:
         train_on = self._limits.cut_off is None

@@ -105,7 +105,7 @@ class Workers:
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
-        self._exited: list[Worker] = []  # with 0, in this generation
+        self._ends: list[tuple[Worker, int]] = []  # and exit codes, in this generation
         self._elastic = False  # all of the generation's workers recover in process
         self._finished = False  # some of them have left their worlds
         self._in_order = asyncio.Lock()  # the failures whose cause is being read
@@ -203,7 +203,7 @@ class Workers:
         self.generation, self._channels.reason = generation, reason
         self._launches += 1
         self._oom_kills = oom_kills()
-        self._exited.clear()
+        self._ends.clear()
         self._elastic = self._finished = False
         waiting = {worker.spec.local_rank: worker for worker in self._parked.values()}
         self._parked.clear()
@@ -432,10 +432,10 @@ class Workers:
             log.debug("worker %d ended at the barrier: %d", worker.spec.rank, code)
             return
         log.debug("worker %d exited %d after %.1f s", worker.spec.rank, code, worker.uptime)
+        self._ends.append((worker, code))
         if code:
             self._termination.wait_for(self._explain, worker, code, worker.uptime)
         else:
-            self._exited.append(worker)
             self._report(worker.spec, worker.pid, code, worker.uptime, "")
 
     async def _explain(self, worker: Worker, code: int, uptime: float) -> None:
@@ -488,18 +488,22 @@ class Workers:
 
         If it still runs nobody knows whether ee.run returned, or an error ends it soon.
         """
+        exited = [worker for worker, code in self._ends if code == 0]
         finished = (worker for worker in self._running.values() if worker.finished)
-        worker = next(chain(self._exited, finished), None)
+        worker = next(chain(exited, finished), None)
         if worker is None:
             return ""
         how = "returned from ee.run" if worker.finished else "ended"
-        how = how if worker in self._exited else "left ee.run"
+        how = how if worker in exited else "left ee.run"
         return f"rank {worker.spec.rank} on {self._config.node} {how}"
 
     # --- what workers say -----------------------------------------------------------------
 
     def _take_message(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
-        """Take a message of a worker; one of an older generation is ignored."""
+        """Take a message of a worker; one of an older generation is ignored.
+
+        Its end may be known before its last words are read.
+        """
         if isinstance(message, AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
@@ -517,7 +521,8 @@ class Workers:
             case TrainingDone():
                 worker.finished = True
                 self._tell_elastic()
-                if self._termination.stopping and not self._termination.patient:
+                stopping = self._termination.stopping and not self._termination.patient
+                if stopping and worker.pid in self._running:
                     worker.terminate(self._termination.signal)  # it has not heard what it was told
             case Disconnected() if worker.channel is channel:
                 worker.channel = None
@@ -535,7 +540,8 @@ class Workers:
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""
-        known = [*self._running.values(), *self._parked.values()]
+        ended = (worker for worker, _ in self._ends)
+        known = [*self._running.values(), *self._parked.values(), *ended]
         by_pid = (worker for worker in known if worker.pid == channel.pid)
         of_now = known if channel.generation == self.generation else []
         by_rank = (worker for worker in of_now if worker.spec.local_rank == channel.local_rank)

@@ -1,20 +1,25 @@
-"""A lease that ends while its holder is still joining: a machine that stood still for the TTL."""
+"""A lease that ends while its holder is busy: still joining, or slow to see what has changed."""
 
 import asyncio
 import gc
 import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.inbox import FatalError
+from elastic_etcd.agent.inbox import FatalError, MirrorChanged
 from elastic_etcd.core import lifecycle
 from elastic_etcd.core.lifecycle import Answered, Joined, LeaseLost, Life, Rejoin, Silent, State
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Limits
-from elastic_etcd.core.txn import Txn
+from elastic_etcd.core.schema import Limits, Master, Phase, Round, encode
+from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.core.view import Narrow
 from elastic_etcd.errors import EtcdUnreachable
+from elastic_etcd.etcd._grpc import WATCH
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, LeaseGrant, TxnResult
 from elastic_etcd.etcd.faults import Unanswered
 from elastic_etcd.etcd.retry import boottime
@@ -80,6 +85,60 @@ async def test_r16_an_etcd_that_is_away_while_a_node_joins_again_is_given_up(
         assert isinstance(failed, FatalError)
         assert isinstance(failed.error, EtcdUnreachable)
         assert "--etcd-timeout" in str(failed.error)
+
+
+class Busy(Client):
+    """It learns of the end of its lease at once, and of what a watch tells only later."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        super().__init__(config)
+        self.late = asyncio.Event()
+
+    @asynccontextmanager
+    async def stream(self, rpc: Any, *args: Any, **more: Any) -> AsyncIterator[Any]:
+        async with super().stream(rpc, *args, **more) as stream:
+            if rpc is WATCH:
+                read = stream.read
+
+                async def read_later() -> Any:
+                    answer = await read()
+                    if answer.events:
+                        await self.late.wait()
+                    return answer
+
+                stream.read = read_later
+            yield stream
+
+
+@asynchronous
+async def test_e2_a_member_that_is_told_of_its_lease_first_looks_at_its_world(
+    etcd: EtcdServer, prefix: str
+) -> None:
+    """Else its workers would be stopped: only a view shows that their world stands."""
+    one = Limits(1, 1)
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, one, prefix=prefix, lease_ttl=2)
+    client = Busy(etcd.config)
+    async with joining(client, config) as (inbox, membership):
+        joined = await asyncio.wait_for(inbox.get(), 60)
+        assert isinstance(joined, Joined)
+        stands = Round(1, Phase.FINAL, joined.lease, "", joined.run, "n1", 1, 1, Master("h", 1))
+        await client.txn(Txn((), (Put(membership.keys.round, encode(stands)),)))
+        assert await membership.current(1) == (True, "")
+        await membership.cover(Narrow())
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), MirrorChanged)
+        await client.revoke(joined.lease)
+        while membership.lease_left:  # noqa: ASYNC110 - it is told to nobody
+            await elapse(0.1)
+        ended = "this node's lease has ended, and its key is not back yet"
+        assert await membership.current(1) == (None, ended)
+        assert await membership.current(2) == (False, "the job has left generation 2")
+        client.late.set()
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), MirrorChanged)
+        view = membership.view()
+        assert view is not None
+        assert not view.members
+        told = await asyncio.wait_for(inbox.get(), 60)
+        assert isinstance(told, LeaseLost), "where nobody puts the key back"
 
 
 def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

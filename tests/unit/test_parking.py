@@ -311,8 +311,9 @@ async def test_t11_one_that_lost_its_peers_names_the_one_that_has_left(
     other = Script(tmp_path, "0", "slow", "alone")
     finished = Script(tmp_path, "1", "finishes", how)
     watched.launch(other.command, finished.command)
-    pid, _ = await watched.started()
-    if how:
+    pid, leaver = await watched.started()
+    if how:  # its end is known before its last word is read
+        os.waitid(os.P_PID, leaver, os.WEXITED | os.WNOWAIT)
         await watched.until(lambda: watched.ends)
     else:
         await watched.until(lambda: watched.finished == [True])
