@@ -127,7 +127,7 @@ async def test_e2_a_member_that_is_told_of_its_lease_first_looks_at_its_world(
         await membership.cover(Narrow())
         assert isinstance(await asyncio.wait_for(inbox.get(), 60), MirrorChanged)
         await client.revoke(joined.lease)
-        while membership.lease_left:  # noqa: ASYNC110 - it is told to nobody
+        while membership.lease_left:
             await elapse(0.1)
         ended = "this node's lease has ended, and its key is not back yet"
         assert await membership.current(1) == (None, ended)

@@ -313,7 +313,7 @@ async def test_t11_one_that_lost_its_peers_names_the_one_that_has_left(
     watched.launch(other.command, finished.command)
     pid, leaver = await watched.started()
     if how:  # its end is known before its last word is read
-        os.waitid(os.P_PID, leaver, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, leaver, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - no loop turns
         await watched.until(lambda: watched.ends)
     else:
         await watched.until(lambda: watched.finished == [True])
