@@ -106,7 +106,7 @@ class Busy(Client):
                         await self.late.wait()
                     return answer
 
-                stream.read = read_later
+                stream.read = read_later  # type: ignore[method-assign]
             yield stream
 
 
