@@ -1,6 +1,8 @@
 # A training node (target `node`) and what tests a job of them (target `tests`).
 # For GPUs: --build-arg TORCH_INDEX= takes torch with CUDA, which is ten times as large.
-FROM debian:bookworm-slim AS python
+# The digest is that of August 2026 in docker-library/repo-info; docs/release.md says how it is raised.
+ARG BASE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241
+FROM $BASE AS python
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
@@ -15,11 +17,14 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_NO_INDEX=
 ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX PIP_NO_INDEX=$PIP_NO_INDEX PIP_FIND_LINKS=/wheels \
     PIP_CONSTRAINT=/wheels/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-COPY scripts/constraints.txt build/wheels* /wheels/
+COPY scripts/constraints.txt scripts/locked.txt build/wheels* /wheels/
 WORKDIR /src
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY elastic_etcd/version.py elastic_etcd/
-RUN python3 -m venv /opt/venv && pip install '.[metrics]' numpy scikit-learn
+# All but torch by their hashes; scripts/lock makes the list, with what the examples need.
+RUN python3 -m venv /opt/venv \
+    && pip install --require-hashes --no-deps --requirement /wheels/locked.txt \
+    && pip install '.[metrics]'
 
 FROM dependencies AS build
 COPY README.md ./

@@ -3,16 +3,19 @@
 
 stand_in=elastic-etcd.stand-in # a label on what was made here
 
+build_with= # what `compose build` is told of them
+
 made_here() { [ -n "$(docker image ls -q --filter "label=$stand_in" "$1")" ]; }
 
 provide_images() {
-    base=$(sed -n 's/^FROM \(debian:[^ ]*\).*/\1/p' Dockerfile)
-    if ! made_here "$base"; then
+    base=$(sed -n 's/^ARG BASE=//p' Dockerfile) # with a digest, which no image that is made here can have
+    if ! made_here "${base%@*}"; then
         if docker image inspect "$base" >/dev/null 2>&1 || docker pull -q "$base" >&2; then return; fi
-        say "no registry: debootstrap makes $base"
+        say "no registry: debootstrap makes ${base%@*}"
         command -v debootstrap >/dev/null || install debootstrap
-        make_base "$base"
+        make_base "${base%@*}"
     fi
+    build_with="--build-arg BASE=${base%@*}"
     make_wheels
     make_etcd
     export PIP_NO_INDEX=1 TORCH_INDEX=

@@ -1,5 +1,6 @@
 """The files of a release: what is in them, and that they run where nothing else is installed."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement
 
 from elastic_etcd import __version__
 from tests.support.etcd import EtcdServer
-from tests.support.venv import ROOT
+from tests.support.venv import ROOT, venv_or_skip
 
 pytestmark = [
     pytest.mark.timeout(600),  # the first time, pip has to download
@@ -32,6 +33,12 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 print("a world of", dist.get_world_size(), "in generation", os.environ["ELASTIC_ETCD_GENERATION"])
 dist.destroy_process_group()
+"""
+VALID = """\
+import sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+print(JsonStrictValidator(SchemaVersion.V1_6).validate_str(open(sys.argv[1]).read()))
 """
 LOADED = (
     "elastic_etcd.agent.followers.metrics, elastic_etcd.cli.live.web, elastic_etcd.launcher, "
@@ -140,6 +147,34 @@ def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> No
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert sorted(names) == sorted(tracked)
         assert [n for n in names if archive.read(n) != (ROOT / n).read_bytes()] == []
+
+
+def test_o11_two_builds_are_equal(dist: Path, tmp_path: Path) -> None:
+    """At another time, under another umask, with a file that was checked out later."""
+    dated = (ROOT / "README.md").stat()
+    os.utime(ROOT / "README.md")
+    try:
+        again = ("sh", "-c", 'umask 077 && exec scripts/dist "$1"', "sh", tmp_path)
+        run(*again, cwd=ROOT, env=os.environ | {"TZ": "Asia/Tokyo"})
+    finally:
+        os.utime(ROOT / "README.md", ns=(dated.st_atime_ns, dated.st_mtime_ns))
+    first, second = ({f.name: f.read_bytes() for f in d.iterdir()} for d in (dist, tmp_path))
+    assert len(first) == 2
+    assert first == second
+
+
+def test_o11_a_release_has_its_sums_and_its_parts(dist: Path, tmp_path: Path) -> None:
+    run(ROOT / "scripts" / "release", "--rehearse", tmp_path)
+    summed = run("sha256sum", "--check", "SHA256SUMS", cwd=tmp_path)
+    assert summed.count(": OK\n") == len([*tmp_path.iterdir()]) - 1 == 4
+    for built in dist.iterdir():
+        assert (tmp_path / built.name).read_bytes() == built.read_bytes()
+    (parts,) = tmp_path.glob("*.cdx.json")
+    python = venv_or_skip("sbom", "cyclonedx-python-lib[json-validation]==11.*")
+    assert run(python, "-c", VALID, parts) == "None\n"
+    spoilt = json.loads(parts.read_text()) | {"components": [{"type": "librarian"}]}
+    parts.write_text(json.dumps(spoilt))
+    assert "librarian" in run(python, "-c", VALID, parts)
 
 
 def test_the_licence_is_in_both(dist: Path, wheel: Path) -> None:

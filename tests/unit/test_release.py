@@ -1,0 +1,49 @@
+"""The files from which a release and its image are made agree with each other."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def pinned(file: str) -> dict[str, str]:
+    """The version of each package, by its name as an index has it."""
+    lines = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+def test_o11_hashes_are_those_of_the_versions_that_are_tested() -> None:
+    locked = pinned("scripts/locked.txt")
+    assert locked.items() <= pinned("scripts/constraints.txt").items(), "scripts/lock"
+    assert {"grpcio", "msgspec", "prometheus-client", "protobuf", "xxhash"} <= locked.keys()
+    assert "torch" not in locked
+
+
+def test_o11_the_parts_are_all_that_is_locked_and_torch() -> None:
+    made = json.loads(subprocess.check_output([sys.executable, ROOT / "scripts" / "sbom.py"]))
+    for each in made["components"]:
+        if each["name"] != "torch":
+            assert each["externalReferences"][0]["hashes"]
+    parts = {each["name"]: each["version"] for each in made["components"]}
+    torch = {"torch": pinned("scripts/constraints.txt")["torch"]}
+    assert parts == pinned("scripts/locked.txt") | torch
+    needs = {each["ref"]: each["dependsOn"] for each in made["dependencies"]}
+    reached, rest = set(), [made["metadata"]["component"]["bom-ref"]]
+    while rest:
+        reached.add(part := rest.pop())
+        rest += [each for each in needs[part] if each not in reached]
+    of_examples = {"joblib", "narwhals", "numpy", "scikit-learn", "scipy", "threadpoolctl"}
+    unreached = {each["name"] for each in made["components"] if each["bom-ref"] not in reached}
+    assert unreached <= of_examples | {"cloudpickle"}
+
+
+def test_o11_the_image_takes_its_base_by_digest_and_packages_by_hash() -> None:
+    recipe = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^ARG BASE=debian:bookworm-slim@sha256:[0-9a-f]{64}$", recipe, re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+)", recipe, re.MULTILINE)) == {
+        *("$BASE", "python", "dependencies")
+    }
+    assert "--require-hashes --no-deps --requirement /wheels/locked.txt" in recipe
