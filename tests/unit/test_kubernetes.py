@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_etcd import __version__
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics_server import serving
 from elastic_etcd.cli import parsers, steer
@@ -68,7 +69,7 @@ def configured(name: str) -> AgentConfig:
 
 
 def test_all_manifests_are_here() -> None:
-    known = {"etcd", "etcd-tls", "monitoring", "job-tls", *WITH_A_JOB}
+    known = {"etcd", "etcd-tls", "monitoring", "job-tls", "kustomization", *WITH_A_JOB}
     assert {path.name for path in FOLDER.iterdir()} == {f"{name}.yaml" for name in known}
 
 
@@ -82,6 +83,64 @@ def test_all_variants_have_the_same_pods_and_policies() -> None:
     assert specs[0] == specs[1] == specs[2]
     for kind in ("PodDisruptionBudget", "PersistentVolumeClaim", "NetworkPolicy"):
         assert only("job", kind) == only("jobset", kind) == only("kueue", kind)
+
+
+def of_trainer(name: str, kind: str) -> dict[str, Any]:
+    text = (FOLDER.with_name("kubeflow") / f"{name}.yaml").read_text()
+    (found,) = [each for each in yaml.safe_load_all(text) if each["kind"] == kind]
+    return found  # type: ignore[no-any-return] # YAML
+
+
+def test_o11_a_train_job_has_the_pods_of_a_job_set() -> None:
+    """But for what is a TrainJob's to say, and the names that Trainer asks for."""
+    runtime = of_trainer("runtime", "ClusterTrainingRuntime")["spec"]
+    assert set(runtime["mlPolicy"]) == {"numNodes"}
+    ours, jobset = runtime["template"]["spec"], only("jobset", "JobSet")["spec"]
+    (node,), (known,) = ours["replicatedJobs"], jobset["replicatedJobs"]
+    labels = node["template"].pop("metadata")["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    spec, other = node["template"]["spec"], known["template"]["spec"]
+    del other["parallelism"], other["completions"]
+    del other["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+    (container,), (agent_,) = (s["template"]["spec"]["containers"] for s in (spec, other))
+    own = agent_["args"].index("/examples/digits_ddp.py") + 1
+    del agent_["args"][own:]
+    assert container["name"] == "node"
+    container["name"] = agent_["name"]
+    for rule in spec["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["containerName"] == "node"
+            rule["onExitCodes"]["containerName"] = agent_["name"]
+    assert ours == jobset
+
+
+def test_o11_a_train_job_is_of_that_runtime_and_our_launcher_accepts_it() -> None:
+    runtime, job = (
+        of_trainer("runtime", "ClusterTrainingRuntime"),
+        of_trainer("trainjob", "TrainJob"),
+    )
+    assert job["spec"]["runtimeRef"] == {"name": runtime["metadata"]["name"]}
+    trainer = job["spec"]["trainer"]
+    arguments = [arg.replace("/examples/", f"{ROOT}/examples/") for arg in trainer["args"]]
+    config = parse(arguments, filled_in(agent("jobset")))
+    assert config.job == job["metadata"]["name"] == "digits"
+    assert config.limits.min_nodes <= trainer["numNodes"] <= config.limits.max_nodes
+    budget = of_trainer("trainjob", "PodDisruptionBudget")["spec"]
+    assert budget["minAvailable"] == config.limits.min_nodes
+    policy = of_trainer("trainjob", "NetworkPolicy")["spec"]
+    labels = {"jobset.sigs.k8s.io/jobset-name": "digits"}
+    assert budget["selector"] == policy["podSelector"] == {"matchLabels": labels}
+    given = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = given["template"]["spec"]["containers"]
+    flags = [flag for flag in container["args"] if flag.startswith("--")]
+    assert trainer["args"][: len(flags)] == flags
+    claim = of_trainer("trainjob", "PersistentVolumeClaim")["metadata"]["name"]
+    assert claim == only("jobset", "PersistentVolumeClaim")["metadata"]["name"]
+
+
+def test_o11_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((FOLDER.with_name("helm") / "elastic-etcd" / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
 
 
 def code(name: str) -> str:

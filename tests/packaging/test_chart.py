@@ -1,0 +1,159 @@
+"""The chart and the kustomizations make the same of a job as examples/kubernetes does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.charts import (
+    BASE,
+    CHART,
+    KUBERNETES,
+    Manifest,
+    helm,
+    kustomize,
+    template,
+    with_components,
+)
+from tests.support.venv import ROOT
+
+pytestmark = [
+    pytest.mark.timeout(1800),  # the first time, Go has to build them
+    pytest.mark.nightly(part="kubernetes"),
+]
+
+WATCHED = ("--set", "monitoring.enabled=true")
+TLS = ("--set", "tls.enabled=true")
+ELSEWHERE = ("--set", "etcd.enabled=false,etcd.endpoints=etcd.example.com:2379")
+QUEUED = ("--set", "kueue.queue=training")
+
+
+def files(*names: str) -> list[Manifest]:
+    return [each for name in names for each in yaml.safe_load_all((BASE / name).read_text())]
+
+
+def filled_in(env: list[Manifest]) -> dict[str, Any]:
+    """By name. A variable that names another one has to come after that, for Kubernetes, too."""
+    found: dict[str, Any] = {}
+    for each in env:
+        text = each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"]
+        for name, value in found.items():
+            text = text.replace(f"$({name})", value)
+        assert "$(" not in text, f"{each['name']} is before what it names"
+        found[each["name"]] = text
+    return found
+
+
+def alike(manifest: Manifest) -> Manifest:
+    """Without the order of lists in which it has no meaning, and without helm's own words."""
+    annotations = manifest["metadata"].pop("annotations", {})
+    kept = {k: v for k, v in annotations.items() if not k.startswith("helm.sh/")}
+    manifest["metadata"] |= {"annotations": kept} if kept else {}
+    pod = manifest.get("spec", {}).get("template", {}).get("spec")
+    if pod:
+        (container,) = pod["containers"]
+        container["env"] = filled_in(container["env"])
+        container["volumeMounts"] = {v["mountPath"]: v for v in container["volumeMounts"]}
+        pod["volumes"] = {v["name"]: v for v in pod.get("volumes", [])}
+    return manifest
+
+
+def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
+    named = {(each["kind"], each["metadata"]["name"]): alike(each) for each in manifests}
+    assert len(named) == len(manifests)
+    return named
+
+
+def charted(*flags: str) -> dict[tuple[str, str], Manifest]:
+    """The chart's, with the name of its volume as in the base: each release has one of its own."""
+    text = yaml.safe_dump_all(template(*flags)).replace("digits-checkpoints", "checkpoints")
+    return by_name(list(yaml.safe_load_all(text)))
+
+
+def test_the_base_is_the_manifests_and_the_chart() -> None:
+    base = by_name(kustomize(BASE))
+    assert base == by_name(files("etcd.yaml", "job.yaml", "monitoring.yaml"))
+    assert base == charted(*WATCHED)
+
+
+def test_with_tls(tmp_path: Path) -> None:
+    secured = by_name(with_components(tmp_path, "tls"))
+    assert secured == by_name(files("etcd-tls.yaml", "job-tls.yaml", "monitoring.yaml"))
+    assert secured == charted(*TLS, *WATCHED)
+
+
+def test_with_another_etcd_and_without_monitoring(tmp_path: Path) -> None:
+    alone = by_name(with_components(tmp_path, "external-etcd", "no-monitoring"))
+    assert set(alone) == {(each["kind"], each["metadata"]["name"]) for each in files("job.yaml")}
+    agent = alone["Job", "digits"]["spec"]["template"]["spec"]["containers"][0]
+    assert agent["env"]["PET_ETCD"] == "etcd.example.com:2379"
+    assert alone == charted(*ELSEWHERE)
+
+
+def test_in_a_queue(tmp_path: Path) -> None:
+    queued = by_name(with_components(tmp_path, "kueue", "no-monitoring"))
+    assert queued["Job", "digits"] == by_name(files("kueue.yaml"))["Job", "digits"]
+    assert queued == charted(*QUEUED)
+
+
+def test_the_overlay_is_a_team_s() -> None:
+    made = by_name(kustomize(ROOT / "examples" / "kustomize" / "overlay"))
+    spec = made["Job", "resnet-7"]["spec"]
+    (agent,) = spec["template"]["spec"]["containers"]
+    assert agent["image"] == "registry.example.com/vision/resnet:7"
+    assert agent["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert agent["env"]["PET_ETCD"].count("https://") == 3
+    assert {each["metadata"]["namespace"] for each in made.values()} == {"vision"}
+
+
+def test_helm_finds_no_fault_with_the_chart() -> None:
+    done = helm("lint", "--strict", "--kube-version", KUBERNETES, CHART)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("nodes=9", "nodes has to be from nnodes.min to nnodes.max"),
+        ("etcd.enabled=false", "etcd.endpoints has to name an etcd"),
+        ("node=4", "'node' not allowed"),
+        ("leaveDeadline=soon", "want integer"),
+    ],
+)
+def test_wrong_values_are_refused(values: str, said: str) -> None:
+    done = helm("template", "digits", CHART, "--kube-version", KUBERNETES, "--set", values)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_what_a_team_gives_is_taken() -> None:
+    given = {
+        "image": "registry.example.com/vision/resnet:7",
+        "nodes": 2,
+        "nprocPerNode": "gpu",
+        "leaveDeadline": 120,
+        "flags": ["--max-restarts=9"],
+        "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "checkpoints": {"claim": "resnets"},
+        "pod": {"nodeSelector": {"gpu": "h100"}, "priorityClassName": "training"},
+        "resources": {"limits": {"nvidia.com/gpu": 8}},
+    }
+    flags = [f"--set-json={name}={json.dumps(value)}" for name, value in given.items()]
+    made = charted(*flags)
+    assert ("PersistentVolumeClaim", "checkpoints") not in made
+    spec = made["Job", "digits"]["spec"]
+    assert (spec["parallelism"], spec["completions"]) == (2, 2)
+    pod = spec["template"]["spec"]
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["priorityClassName"] == "training"
+    assert pod["terminationGracePeriodSeconds"] == 140
+    assert pod["volumes"]["checkpoints"]["persistentVolumeClaim"] == {"claimName": "resnets"}
+    (agent,) = pod["containers"]
+    assert agent["image"] == given["image"]
+    assert agent["env"]["NCCL_DEBUG"] == "WARN"
+    assert agent["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert agent["resources"]["requests"], "what is not given stays"
+    assert agent["args"][0:3] == ["--nnodes=2:8", "--nproc-per-node=gpu", "--leave-deadline=120"]
+    assert "--max-restarts=9" in agent["args"]

@@ -1,0 +1,65 @@
+"""Programs that are Go modules, pinned in a folder with a go.mod, and built where Go is at hand."""
+
+import fcntl
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.debian import NotToBeHad, cached
+
+BUILD_TIMEOUT = 900.0
+
+
+def built(module: Path, folder: str, packages: dict[str, str]) -> Path:
+    """A folder with the module's programs, kept from one run to the next; {program: package}.
+
+    Raises NotToBeHad.
+    """
+    root = cached(folder)
+    if not root.exists():
+        try:
+            _build(module, root, packages)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip()
+            reason = f"no {folder}, which is built with Go: {said.splitlines()[-1]}"
+            raise NotToBeHad(reason) from None
+    return root
+
+
+def built_or_skip(module: Path, folder: str, packages: dict[str, str]) -> Path:
+    try:
+        return built(module, folder, packages)
+    except NotToBeHad as reason:
+        pytest.skip(str(reason))
+
+
+def pinned(module: Path, name: str) -> str:
+    """The version of a module that this one requires."""
+    words = (module / "go.mod").read_text().split()
+    return words[words.index(name, words.index("require")) + 1].lstrip("v")
+
+
+def _build(module: Path, root: Path, packages: dict[str, str]) -> None:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    go = ("go", "build", "-mod=readonly", "-trimpath", "-ldflags=-s -w", "-buildvcs=false")
+    with (
+        root.with_suffix(".lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=root.parent) as aside,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if root.exists():  # another row of scripts/test has built it meanwhile
+            return
+        for program, package in packages.items():
+            subprocess.run(
+                [*go, "-o", f"{aside}/root/{program}", package],
+                cwd=module,
+                env={**os.environ, "CGO_ENABLED": "0"},
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=BUILD_TIMEOUT,
+            )
+        Path(aside, "root").rename(root)
