@@ -5,7 +5,9 @@ Needs root, and Debian's packages or their mirror; where those are not to be had
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,10 @@ while not (directory / "stop").exists():
     step += 1
     ee.heartbeat()
 """
+# What many clusters have: the job's temporary files go, whosever they are.
+EPILOG = """#!/bin/sh
+find "{shared}" -mindepth 1 -delete
+"""
 FLAGS = {"NPROC": "1", "PET_START_METHOD": "exec", "PET_LEASE_TTL": "2", "PET_SETTLE": "5"}
 
 
@@ -53,12 +59,22 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         text = example.read_text().replace("#SBATCH --gpus-per-node=8\n", "")  # there are none
         (folder / example.name).write_text(text)
     (folder / "train.py").write_text(TRAIN)
+    epilog, shared = folder / "epilog", tempfile.mkdtemp()  # sockets have short names
+    epilog.write_text(EPILOG.format(shared=shared))
+    epilog.chmod(0o755)
     try:
-        cluster = Slurm(folder, nodes=5)
+        cluster = Slurm(folder, nodes=5, epilog=str(epilog))
     except NotToBeHad as reason:
         pytest.skip(str(reason))
     with cluster.running():
         yield cluster
+    shutil.rmtree(shared)
+
+
+def shared_tmp(slurm: Slurm) -> str:
+    """The folder that the epilog empties."""
+    (folder,) = re.findall(r'find "(.*?)"', (slurm.folder.parent / "epilog").read_text())
+    return str(folder)
 
 
 def log(slurm: Slurm, job: str, name: str) -> str:
@@ -119,5 +135,36 @@ def test_a_job_goes_back_to_the_queue_and_on(slurm: Slurm, tmp_path: Path) -> No
     (saved,) = re.findall(r"saved at step (\d+)", log(slurm, *name))
     trains(slurm, 2, name, times=4)
     assert log(slurm, *name).count(f"a world of 2, its first step is {int(saved) + 1}, ") == 2
+    (tmp_path / "stop").touch()
+    slurm.ends(job)
+
+
+def worker_of(agent: int) -> int:
+    """Its only child that runs the script."""
+    lists = [file.read_text().split() for file in Path(f"/proc/{agent}/task").glob("*/children")]
+    (found,) = [
+        int(pid)
+        for children in lists
+        for pid in children
+        if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found
+
+
+def test_o11_an_epilog_empties_the_folder_of_another_job_s_agents(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """They make it anew when they need it next: a worker is killed, and all begin again."""
+    shared = Path(shared_tmp(slurm))
+    told = {"NNODES": "2:2", "TMPDIR": str(shared), **FLAGS}
+    job = slurm.sbatch("--nodes=2", "fixed.sbatch", "train.py", str(tmp_path), **told)
+    fixed = (job, "fixed")
+    agents = trains(slurm, 2, fixed, times=2)
+    assert len([*shared.glob("elastic_etcd_agent-*")]) == 2
+    slurm.ends(slurm.sbatch("--nodes=1", "--wrap", "true"))
+    slurm.wait("the epilog has run", lambda: not [*shared.iterdir()])
+    os.kill(worker_of(agents["n1"]), signal.SIGKILL)
+    assert trains(slurm, 2, fixed, times=4) == agents, "by the same agents"
+    assert log(slurm, *fixed).count("somebody has removed") >= 2
     (tmp_path / "stop").touch()
     slurm.ends(job)

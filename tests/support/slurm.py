@@ -48,6 +48,7 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
+Epilog={epilog}
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
@@ -57,10 +58,10 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 class Slurm:
     """`with running():` it runs, with nodes n1, n2 …; their folders are in `folder`.
 
-    Raises NotToBeHad.
+    `epilog` is a program that runs as root on each node of a job that has ended. Raises NotToBeHad.
     """
 
-    def __init__(self, folder: Path, nodes: int) -> None:
+    def __init__(self, folder: Path, nodes: int, epilog: str = "/bin/true") -> None:
         if os.geteuid() != 0:
             raise NotToBeHad("Slurm's daemons need root")
         self.folder = folder / "slurm"
@@ -75,7 +76,7 @@ class Slurm:
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             MARK: self._mark,
         }
-        self._configure(libraries / "slurm-wlm")
+        self._configure(libraries / "slurm-wlm", epilog)
         self._check()
 
     def _check(self) -> None:
@@ -85,7 +86,7 @@ class Slurm:
             said = getattr(error, "stderr", "") or error
             raise NotToBeHad(f"Debian's Slurm does not run here: {said}") from None
 
-    def _configure(self, plugins: Path) -> None:
+    def _configure(self, plugins: Path, epilog: str) -> None:
         host, ports = os.uname().nodename, free_ports(1 + len(self.nodes))
         nodes = (
             NODE.format(name=name, host=host, port=port)
@@ -97,7 +98,8 @@ class Slurm:
         (self.folder / "key").write_bytes(os.urandom(128))
         (self.folder / "key").chmod(0o600)
         told = {"host": host, "ports": ports, "plugins": plugins, "folder": self.folder}
-        (self.folder / "slurm.conf").write_text(CONFIG.format(nodes="\n".join(nodes), **told))
+        text = CONFIG.format(nodes="\n".join(nodes), epilog=epilog, **told)
+        (self.folder / "slurm.conf").write_text(text)
 
     @contextmanager
     def running(self) -> Iterator[None]:
