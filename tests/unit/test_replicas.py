@@ -257,7 +257,7 @@ def flipped_at_random(rank: int, flips: int) -> list[tuple[str, list[Any]]]:
     ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=True)
     ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(1))).sum().backward()
     optimizer.step()
-    found = []
+    found: list[tuple[str, list[Any]]] = []
     for _ in range(flips):
         state.commit()  # the first of its world: all are alike
         moments = {
