@@ -90,6 +90,7 @@ PARTS = {
     "packaging": Part("the wheel, the oldest and newest requirements, a notebook", 2),
     "chromium": Part("the live page and the site in a browser", 1),
     "kubernetes": Part("pods made of namespaces; manifests, the chart, what kustomize makes", 1),
+    "control-plane": Part("a real API server and Job controller of Kubernetes, built at first", 2),
     "platforms": Part("recipes for TorchX, SkyPilot and dstack", 3),
     "slurm": Part("jobs of a real Slurm", 2),
     "fuzz": Part("what reads other people's bytes", 10, ("scripts/fuzz --seconds 60",)),
