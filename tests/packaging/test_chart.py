@@ -1,6 +1,7 @@
 """The chart and the kustomizations make the same of a job as examples/kubernetes does."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def test_the_overlay_is_a_team_s() -> None:
     assert agent["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert agent["env"]["PET_ETCD"].count("https://") == 3
     assert {each["metadata"]["namespace"] for each in made.values()} == {"vision"}
+
+
+def test_the_chart_of_a_release_is_that_one(tmp_path: Path) -> None:
+    release = [ROOT / "scripts" / "release", "--rehearse", tmp_path]
+    subprocess.run(release, check=True, capture_output=True, timeout=300)
+    (packed,) = tmp_path.glob("*.tgz")
+    flags = ("--kube-version", KUBERNETES, *WATCHED)
+    made = [helm("template", "digits", chart, *flags).stdout for chart in (CHART, packed)]
+    assert made[0] == made[1]
+    assert "JobDoesNotTrain" in made[1], "what the folder links to is in it"
 
 
 def test_helm_finds_no_fault_with_the_chart() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,3 +49,19 @@ def test_o11_the_image_takes_its_base_by_digest_and_packages_by_hash() -> None:
         *("$BASE", "python", "dependencies")
     }
     assert "--require-hashes --no-deps --requirement /wheels/locked.txt" in recipe
+
+
+def test_o11_there_is_one_recipe_for_the_image() -> None:
+    """That of the compose file is what the chart and the manifests ask a registry for."""
+    node = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-node"]
+    assert (node["build"]["context"], node["build"]["target"]) == (".", "node")
+    assert re.search(r"^FROM python AS node$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    examples = ROOT / "examples"
+    asking = [f for f in examples.rglob("*.y*ml") if "registry.example.com/" in f.read_text()]
+    assert {"values.yaml", "job.yaml", "trainjob.yaml", "node.dstack.yml"} <= {
+        file.name for file in asking
+    }
+    for file in asking:
+        images = re.findall(r"registry\.example\.com/\S+", file.read_text())
+        ours = [image for image in images if not image.startswith("registry.example.com/vision/")]
+        assert set(ours) == {f"registry.example.com/{node['image']}"}, file
