@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import yaml
 
+from tests.support.charts import CHART, helm
 from tests.support.control_plane import ControlPlane, Kubelet, Object, path_of
 from tests.support.etcd import EtcdServer
 from tests.support.etcd_versions import newest_or_skip
@@ -148,3 +150,25 @@ def test_o11_a_job_that_is_stopped_stays_so(
     assert condition(plane, "Failed")["reason"] == "PodFailurePolicy"
     assert {pod.process.wait() for pod in kubelet.pods.values()} <= {6, 143}
     assert len(kubelet.pods) == 2, "none was replaced"
+
+
+def test_o11_helm_installs_the_chart_and_changes_the_number_of_nodes(plane: ControlPlane) -> None:
+    def run(command: str, *flags: str) -> str:
+        done = helm(command, "digits", *flags, "--kubeconfig", plane.config)
+        return "" if done.returncode == 0 else done.stderr
+
+    chart = (str(CHART), "--reuse-values")
+    assert not run("install", str(CHART))
+    for kind in ("apps/v1/namespaces/default/statefulsets/etcd", JOB.removeprefix("/apis/")):
+        assert plane.ask("GET", f"/apis/{kind}")
+    assert not run("upgrade", *chart, "--set", "nodes=6")
+    spec = plane.ask("GET", JOB)["spec"]
+    assert (spec["parallelism"], spec["completions"]) == (6, 6)
+    assert "field is immutable" in run("upgrade", *chart, "--set", "image=registry.example.com/b")
+    assert not run("uninstall")
+    with pytest.raises(HTTPError, match="404"):
+        plane.ask("GET", JOB)
+    kept = "/api/v1/namespaces/default/persistentvolumeclaims/digits-checkpoints"
+    assert plane.ask("GET", kept)["kind"] == "PersistentVolumeClaim"
+    assert not run("install", str(CHART)), "with the volume that has stayed"
+    assert not run("uninstall")

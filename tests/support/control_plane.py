@@ -32,7 +32,6 @@ from tests.support.venv import ROOT
 MODULE = ROOT / "tests" / "packaging" / "modules" / "kubernetes"
 PROGRAMS = ("kube-apiserver", "kube-controller-manager")
 TOKEN = "tests"
-CONTROLLERS = "job-controller,statefulset-controller"
 KUBECONFIG = """\
 apiVersion: v1
 kind: Config
@@ -48,10 +47,11 @@ class ControlPlane:
     """`with running(ETCD):` it runs, on that etcd."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.config = folder, folder / "kubeconfig"
         version = pinned(MODULE, "k8s.io/kubernetes")
         packages = {name: f"k8s.io/kubernetes/cmd/{name}" for name in PROGRAMS}
-        self._programs = built_or_skip(MODULE, f"kubernetes-{version}", packages)
+        named = f"-X k8s.io/component-base/version.gitVersion=v{version}"
+        self._programs = built_or_skip(MODULE, f"kubernetes-{version}", packages, named)
         self._port = free_ports(1)[0]
         self.url = f"https://127.0.0.1:{self._port}"
 
@@ -63,8 +63,7 @@ class ControlPlane:
             made.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
         )
         tokens.write_text(f"{TOKEN},tests,tests,system:masters\n")
-        config = self.folder / "kubeconfig"
-        config.write_text(KUBECONFIG.format(url=self.url, token=TOKEN))
+        self.config.write_text(KUBECONFIG.format(url=self.url, token=TOKEN))
         server = (
             f"--etcd-servers=http://{etcd}",
             f"--secure-port={self._port}",
@@ -79,8 +78,8 @@ class ControlPlane:
             "--disable-admission-plugins=ServiceAccount",
         )
         manager = (
-            f"--kubeconfig={config}",
-            f"--controllers={CONTROLLERS}",
+            f"--kubeconfig={self.config}",
+            "--controllers=job-controller",
             "--leader-elect=false",
             "--secure-port=0",
         )

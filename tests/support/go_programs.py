@@ -13,15 +13,15 @@ from tests.support.debian import NotToBeHad, cached
 BUILD_TIMEOUT = 1800.0  # Kubernetes, on two cores that do other things, too
 
 
-def built(module: Path, folder: str, packages: dict[str, str]) -> Path:
+def built(module: Path, folder: str, packages: dict[str, str], names: str = "") -> Path:
     """A folder with the module's programs, kept from one run to the next; {program: package}.
 
-    Raises NotToBeHad.
+    `names` are flags by which the linker tells them their version. Raises NotToBeHad.
     """
     root = cached(folder)
     if not root.exists():
         try:
-            _build(module, root, packages)
+            _build(module, root, packages, names)
         except (OSError, subprocess.SubprocessError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip()
             reason = f"no {folder}, which is built with Go: {said.splitlines()[-1]}"
@@ -29,9 +29,9 @@ def built(module: Path, folder: str, packages: dict[str, str]) -> Path:
     return root
 
 
-def built_or_skip(module: Path, folder: str, packages: dict[str, str]) -> Path:
+def built_or_skip(module: Path, folder: str, packages: dict[str, str], names: str = "") -> Path:
     try:
-        return built(module, folder, packages)
+        return built(module, folder, packages, names)
     except NotToBeHad as reason:
         pytest.skip(str(reason))
 
@@ -42,9 +42,9 @@ def pinned(module: Path, name: str) -> str:
     return words[words.index(name, words.index("require")) + 1].lstrip("v")
 
 
-def _build(module: Path, root: Path, packages: dict[str, str]) -> None:
+def _build(module: Path, root: Path, packages: dict[str, str], names: str) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
-    go = ("go", "build", "-mod=readonly", "-trimpath", "-ldflags=-s -w", "-buildvcs=false")
+    go = ("go", "build", "-mod=readonly", "-trimpath", f"-ldflags=-s -w {names}", "-buildvcs=false")
     with (
         root.with_suffix(".lock").open("w") as lock,
         tempfile.TemporaryDirectory(dir=root.parent) as aside,
