@@ -110,7 +110,7 @@ def test_the_overlay_is_a_team_s() -> None:
 
 
 def test_the_chart_of_a_release_is_that_one(tmp_path: Path) -> None:
-    release = [ROOT / "scripts" / "release", "--rehearse", tmp_path]
+    release = (ROOT / "scripts" / "release", "--rehearse", tmp_path)
     subprocess.run(release, check=True, capture_output=True, timeout=300)
     (packed,) = tmp_path.glob("*.tgz")
     flags = ("--kube-version", KUBERNETES, *WATCHED)
