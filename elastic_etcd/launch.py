@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import zlib
 from argparse import ArgumentTypeError
 from array import array
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +46,7 @@ log = logging.getLogger("elastic_etcd")
 # torchrun's documentation has it for a job of one node: a store, here an etcd, at a free port.
 _FREE_PORT = re.compile(r"(localhost|127\.0\.0\.1|\[::1\]):0")
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
+_PRIORITIES = {logging.DEBUG: 7, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
 def main(
@@ -59,7 +62,10 @@ def main(
     try:
         return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)
     except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
+        if log.handlers:
+            log.error("%s", error)  # noqa: TRY400 - it says what to do, without a traceback
+        else:
+            print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             write_error_file(path, error)
         return error.exit_code
@@ -339,26 +345,58 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
 class _Lines(logging.Formatter):
     """`elastic_etcd[node]: message`, with the level where it is not the usual one.
 
-    Nothing that others say begins a line: what follows the first is indented.
+    The time comes first, or in a journal, which has its own, the priority. Nothing that others say
+    begins a line: what follows the first is indented.
     """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, *, timed: bool = False, journal: bool = False) -> None:
         super().__init__()
-        self._node = node
+        self._node, self._timed, self._journal = node, timed, journal
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = shown(super().format(record)).replace("\n", "\n    ")
-        return f"elastic_etcd[{self._node}]: {level}{text}"
+        line = f"elastic_etcd[{self._node}]: {level}{text}"
+        if self._journal:
+            priority = f"<{_PRIORITIES.get(record.levelno, 6)}>"
+            return priority + line.replace("\n", f"\n{priority}")
+        return f"{_time(record)} {line}" if self._timed else line
+
+
+class _Json(logging.Formatter):
+    """An object a line, for programs."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__()
+        self._names = {"job": config.job, "node": config.node}
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, message = record.levelname.lower(), super().format(record)
+        return json.dumps(
+            {"time": _time(record), "level": level, **self._names, "message": message}
+        )
+
+
+def _time(record: logging.LogRecord) -> str:
+    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    return at.replace("+00:00", "Z")
 
 
 def set_up_logging(config: AgentConfig) -> None:
     """Have this program's log written to stderr, each line with this node's name."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines(config.node))
+    journal = _is_journal(os.environ.get("JOURNAL_STREAM", ""))
+    lines = _Lines(config.node, timed=not os.isatty(2), journal=journal)
+    handler.setFormatter(_Json(config) if config.log_format == "json" else lines)
     log.addHandler(handler)
     log.setLevel(config.log_level)
     log.propagate = False
+
+
+def _is_journal(stream: str) -> bool:
+    """Whether stderr is the pipe of systemd's that this names: one that a shell leads on is not."""
+    seen = os.fstat(2)
+    return stream == f"{seen.st_dev}:{seen.st_ino}"
 
 
 if __name__ == "__main__":

@@ -522,6 +522,15 @@ OUTPUT = Section(
             in_plugin=True,
         ),
         Flag(
+            "--log-format",
+            "form of the agent's own lines: text, which has the time where stderr is no terminal, "
+            "or json, an object a line",
+            choices=("text", "json"),
+            to="log_format",
+            more="In a systemd unit text has the journal's priorities instead (`JOURNAL_STREAM`).",
+            in_plugin=True,
+        ),
+        Flag(
             "--metrics-addr",
             "answer /metrics for Prometheus, /healthz and /readyz there; without a host on the "
             "loopback only",

@@ -458,4 +458,4 @@ def test_m16_a_small_address_space_is_told_in_a_line() -> None:
         timeout=60,
     )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: can't start new thread: an agent and its first processes")
+    assert "]: error: can't start new thread: an agent and its first processes" in done.stderr

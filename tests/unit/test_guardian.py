@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import socket
@@ -137,7 +138,10 @@ def test_the_groups_of_a_killed_agent_end_whatever_they_ignore() -> None:
         it.kill()
         assert ended(*(pid for pids in it.workers for pid in pids), it.guardian)
         assert all(map(running, spared))
-        assert it.words() == f"elastic_etcd: the agent (pid {it.pid}) is gone: killed what it ran\n"
+        said = (
+            rf"20\d\d-\S+Z elastic_etcd: the agent \(pid {it.pid}\) is gone: killed what it ran\n"
+        )
+        assert re.fullmatch(said, it.words())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])

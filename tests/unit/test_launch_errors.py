@@ -137,7 +137,7 @@ def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
     limited = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh", *LAUNCH]
     done = run(["--no-python", "true"], directory, limited)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: Too many open files: an agent needs more than 64, this ")
+    assert "]: error: Too many open files: an agent needs more than 64, this " in done.stderr
     assert "process may have 32 (ulimit -n).\n" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
@@ -147,7 +147,7 @@ def test_no_proc(directory: Path) -> None:
     hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc; exec "$@"', "sh"]
     done = run(["--no-python", "true"], directory, [*hidden, *LAUNCH])
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: no /proc, ")
+    assert "]: error: no /proc, " in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
 
