@@ -28,6 +28,7 @@ from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
 from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
+from elastic_etcd.system.process_title import show_rank
 from elastic_etcd.train import ddp
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
@@ -265,6 +266,7 @@ class _Worker:
         match self._orders.get():
             case messages.NextWorld(generation, reason, env):
                 os.environ.update(env)
+                show_rank(os.environ["RANK"])
                 self._channel.generation, self._channel.reason = generation, reason
             case messages.Bye():
                 raise SystemExit(0)
