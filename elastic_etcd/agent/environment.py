@@ -154,7 +154,7 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
 
 @cache
 def _tell_omp_num_threads() -> None:
-    log.warning(
+    log.info(
         "OMP_NUM_THREADS is set to 1 for each worker, as torchrun does, so that several workers "
         "don't overload this node; set it yourself to tune it"
     )

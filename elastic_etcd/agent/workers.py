@@ -185,12 +185,7 @@ class Workers:
         master = now.master
         assert master is not None
         self._store.begin(now.generation, here=part.group_rank == 0)
-        last = part.first_rank + part.nproc - 1
-        log.info(
-            "generation %d (%s): group rank %d of %d, ranks %d-%d of %d, master %s:%d",
-            *(now.generation, now.reason, part.group_rank, now.nodes),
-            *(part.first_rank, last, now.world_size, master.addr, master.port),
-        )
+        log.debug("generation %d: master %s:%d", now.generation, master.addr, master.port)
         if part.nproc != self._config.nproc:
             wrong = (part.nproc, self._config.nproc)
             log.warning("the round says %d workers, this node has been given %d", *wrong)

@@ -9,6 +9,7 @@ people to read only.
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -504,8 +505,16 @@ class Failure(Value, frozen=True):
     def __str__(self) -> str:
         if self.hang:
             return self.hang
-        how = f"was killed by signal {-self.code}" if self.code < 0 else f"exited {self.code}"
-        return f"worker {self.rank} on {self.node} {how}"
+        return f"rank {self.rank} on {self.node} {self.how}"
+
+    @property
+    def how(self) -> str:
+        """The end of a worker that did not hang: `exited 1`, `was killed by SIGKILL`."""
+        if self.code >= 0:
+            return f"exited {self.code}"
+        known = -self.code in set(signal.Signals)  # there are nameless ones
+        name = signal.Signals(-self.code).name if known else f"signal {-self.code}"
+        return f"was killed by {name}"
 
 
 class Report(Value, frozen=True):
@@ -523,6 +532,11 @@ class Report(Value, frozen=True):
     def done(self) -> bool:
         """Whether all workers exited 0."""
         return self.failure is None
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `2 steps`; `many` is for what gets no s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 class RankDoing(StrEnum):

@@ -213,7 +213,7 @@ def test_t13_a_failure_that_can_not_change_is_final(
     command = (str(tmp_path / "train.py"),)
     n1 = job.start("n1", script=command, nnodes="1:1", start_method="exec", max_restarts=3)
     job.exits(n1, code, seconds=60)
-    error = n1.output[n1.output.rindex("error: worker 0 on n1 exited ") :]
+    error = n1.output[n1.output.rindex("error: rank 0 on n1 exited ") :]
     assert f"; {why}\n    root cause: " in error
     assert last in error
     assert n1.output.count(": group rank 0 of 1, ") == worlds

@@ -30,7 +30,7 @@ def state(now: Round | None, owner: int = OWN, **own: Any) -> State:
 
 
 def claimed(generation: int, **more: Any) -> Round:
-    return Round(generation, Phase.SETUP, OWN, "worker 0 on n1 exited 1", "r", "n1", **more)
+    return Round(generation, Phase.SETUP, OWN, "rank 0 on n1 exited 1", "r", "n1", **more)
 
 
 class Node:
@@ -237,7 +237,7 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
         ("the job is scaled to 1:2 nodes", True, "scale"),
         ("n2 is lost", False, "lost"),
         ("n2 and n3 are lost", False, "lost"),
-        ("worker 1 on n2 exited 1", False, "failure"),
+        ("rank 1 on n2 exited 1", False, "failure"),
     ],
 )
 def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
