@@ -24,7 +24,7 @@ from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.agent.followers.throughput import Throughput
-from elastic_etcd.agent.followers.time_accounting import TimeAccounting
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import (
     FatalError,
@@ -81,8 +81,8 @@ from elastic_etcd.core.schema import (
     Participant,
     Phase,
     Round,
-    counted,
 )
+from elastic_etcd.core.words import counted, ended
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -551,13 +551,9 @@ class Agent:
 
     def _level(self, decision: Decision) -> int:
         """INFO for why this node is a spare, WARNING for a node left out, DEBUG for the rest."""
-        view = self._state.view
-        now = view.round if view else None
         if isinstance(decision, Freeze) and decision.without:
             return logging.WARNING
-        if not isinstance(decision, Wait) or view is None or now is None:
-            return logging.DEBUG
-        spare = now.phase is Phase.FINAL and not view.part(self._state.local.lease)
+        spare = isinstance(decision, Wait) and is_spare(self._state)
         return logging.INFO if spare else logging.DEBUG
 
     def _note_departure(self) -> None:
@@ -685,7 +681,6 @@ def _tell_start(config: AgentConfig, etcd: EtcdConfig, embedded: "EmbeddedEtcd |
     whose = f"etcd at {endpoint}"
     if embedded:
         whose = f"an etcd of its own, for this run only ({embedded.version}), at {endpoint}"
-        log.debug("%s --endpoints=%s", embedded.program, endpoint)
     here = counted(config.nproc, "worker")
     nodes = counted(limits.max_nodes, "node") if limits.max_nodes == 1 else f"{limits.nnodes} nodes"
     text = "elastic_etcd %s, job %s: %s on this node, %s, %s"
@@ -729,7 +724,7 @@ def _root_cause(failure: Failure) -> str:
 def _described(failure: Failure) -> str:
     where = f"rank {failure.rank} on {failure.node}"
     ids = f"(local rank {failure.local_rank}, pid {failure.pid})"
-    how = f": {failure.hang}," if failure.hang else f" {failure.how}"
+    how = f": {failure.hang}," if failure.hang else f" {ended(failure.code)}"
     step = f", in step {failure.step}" if failure.step else ""
     return f"{where} {ids}{how} after {failure.uptime:.1f} s{step}"
 

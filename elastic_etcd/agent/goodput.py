@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_etcd.core.schema import History, Spent, counted
+from elastic_etcd.core.schema import History, Spent
+from elastic_etcd.core.words import counted
 
 LOST = ("detect", "hang", "stop", "rendezvous", "start", "first_step", "again")
 _SHOWN = {"first_step": "first step", "again": "trained again"}

@@ -60,14 +60,13 @@ from elastic_etcd.core.schema import (
     Participant,
     Phase,
     Round,
-    counted,
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
+from elastic_etcd.core.words import NAMED, counted, listed
 from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, LONGEST_BACKOFF, STOP_PATIENCE
 
 JOIN_SETTLE = 1.0  # a change costs nothing where workers recover in process
-NAMED = 3  # nodes of many, in a reason
 FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place
 
 
@@ -771,11 +770,7 @@ def _unread(view: View, members: list[Member]) -> str:
 
 
 def _names(members: list[Member]) -> str:
-    """The names of their nodes, the first few of many."""
-    named = [m.node for m in members[:NAMED]]
-    if more := len(members) - len(named):
-        return f"{', '.join(named)} and {more} more"
-    return " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+    return listed([m.node for m in members])
 
 
 def _are(nodes: int) -> str:

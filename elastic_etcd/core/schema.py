@@ -9,7 +9,6 @@ people to read only.
 
 import json
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from elastic_etcd.core import words
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
 
 VERSION = 1
@@ -505,16 +505,7 @@ class Failure(Value, frozen=True):
     def __str__(self) -> str:
         if self.hang:
             return self.hang
-        return f"rank {self.rank} on {self.node} {self.how}"
-
-    @property
-    def how(self) -> str:
-        """The end of a worker that did not hang: `exited 1`, `was killed by SIGKILL`."""
-        if self.code >= 0:
-            return f"exited {self.code}"
-        known = -self.code in set(signal.Signals)  # there are nameless ones
-        name = signal.Signals(-self.code).name if known else f"signal {-self.code}"
-        return f"was killed by {name}"
+        return f"rank {self.rank} on {self.node} {words.ended(self.code)}"
 
 
 class Report(Value, frozen=True):
@@ -532,11 +523,6 @@ class Report(Value, frozen=True):
     def done(self) -> bool:
         """Whether all workers exited 0."""
         return self.failure is None
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """`1 step`, `2 steps`; `many` is for what gets no s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 class RankDoing(StrEnum):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from elastic_etcd.core.schema import MOST_STRAGGLERS, StepTime, Stragglers
 from elastic_etcd.core.view import View
+from elastic_etcd.core.words import listed
 
-NAMED = 3  # nodes of many, in a line
 SHARE = 0.1  # of a step, that it must be longer for it: else the slow thing is something else
 FLOOR = 0.01  # seconds, at least: less is a busy machine's or a small model's
 LASTING = 30.0  # seconds until a change is told
@@ -95,9 +95,4 @@ def _time(seconds: float) -> str:
 
 
 def _who(names: Sequence[str]) -> str:
-    """`n3 is`, `n3 and n4 are`; of many nodes the first few."""
-    if len(names) == 1:
-        return f"{names[0]} is"
-    more = len(names) - NAMED
-    *first, last = (*names[:NAMED], f"{more} more nodes") if more > 0 else names
-    return f"{', '.join(first)} and {last} are"
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"

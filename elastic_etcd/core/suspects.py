@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from elastic_etcd.core.schema import Member, Suspect, counted
+from elastic_etcd.core.schema import Member, Suspect
+from elastic_etcd.core.words import counted
 
 FIRST = 10.0  # a node that has gone is left out for so long, then for twice as long each time
 LONGEST = 600.0  # at most; and whose workers failed, at once

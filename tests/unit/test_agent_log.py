@@ -12,7 +12,7 @@ from elastic_etcd.agent import agent as module
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.core.lifecycle import Failed, Life, Log, State
 from elastic_etcd.core.rules import Ack, Decision, Local, Stop, Wait
-from elastic_etcd.core.schema import Failure, Lease, Master, Phase, Round
+from elastic_etcd.core.schema import Failure, Lease, Master, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
 
 READY = Ack("ready for generation 2", 2)
@@ -101,4 +101,6 @@ def an_agent() -> Agent:
 
 def state(phase: Phase, generation: int = 2) -> State:
     now = Round(generation, phase, Lease(1), "n2 is lost", "run", "n1", 1, 1, Master("n1", 80))
-    return State(Local("run"), 1, view=View(9, Everything(), round=now))
+    world = (Participant(1, "n1", 1, 0, 0),)
+    view = View(9, Everything(), round=now, world=world)
+    return State(Local("run", 2, acked=generation), 1, view=view)

@@ -172,8 +172,8 @@ async def test_each_death_is_said_once_and_a_quick_one_slows_the_next_start(
     second = guardian.pid
     await guardian.replaced()
     assert guardian.said == [
-        f"the guardian (pid {first}) has ended (SIGKILL); another one is started now",
-        f"the guardian (pid {second}) has ended (SIGKILL); another one is started in 1 s",
+        f"the guardian (pid {first}) was killed by SIGKILL; another one is started now",
+        f"the guardian (pid {second}) was killed by SIGKILL; another one is started in 1 s",
     ]
 
 
@@ -237,7 +237,7 @@ async def test_one_that_ends_at_once_is_tried_again(
         await guardian.replaced()  # by one that may be dead by now
         guardian.guard(lease=0, groups=())
         await guardian.says(2)
-    assert guardian.said[1].endswith("has ended (exit code 1); another one is started in 1 s")
+    assert guardian.said[1].endswith("exited 1; another one is started in 1 s")
     guardian.started.clear()
     await happens(guardian.started)
     assert guardian.pid is not None
