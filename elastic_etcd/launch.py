@@ -343,60 +343,42 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
 
 
 class _Lines(logging.Formatter):
-    """`elastic_etcd[node]: message`, with the level where it is not the usual one.
+    """`elastic_etcd[node]: message`, with the level where it is not the usual one; or `json`.
 
-    The time comes first, or in a journal, which has its own, the priority. Nothing that others say
-    begins a line: what follows the first is indented.
+    The time comes first, or the priority in a `journal`, which has its own time. Nothing that
+    others say begins a line: what follows the first is indented.
     """
 
-    def __init__(self, node: str, *, timed: bool = False, journal: bool = False) -> None:
+    def __init__(self, config: AgentConfig, *, timed: bool = False, journal: bool = False) -> None:
         super().__init__()
-        self._node, self._timed, self._journal = node, timed, journal
+        self._job, self._node, self._json = config.job, config.node, config.log_format == "json"
+        self._timed, self._journal = timed, journal
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        text = shown(super().format(record)).replace("\n", "\n    ")
+        level, message = record.levelname.lower(), super().format(record)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        at = at.replace("+00:00", "Z")
+        if self._json:
+            fields = {"time": at, "level": level, "job": self._job, "node": self._node}
+            return json.dumps(fields | {"message": message})
+        level = "" if level == "info" else f"{level}: "
+        text = shown(message).replace("\n", "\n    ")
         line = f"elastic_etcd[{self._node}]: {level}{text}"
         if self._journal:
             priority = f"<{_PRIORITIES.get(record.levelno, 6)}>"
             return priority + line.replace("\n", f"\n{priority}")
-        return f"{_time(record)} {line}" if self._timed else line
-
-
-class _Json(logging.Formatter):
-    """An object a line, for programs."""
-
-    def __init__(self, config: AgentConfig) -> None:
-        super().__init__()
-        self._names = {"job": config.job, "node": config.node}
-
-    def format(self, record: logging.LogRecord) -> str:
-        level, message = record.levelname.lower(), super().format(record)
-        return json.dumps(
-            {"time": _time(record), "level": level, **self._names, "message": message}
-        )
-
-
-def _time(record: logging.LogRecord) -> str:
-    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    return at.replace("+00:00", "Z")
+        return f"{at} {line}" if self._timed else line
 
 
 def set_up_logging(config: AgentConfig) -> None:
     """Have this program's log written to stderr, each line with this node's name."""
     handler = logging.StreamHandler()
-    journal = _is_journal(os.environ.get("JOURNAL_STREAM", ""))
-    lines = _Lines(config.node, timed=not os.isatty(2), journal=journal)
-    handler.setFormatter(_Json(config) if config.log_format == "json" else lines)
+    seen = os.fstat(2)  # what a shell leads elsewhere is no pipe to the journal any more
+    journal = os.environ.get("JOURNAL_STREAM") == f"{seen.st_dev}:{seen.st_ino}"
+    handler.setFormatter(_Lines(config, timed=not os.isatty(2), journal=journal))
     log.addHandler(handler)
     log.setLevel(config.log_level)
     log.propagate = False
-
-
-def _is_journal(stream: str) -> bool:
-    """Whether stderr is the pipe of systemd's that this names: one that a shell leads on is not."""
-    seen = os.fstat(2)
-    return stream == f"{seen.st_dev}:{seen.st_ino}"
 
 
 if __name__ == "__main__":

@@ -292,7 +292,6 @@ class Agent:
         self._state = State(Local(run=""), config.nproc)
         self._failed: Failed | None = None  # the failure that is logged
         self._told: Failed | None = None  # and the one, with its cause, although etcd is silent
-        self._shown = 0, ""  # the last reason that a user was shown, and in which generation
         self._waits_since: float | None = None  # for a world to begin
         self._reminder = Timer()
         self._recorder = FlightRecorder()
@@ -411,7 +410,9 @@ class Agent:
             cause = _root_cause(result.failure)
             log.warning("nothing trains on this node until etcd answers\n%s", cause)
         elif new and not silent and not result.failure.hang:
-            first = self._generation() == self._state.local.ran
+            view = self._state.view
+            now = view.round.generation if view and view.round else 0
+            first = now == self._state.local.ran
             last = result.failure.message.splitlines()[-1:] or ["(nothing on its stderr)"]
             text = f"{_described(result.failure)}: {last[0]}"
             log.log(logging.WARNING if first else logging.DEBUG, "%s", text)
@@ -457,19 +458,10 @@ class Agent:
                 self._log_reason(decision)
 
     def _log_reason(self, decision: Decision) -> None:
-        """Log its reason; one that comes again after others for debugging only is for that, too."""
-        level, reason = self._level(decision), (self._generation(), decision.reason)
-        if level > logging.DEBUG:
-            level = logging.DEBUG if reason == self._shown else level
-            self._shown = reason
-        log.log(level, "%s", decision.reason)
+        log.log(self._level(decision), "%s", decision.reason)
         if isinstance(decision, Wait) and self._waits_since is None and self._forms():
             self._waits_since = self._loop.time()
             self._reminder.start(_WAITS, self._remind)
-
-    def _generation(self) -> int:
-        view = self._state.view
-        return view.round.generation if view and view.round else 0
 
     def _forms(self) -> bool:
         """Whether a world is about to begin, and this node waits for it."""

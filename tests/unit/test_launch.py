@@ -428,7 +428,8 @@ def test_torchruns_default_event_handler_needs_no_remark() -> None:
 def test_lines_of_the_agent() -> None:
     def line(level: int, text: str, *args: Any) -> str:
         record = logging.LogRecord("elastic_etcd", level, "", 0, text, args, None)
-        return launch._Lines("node%1").format(record)
+        config = launch.parse(["--no-python", "--node-name=node%1", "true"], {})
+        return launch._Lines(config).format(record)
 
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
     assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n    \\x1b[2J"
