@@ -41,6 +41,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
+from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
@@ -261,7 +262,7 @@ class Workers:
         if timer.signal <= 0:
             log.warning("%s; it has no signal, so nothing is ended", why)
             return
-        log.warning("%s: signal %d to process %d", why, timer.signal, timer.pid)
+        log.warning("%s: %s to process %d", why, signal_name(timer.signal), timer.pid)
         kill = timer.signal == signal.SIGKILL
         if not kill:
             with contextlib.suppress(OSError):

@@ -20,7 +20,10 @@ def listed(names: Sequence[str], on: str = "") -> str:
 
 def ended(code: int) -> str:
     """The end of a process with this exit code: `exited 1`, `was killed by SIGKILL`."""
-    if code >= 0:
-        return f"exited {code}"
-    known = -code in set(signal.Signals)  # there are nameless ones
-    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    return f"exited {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; `signal 40` for one of those that have no name."""
+    known = number in set(signal.Signals)
+    return signal.Signals(number).name if known else f"signal {number}"

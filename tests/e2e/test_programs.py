@@ -100,7 +100,7 @@ def test_m5_a_failure_is_one_although_sigchld_was_ignored(tmp_path: Path, method
         timeout=120,
     )
     assert done.returncode != 0
-    assert "worker 0" in done.stderr
+    assert "rank 0 on" in done.stderr
     assert "exited 7" in done.stderr or "exit code 7" in done.stderr, done.stderr
 
 
