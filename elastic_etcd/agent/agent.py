@@ -458,7 +458,11 @@ class Agent:
                 self._log_reason(decision)
 
     def _log_reason(self, decision: Decision) -> None:
-        log.log(self._level(decision), "%s", decision.reason)
+        """Tell who is left out, and why this node is a spare; the rest is for debugging."""
+        left_out = isinstance(decision, Freeze) and decision.without
+        spare = isinstance(decision, Wait) and is_spare(self._state)
+        level = logging.WARNING if left_out else logging.INFO if spare else logging.DEBUG
+        log.log(level, "%s", decision.reason)
         if isinstance(decision, Wait) and self._waits_since is None and self._forms():
             self._waits_since = self._loop.time()
             self._reminder.start(_WAITS, self._remind)
@@ -540,13 +544,6 @@ class Agent:
         if grace in (Grace.CHANGE, Grace.JOIN) and self._state.life is not Life.LEAVING:
             return Change(generation, self._state.logged, leaving=False)
         return Interrupt(generation, self._state.logged)
-
-    def _level(self, decision: Decision) -> int:
-        """INFO for why this node is a spare, WARNING for a node left out, DEBUG for the rest."""
-        if isinstance(decision, Freeze) and decision.without:
-            return logging.WARNING
-        spare = isinstance(decision, Wait) and is_spare(self._state)
-        return logging.INFO if spare else logging.DEBUG
 
     def _note_departure(self) -> None:
         """Log why people want this node to go; its workers know before they get SIGTERM."""
@@ -674,6 +671,8 @@ def _tell_start(config: AgentConfig, etcd: EtcdConfig, embedded: "EmbeddedEtcd |
     if embedded:
         whose = f"an etcd of its own, for this run only ({embedded.version}), at {endpoint}"
     here = counted(config.nproc, "worker")
+    if config.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:  # see environment.py
+        here += " with OMP_NUM_THREADS=1 each, as under torchrun,"
     nodes = counted(limits.max_nodes, "node") if limits.max_nodes == 1 else f"{limits.nnodes} nodes"
     text = "elastic_etcd %s, job %s: %s on this node, %s, %s"
     log.info(text, __version__, config.job, here, nodes, whose)

@@ -49,7 +49,7 @@ def turned(known: Stragglers, nodes: Sequence[NodeTimes], factor: float) -> froz
     A node is slow if it takes more than `factor` times the median, and fast again below the middle
     between that and the median. The median of two nodes is the faster one.
     """
-    median = _median(nodes)
+    median = _median(nodes) if nodes else 0.0
     border = median * (1 + factor) / 2
     fast = (n.name for n in nodes if n.name in known.nodes and n.outside <= border)
     slow = (n.name for n in nodes if n.name not in known.nodes and _is_slow(n, median, factor))

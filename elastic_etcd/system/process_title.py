@@ -1,8 +1,7 @@
 """The title of a forked worker in `ps` and nvidia-smi: `elastic_etcd: train.py rank 3 (resnet-7)`.
 
-It shows its fork server's command line else. The kernel reads that from the memory in which it was
-handed over: the title is written over it, and the environment behind it, by whose mark leftovers
-are found, stays as it is. Standard library only.
+It is written over the fork server's command line, in the memory where the kernel reads that. The
+environment behind it, by whose mark leftovers are found, stays. Standard library only.
 """
 
 import ctypes
@@ -17,20 +16,17 @@ _ARG_START, _ARG_END = 45, 46  # among the fields of /proc/self/stat behind the 
 
 def show_worker(script: str, rank: str, job: str) -> None:
     """Show this, as much of it as there is room for."""
-    _show(f"{_NAME}{script} rank {rank} ({job})")
+    with suppress(OSError):  # no /proc
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        title = os.fsencode(f"{_NAME}{script} rank {rank} ({job})")
+        if room := max(0, end - start):
+            ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
 
 
 def show_rank(rank: str) -> None:
     """Show another rank, where there is a title."""
     with suppress(OSError):
         shown = os.fsdecode(Path("/proc/self/cmdline").read_bytes().rstrip(b"\0"))
-        if shown.startswith(_NAME):
-            _show(re.sub(r" rank \d+ (?=\([^(]*$)", f" rank {rank} ", shown))
-
-
-def _show(title: str) -> None:
-    with suppress(OSError):  # no /proc
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-        if room := max(0, end - start):
-            ctypes.memmove(start, os.fsencode(title)[: room - 1].ljust(room, b"\0"), room)
+        if known := re.fullmatch(rf"{_NAME}(.*) rank \d+ \((.*)\)", shown, re.DOTALL):
+            show_worker(known[1], rank, known[2])

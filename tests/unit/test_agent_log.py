@@ -8,16 +8,49 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from elastic_etcd import launch
 from elastic_etcd.agent import agent as module
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.core.lifecycle import Failed, Life, Log, State
 from elastic_etcd.core.rules import Ack, Local, Stop, Wait
 from elastic_etcd.core.schema import Failure, Lease, Master, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
+from elastic_etcd.version import __version__
 
 READY = Ack("ready for generation 2", 2)
 FAILURE = Failure("n2", 3, 1, 123, -15, 12.0, "Traceback\nValueError: boom", "now", step=7)
 LOST, WAITS = Wait("spare: 1 node trains"), Wait("waiting to be taken in")
+
+
+@pytest.mark.parametrize(
+    ("threads", "nproc", "told"),
+    [
+        (
+            None,
+            2,
+            "2 workers with OMP_NUM_THREADS=1 each, as under torchrun, on this node, 2:8 nodes",
+        ),
+        ("4", 2, "2 workers on this node, 2:8 nodes"),
+        (None, 1, "1 worker on this node, 2:8 nodes"),
+    ],
+)
+def test_n8_the_start_is_one_line(
+    threads: str | None,
+    nproc: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    flags = ["--etcd=e1:1,e2:1", "--job=j", "--nnodes=2:8", f"--nproc-per-node={nproc}"]
+    config = launch.parse([*flags, "--no-python", "true"], {})
+    assert config.etcd
+    module._tell_start(config, config.etcd, None)
+    start = f"elastic_etcd {__version__}, job j"
+    assert caplog.messages == [f"{start}: {told}, etcd at e1:1,e2:1"]
 
 
 async def test_a_spare_says_why_once_it_knows_its_world(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,21 +57,17 @@ class StragglerWatch(PeriodicFollower):
         if view is None or state.limits is None:
             return
         factor = state.limits.straggler_factor
-        nodes = stragglers.measured(view) if factor and leads(state) else []
-        if nodes:
-            await self._compare(state, view, nodes, factor)
-        else:
-            self._turned.clear()
+        if factor and leads(state):
+            await self._compare(view, factor)
         now = view.round
         if now and state.limits.seek_stragglers(now.nodes) and self._loop.time() >= self._next:
             self._next = self._loop.time() + now.nodes / _A_SECOND * random.uniform(0.5, 1)  # noqa: S311
             await self._publish_step_time(state)
 
-    async def _compare(
-        self, state: State, view: View, nodes: list[stragglers.NodeTimes], factor: float
-    ) -> None:
+    async def _compare(self, view: View, factor: float) -> None:
         """Tell of those that have turned for long; of a node that was named lately only good."""
         known, now = view.stragglers or Stragglers(), self._loop.time()
+        nodes = stragglers.measured(view)
         turned = stragglers.turned(known, nodes, factor)
         self._turned = {name: self._turned.get(name, now) for name in turned}
         told = {name for name, since in self._turned.items() if now - since >= stragglers.LASTING}
@@ -81,7 +77,7 @@ class StragglerWatch(PeriodicFollower):
             return
         found = stragglers.compared(known, view.trains, nodes, told)
         self._named |= dict.fromkeys(told.difference(known.nodes), now)
-        await self.publish(writes.put_stragglers(self._keys, view, state.local, found))
+        await self.publish(writes.put_stragglers(self._keys, view, self.state.local, found))
 
     async def _publish_step_time(self, state: State) -> None:
         found = [now for _, now in self._workers.activities()]
