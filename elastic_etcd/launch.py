@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import zlib
 from argparse import ArgumentTypeError
 from array import array
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +46,7 @@ log = logging.getLogger("elastic_etcd")
 # torchrun's documentation has it for a job of one node: a store, here an etcd, at a free port.
 _FREE_PORT = re.compile(r"(localhost|127\.0\.0\.1|\[::1\]):0")
 _HEALTH_CHECK = "TORCHELASTIC_HEALTH_CHECK_PORT"
+_PRIORITIES = {logging.DEBUG: 7, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
 def main(
@@ -59,7 +62,10 @@ def main(
     try:
         return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)
     except ElasticEtcdError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
+        if log.handlers:
+            log.error("%s", error)  # noqa: TRY400 - it says what to do, without a traceback
+        else:
+            print(f"error: {shown(str(error))}", file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             write_error_file(path, error)
         return error.exit_code
@@ -337,25 +343,39 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
 
 
 class _Lines(logging.Formatter):
-    """`elastic_etcd[node]: message`, with the level where it is not the usual one.
+    """`elastic_etcd[node]: message`, with the level where it is not the usual one; or `json`.
 
-    Nothing that others say begins a line: what follows the first is indented.
+    The time comes first, or the priority in a `journal`, which has its own time. Nothing that
+    others say begins a line: what follows the first is indented.
     """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, config: AgentConfig, *, timed: bool = False, journal: bool = False) -> None:
         super().__init__()
-        self._node = node
+        self._job, self._node, self._json = config.job, config.node, config.log_format == "json"
+        self._timed, self._journal = timed, journal
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        text = shown(super().format(record)).replace("\n", "\n    ")
-        return f"elastic_etcd[{self._node}]: {level}{text}"
+        level, message = record.levelname.lower(), super().format(record)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        at = at.replace("+00:00", "Z")
+        if self._json:
+            fields = {"time": at, "level": level, "job": self._job, "node": self._node}
+            return json.dumps(fields | {"message": message})
+        level = "" if level == "info" else f"{level}: "
+        text = shown(message).replace("\n", "\n    ")
+        line = f"elastic_etcd[{self._node}]: {level}{text}"
+        if self._journal:
+            priority = f"<{_PRIORITIES.get(record.levelno, 6)}>"
+            return priority + line.replace("\n", f"\n{priority}")
+        return f"{at} {line}" if self._timed else line
 
 
 def set_up_logging(config: AgentConfig) -> None:
     """Have this program's log written to stderr, each line with this node's name."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines(config.node))
+    seen = os.fstat(2)  # what a shell leads elsewhere is no pipe to the journal any more
+    journal = os.environ.get("JOURNAL_STREAM") == f"{seen.st_dev}:{seen.st_ino}"
+    handler.setFormatter(_Lines(config, timed=not os.isatty(2), journal=journal))
     log.addHandler(handler)
     log.setLevel(config.log_level)
     log.propagate = False

@@ -24,7 +24,7 @@ from elastic_etcd.agent.followers.hang_watch import HangWatch
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.agent.followers.throughput import Throughput
-from elastic_etcd.agent.followers.time_accounting import TimeAccounting
+from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import (
     FatalError,
@@ -71,7 +71,7 @@ from elastic_etcd.core.lifecycle import (
     ViewChanged,
     Write,
 )
-from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Stop, Verdict, Wait
+from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Verdict, Wait
 from elastic_etcd.core.schema import (
     Failure,
     History,
@@ -82,6 +82,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Round,
 )
+from elastic_etcd.core.words import counted, ended
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
@@ -95,6 +96,7 @@ from elastic_etcd.protocol.messages import Change, Interrupt
 from elastic_etcd.system.leftovers import Mark
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
+from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
@@ -105,6 +107,7 @@ _CUT_OFF = "this node is cut off from etcd"
 
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 _RECORD_TIMEOUT = 10.0
+_WAITS, _STILL_WAITS = 5.0, 30.0  # seconds until a wait is told, and told again
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +208,7 @@ async def _open_resources(
         private = config.limits.max_nodes == 1
         embedded = await scope.enter_async_context(EmbeddedEtcd(folder.path, private=private))
         etcd = EtcdConfig((embedded.endpoint,))
-        _tell_embedded(config, embedded)
+    _tell_start(config, etcd, embedded)
     memory = memory_directory(config.memory_dir)
     paths = [directory.path for directory in (memory, folder) if directory]
     guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths)
@@ -287,8 +290,10 @@ class Agent:
         self._followers = (membership, *followers)
         self._timer = Timer()
         self._state = State(Local(run=""), config.nproc)
-        self._told: Failed | None = None  # the failure that is logged although etcd is silent
-        self._shown = 0, ""  # the last reason that a user was shown, and in which generation
+        self._failed: Failed | None = None  # the failure that is logged
+        self._told: Failed | None = None  # and the one, with its cause, although etcd is silent
+        self._waits_since: float | None = None  # for a world to begin
+        self._reminder = Timer()
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
         self._exit: Exit | LeaveAtOnce | None = None
@@ -321,6 +326,7 @@ class Agent:
                 finally:
                     joining.cancel()
         finally:
+            self._reminder.cancel()
             if isinstance(self._exit, Exit):
                 await self._workers.end_leftovers()
             self._workers.close()
@@ -390,13 +396,26 @@ class Agent:
             await self._membership.cover(lifecycle.coverage(self._state))
 
     def _tell_failure(self) -> None:
-        """Log at once, while etcd is silent, what the others can't be told yet."""
+        """Log it at once; with all of its cause while etcd is silent, as nobody else is told yet.
+
+        Others have told a hang; one whose generation is over already is most likely its victim.
+        """
         result = self._state.result
+        if not isinstance(result, Failed):
+            return
         silent = self._state.silent_since is not None
-        if silent and isinstance(result, Failed) and result is not self._told:
+        new, self._failed = result is not self._failed, result
+        if silent and result is not self._told:
             self._told = result
             cause = _root_cause(result.failure)
             log.warning("nothing trains on this node until etcd answers\n%s", cause)
+        elif new and not silent and not result.failure.hang:
+            view = self._state.view
+            now = view.round.generation if view and view.round else 0
+            first = now == self._state.local.ran
+            last = result.failure.message.splitlines()[-1:] or ["(nothing on its stderr)"]
+            text = f"{_described(result.failure)}: {last[0]}"
+            log.log(logging.WARNING if first else logging.DEBUG, "%s", text)
 
     async def _join(self) -> None:
         """Have everything ready before joining, so that nobody waits for this node."""
@@ -417,6 +436,8 @@ class Agent:
             case Publish():
                 self._tasks.create(self._publish(action))
             case StartWorkers(now, part):
+                self._reminder.cancel()
+                self._waits_since = None
                 self._first = part.group_rank == 0
                 self._workers.start(now, part, self._limits)
             case StopWorkers():
@@ -437,13 +458,30 @@ class Agent:
                 self._log_reason(decision)
 
     def _log_reason(self, decision: Decision) -> None:
-        """Log its reason; one that comes again after others for debugging only is for that, too."""
-        level, now = self._level(decision), self._state.view and self._state.view.round
-        reason = now.generation if now else 0, decision.reason
-        if level > logging.DEBUG:
-            level = logging.DEBUG if reason == self._shown else level
-            self._shown = reason
+        """Tell who is left out, and why this node is a spare; the rest is for debugging."""
+        left_out = isinstance(decision, Freeze) and decision.without
+        spare = isinstance(decision, Wait) and is_spare(self._state)
+        level = logging.WARNING if left_out else logging.INFO if spare else logging.DEBUG
         log.log(level, "%s", decision.reason)
+        if isinstance(decision, Wait) and self._waits_since is None and self._forms():
+            self._waits_since = self._loop.time()
+            self._reminder.start(_WAITS, self._remind)
+
+    def _forms(self) -> bool:
+        """Whether a world is about to begin, and this node waits for it."""
+        now = self._state.view.round if self._state.view else None
+        forming = now is not None and now.phase not in (Phase.FINAL, Phase.CLOSED)
+        return forming and self._state.life is Life.MEMBER
+
+    def _remind(self) -> None:
+        """Say what it waits for, and that it still waits."""
+        if self._waits_since is None or not self._forms():
+            self._waits_since = None
+            return
+        if self._state.silent_since is None:
+            seconds = self._loop.time() - self._waits_since
+            log.info("waiting for %.0f s: %s", seconds, self._state.logged)
+        self._reminder.start(_STILL_WAITS, self._remind)
 
     def _begin_write(self, write: Write) -> None:
         now = self._state.view.round if self._state.view else None
@@ -506,21 +544,6 @@ class Agent:
         if grace in (Grace.CHANGE, Grace.JOIN) and self._state.life is not Life.LEAVING:
             return Change(generation, self._state.logged, leaving=False)
         return Interrupt(generation, self._state.logged)
-
-    def _level(self, decision: Decision) -> int:
-        """INFO for a reason that a user waits for or has to know, DEBUG for the rest."""
-        view = self._state.view
-        now = view.round if view else None
-        if isinstance(decision, Stop):
-            return logging.INFO
-        if isinstance(decision, Freeze) and decision.without:
-            return logging.WARNING
-        if not isinstance(decision, Wait) or view is None or now is None:
-            return logging.DEBUG
-        if now.phase is Phase.JOINABLE:
-            return logging.INFO
-        spare = now.phase is Phase.FINAL and not view.part(self._state.local.lease)
-        return logging.INFO if spare else logging.DEBUG
 
     def _note_departure(self) -> None:
         """Log why people want this node to go; its workers know before they get SIGTERM."""
@@ -594,7 +617,14 @@ class Agent:
         stopped = view is not None and requests.halted(view, run) is not None
         code = config.stop_exit_code if stopped else None
         code = config.leave_exit_code if code is None else code
-        return 128 + self._signal if code is None else code
+        code = 128 + self._signal if code is None else code
+        again = "start it with the same command to go on"
+        if stopped:
+            again = "start all nodes with the same command to go on"
+        elif view and requests.drained(view, config.node):
+            again = f"`elastic-etcd undrain {config.job} {config.node}` lets it come back"
+        log.info("job %s is not done, this node has left it (exit %d): %s", config.job, code, again)
+        return code
 
     async def _over(self, run: str, reason: str) -> int:
         """The exit code of the job, which is over; if this node was in no run, it succeeded."""
@@ -607,9 +637,7 @@ class Agent:
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
         await self._step(JobEnded(outcome))
-        if self._first:
-            await self._report()
-        code = _exit_code(outcome)
+        code = _exit_code(outcome, await self._report() if self._first else [])
         if (
             outcome.state == _SUCCEEDED
             and self._membership.other_command
@@ -621,16 +649,14 @@ class Agent:
             )
         return self._unfinished(run) if outcome.state == _STOPPED else code
 
-    async def _report(self) -> None:
-        """Log how the time of the run was spent, if etcd and this package's disk answer soon."""
+    async def _report(self) -> list[str]:
+        """How the time of the run was spent, if etcd and this package's disk answer soon."""
         entry = await self._membership.history(self._state.local.ran)
-        if entry is None:
-            return
         try:
-            for line in await in_thread(partial(_lines_at_end, entry), LEAVE_TIMEOUT):
-                log.info("%s", line)
+            return await in_thread(partial(_lines_at_end, entry), LEAVE_TIMEOUT) if entry else []
         except (ImportError, OSError) as error:  # a TimeoutError is one
             log.debug("no report: %s", error)
+            return []
 
 
 def _lines_at_end(entry: History) -> list[str]:
@@ -639,25 +665,39 @@ def _lines_at_end(entry: History) -> list[str]:
     return [*at_end(entry)]
 
 
-def _tell_embedded(config: AgentConfig, etcd: "EmbeddedEtcd") -> None:
-    root, endpoint = f"{config.prefix}/{config.job}", etcd.endpoint
-    text = "no --etcd: one of its own (%s, %s) at %s, for this run only"
-    log.info(text, etcd.program, etcd.version, endpoint)
-    log.info("  etcdctl --endpoints=%s get --prefix %s/", endpoint, root)
-    if config.limits.max_nodes > 1:
+def _tell_start(config: AgentConfig, etcd: EtcdConfig, embedded: "EmbeddedEtcd | None") -> None:
+    endpoint, limits = ",".join(etcd.endpoints), config.limits
+    whose = f"etcd at {endpoint}"
+    if embedded:
+        whose = f"an etcd of its own, for this run only ({embedded.version}), at {endpoint}"
+    here = counted(config.nproc, "worker")
+    if config.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:  # see environment.py
+        here += " with OMP_NUM_THREADS=1 each, as under torchrun,"
+    nodes = counted(limits.max_nodes, "node") if limits.max_nodes == 1 else f"{limits.nnodes} nodes"
+    text = "elastic_etcd %s, job %s: %s on this node, %s, %s"
+    log.info(text, __version__, config.job, here, nodes, whose)
+    if embedded and limits.max_nodes > 1:
         where = f"--etcd {endpoint} --job {config.job}"
         log.warning("only agents on this host can join, with %s", where)
 
 
-def _exit_code(outcome: Outcome) -> int:
-    """The exit code of a job that ended well, else the error with the root cause."""
+def _exit_code(outcome: Outcome, report: Sequence[str]) -> int:
+    """The exit code of a job that ended well, else the error with the root cause.
+
+    `report` says how the time of the run was spent.
+    """
     if not outcome.exit_code:
-        log.info("%s: %s", outcome.state, outcome.reason)
+        log.info("%s", "\n".join((f"{outcome.state}: {outcome.reason}", *report)))
         return 0
+    if report:
+        log.info("%s", "\n".join(report))
     kinds = (TrainingFailed, UsageError, BudgetUsedUp, RendezvousTimeout)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), TrainingFailed)
     failure = outcome.failure
-    error = kind(f"{outcome.reason}\n{_root_cause(failure)}" if failure else outcome.reason)
+    text = outcome.reason
+    if kind is BudgetUsedUp:
+        text += "\nThe same command, on all nodes, goes on from the script's checkpoint."
+    error = kind(f"{text}\n{_root_cause(failure)}" if failure else text)
     if failure:
         said = failure.message or str(failure)
         error.cause = failure.hang or said.splitlines()[-1], said, failure.at, failure.code
@@ -667,15 +707,17 @@ def _exit_code(outcome: Outcome) -> int:
 def _root_cause(failure: Failure) -> str:
     if failure.hang and not failure.pid:
         return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
-    code = failure.code
-    how = failure.hang or f"exit code {code}"
-    if code < 0:
-        known = -code in set(signal.Signals)
-        how = signal.Signals(-code).name if known else f"signal {-code}"
-    where = f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid})"
-    head = f"root cause: {where} on {failure.node}: {how} after {failure.uptime:.1f} s"
-    text = failure.message or "(it left no traceback)"
-    return "\n".join([f"{head}, {failure.at}", *(f"  {line}" for line in text.splitlines())])
+    text = failure.message or "(nothing on its stderr)"
+    head = f"root cause: {_described(failure)}, {failure.at}"
+    return "\n".join([head, *(f"  {line}" for line in text.splitlines())])
+
+
+def _described(failure: Failure) -> str:
+    where = f"rank {failure.rank} on {failure.node}"
+    ids = f"(local rank {failure.local_rank}, pid {failure.pid})"
+    how = f": {failure.hang}," if failure.hang else f" {ended(failure.code)}"
+    step = f", in step {failure.step}" if failure.step else ""
+    return f"{where} {ids}{how} after {failure.uptime:.1f} s{step}"
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class AgentConfig:
     )
     log: LogConfig = field(default_factory=LogConfig)
     log_level: str = "INFO"
+    log_format: str = "text"  # or json
     timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
     metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
     preemption_watch: str | None = None  # aws, gcp, azure or file:PATH, see followers/notices.py

@@ -1,9 +1,7 @@
 """A worker's environment: every variable that torchrun gives, NODE_RANK, and some of our own."""
 
-import logging
 import os
 from collections.abc import Mapping, MutableMapping
-from functools import cache
 
 from msgspec import UnsetType
 
@@ -19,8 +17,6 @@ _OMP, _GLOO = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 # Those of the two that the agent has set, with their values.
 _NOT_THE_USERS = "ELASTIC_ETCD_SET"
 _CPUS = "ELASTIC_ETCD_CPUS"  # on which a worker runs, if not on all (system/trampoline.py)
-
-log = logging.getLogger(__name__)
 
 
 def forget_another_agents(env: MutableMapping[str, str]) -> None:
@@ -47,7 +43,6 @@ def common_env(base: Mapping[str, str], local_world_size: int, mark: str) -> dic
     env.pop("ELASTIC_ETCD_WORKER_PID", None)  # of the worker that has started this agent
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if _OMP not in env and local_world_size > 1:
-        _tell_omp_num_threads()
         env[_OMP] = "1"
     return env
 
@@ -150,11 +145,3 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
             )
         own[name] = devices[local_rank].strip()
     return own
-
-
-@cache
-def _tell_omp_num_threads() -> None:
-    log.warning(
-        "OMP_NUM_THREADS is set to 1 for each worker, as torchrun does, so that several workers "
-        "don't overload this node; set it yourself to tune it"
-    )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_etcd.core.schema import History, Spent
+from elastic_etcd.core.words import counted
 
 LOST = ("detect", "hang", "stop", "rendezvous", "start", "first_step", "again")
 _SHOWN = {"first_step": "first step", "again": "trained again"}
@@ -57,20 +58,21 @@ def at_end(entry: History) -> Iterator[str]:
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The findings of `of_run` in words, a line each."""
-    if found["goodput"] is None:
-        yield "goodput: nothing is known yet"
+    if not (found["steps"] or found["going_on"]):
+        yield "goodput is not known: no steps were seen"
     else:
-        share = f"{found['trained']:.1f} of {found['seconds']:.1f} s"
-        yield f"goodput {100 * found['goodput']:.1f} %: trained for {share}"
+        share = f"trained for {found['trained']:.1f} of {found['seconds']:.1f} s"
+        known = " of what is known" if found["unknown"] else ""
+        yield f"goodput {100 * found['goodput']:.1f} %{known}: {share}"
     some = [f"{_SHOWN.get(cause, cause)} {s:.1f} s" for cause, s in found["lost"].items() if s]
     yield f"lost: {', '.join(some) or 'nothing'}"
     if found["unknown"]:
-        yield f"unknown: {found['unknown']:.1f} s of worlds of which no steps were seen"
+        yield f"not known: {found['unknown']:.1f} s, of worlds whose steps nobody saw"
     ended = found["lost"]["detect"] or found["lost"]["hang"]  # a world, and not by its success
     if ended and found["trained"] and not found["commits"]:
         yield "no commits were seen: what was trained again is not known, and counted as trained"
     if found["restarts"]:
-        restarts = "1 restart" if found["restarts"] == 1 else f"{found['restarts']} restarts"
-        planned = f", {found['planned']} of them planned" if found["planned"] else ""
-        known = found["pause"]
-        yield f"{restarts}{planned}" + (f"; longest pause {known:.1f} s" if known else "")
+        of_them = "" if found["planned"] == found["restarts"] else f"{found['planned']} of them "
+        planned = f", {of_them}planned" if found["planned"] else ""
+        known = f"; longest pause {found['pause']:.1f} s" if found["pause"] else ""
+        yield f"{counted(found['restarts'], 'restart')}{planned}{known}"

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import TypeAlias
 from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.timer import Respawn
+from elastic_etcd.core.words import ended
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.child_process import ExitWatch, discard, end
@@ -134,10 +134,7 @@ class Guardian:
         assert self._process is not None
         pid = self._process.pid
         self._end()
-        how = f"exit code {code}"
-        with contextlib.suppress(ValueError):  # it is no signal
-            how = signal.Signals(-code).name
-        self._start_again(f"the guardian (pid {pid}) has ended ({how})")
+        self._start_again(f"the guardian (pid {pid}) {ended(code)}")
 
     def _start_again(self, what: str) -> None:
         if self._starting is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from elastic_etcd import children
 from elastic_etcd.agent.timer import Respawn, Timer
+from elastic_etcd.core.words import ended
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -241,10 +242,10 @@ class Prefork:
         was_warm, self._is_warm = self._is_warm, False
         self._stop_server()
         if was_warm:
-            text = "the fork server ended (%d): %s; it is replaced %s"
-            log.warning(text, code, last_words, self._respawn.again())
+            again = self._respawn.again()
+            log.warning("the fork server %s: %s; it is replaced %s", ended(code), last_words, again)
         else:
-            self._give_up(f"the fork server ended ({code}) before it was warm: {last_words}")
+            self._give_up(f"the fork server {ended(code)} before it was warm: {last_words}")
 
     def _silent(self) -> None:
         log.warning(

@@ -22,6 +22,7 @@ from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.core.words import ended
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.child_process import (
@@ -188,7 +189,7 @@ class _Child:
             end(self._process)
 
     def _on_exit(self, code: int) -> None:
-        self._lost(f"ended with exit code {code}: {self._words.drain()}")
+        self._lost(f"{ended(code)}: {self._words.drain()}")
         self.close()
 
 

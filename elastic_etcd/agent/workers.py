@@ -41,6 +41,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
+from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
@@ -185,12 +186,7 @@ class Workers:
         master = now.master
         assert master is not None
         self._store.begin(now.generation, here=part.group_rank == 0)
-        last = part.first_rank + part.nproc - 1
-        log.info(
-            "generation %d (%s): group rank %d of %d, ranks %d-%d of %d, master %s:%d",
-            *(now.generation, now.reason, part.group_rank, now.nodes),
-            *(part.first_rank, last, now.world_size, master.addr, master.port),
-        )
+        log.debug("generation %d: master %s:%d", now.generation, master.addr, master.port)
         if part.nproc != self._config.nproc:
             wrong = (part.nproc, self._config.nproc)
             log.warning("the round says %d workers, this node has been given %d", *wrong)
@@ -266,7 +262,7 @@ class Workers:
         if timer.signal <= 0:
             log.warning("%s; it has no signal, so nothing is ended", why)
             return
-        log.warning("%s: signal %d to process %d", why, timer.signal, timer.pid)
+        log.warning("%s: %s to process %d", why, signal_name(timer.signal), timer.pid)
         kill = timer.signal == signal.SIGKILL
         if not kill:
             with contextlib.suppress(OSError):

@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elastic_etcd.children import entry, variables
+    from elastic_etcd.system import process_title
 else:  # beside this file; torch.compile looks in sys.modules for what it meets
     _spec = spec_from_file_location("_elastic_etcd_entry", Path(__file__).with_name("entry.py"))
     entry = sys.modules[_spec.name] = module_from_spec(_spec)
     _spec.loader.exec_module(entry)
     variables = entry.load(Path(__file__).with_name("variables.py"))
+    process_title = entry.load(Path(__file__).parents[1] / "system" / "process_title.py")
 
 # What a first DDP step imports.
 OURS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
@@ -212,6 +214,8 @@ class ForkServer:
         if self._folder in sys.path and script.folder not in (None, self._folder):
             sys.path[sys.path.index(self._folder)] = script.folder
         script.install_as_main()
+        if job := order["env"].get("TORCHELASTIC_RUN_ID"):  # a store server has none
+            process_title.show_worker(Path(script.target).name, order["env"]["RANK"], job)
         entry.show_stacks()
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)

@@ -98,7 +98,9 @@ def _kill(group: int) -> bool:
 
 
 def _say(text: str) -> None:
-    """Write to the agent's standard error; if that is stuck, the alarm is the end."""
+    """Write to standard error as the agent does; if that is stuck, the alarm is the end."""
+    if not os.isatty(2):
+        text = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime()) + text
     with contextlib.suppress(OSError):  # closed: nobody listens
         os.write(2, text.encode(errors="replace"))
 

@@ -97,6 +97,13 @@ def prefix(text: str) -> str:
     return text
 
 
+def given(text: str) -> str:
+    """Any text, but for none: that of a variable that is not set would mean a default."""
+    if not text:
+        raise ArgumentTypeError("'' is empty; is a variable not set?")
+    return text
+
+
 def printable(text: str) -> str:
     """A name that logs may show."""
     if not text.strip() or not text.isprintable() or len(text) > 255:
@@ -166,8 +173,11 @@ def hang_timeout(text: str) -> float | None:
     """Seconds above 0; None for auto, infinity for off."""
     if text in ("auto", "off"):
         return None if text == "auto" else math.inf
-    value = seconds(text)
-    if not value:
+    if math.isnan(_number(text)):
+        raise ArgumentTypeError(
+            f"{text} is neither a number of seconds, such as 60, nor auto or off"
+        )
+    if not (value := seconds(text)):
         raise ArgumentTypeError("0 would tell of every step; give more, or off")
     return value
 

@@ -35,7 +35,7 @@ class Flag:
 
     names: str  # the first long one is its own; others are short or torchrun's
     text: str  # its meaning, in --help and in docs/flags.md
-    kind: Callable[[str], Any] | None = str  # makes its value of a text; None: it takes none
+    kind: Callable[[str], Any] | None = flag_values.given  # makes its value; None: it takes none
     metavar: str = ""
     choices: tuple[str, ...] | None = None
     repeated: bool = False  # it may be given again, and has a list
@@ -289,6 +289,7 @@ WORKERS = Section(
         Flag(
             "--numa-binding",
             "let each worker run only on the CPUs near its GPU, as torch finds them",
+            str,  # its default is empty
             metavar="MODE",
             choices=("node", "socket", "exclusive", "core-complex"),
             to="numa_binding",
@@ -519,6 +520,15 @@ OUTPUT = Section(
             flag_values.log_level,
             "LEVEL",
             by_default="info",
+            in_plugin=True,
+        ),
+        Flag(
+            "--log-format",
+            "form of the agent's own lines: text, which has the time where stderr is no terminal, "
+            "or json, an object a line",
+            choices=("text", "json"),
+            to="log_format",
+            more="In a systemd unit text has the journal's priorities instead (`JOURNAL_STREAM`).",
             in_plugin=True,
         ),
         Flag(

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import Hang, NodeSteps, Participant, RankDoing, RankStep
 from elastic_etcd.core.view import View
+from elastic_etcd.core.words import NAMED, listed
 from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
-NAMED = 3  # nodes of many, in a line
 _BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT))
 MAY_LAST = _BEGINS | {RankDoing.COMMIT, RankDoing.SAVE, RankDoing.QUIET, RankDoing.TRACED}
 _IN_STEP = frozenset((RankDoing.STEP, RankDoing.WAIT))
@@ -267,12 +267,7 @@ def who(some: Sequence[At]) -> str:
     for at in some:
         by_node.setdefault(at.node, []).append(at.rank)
     named = [f"{_spans(ranks)} on {node}" for node, ranks in by_node.items()]
-    more = len(named) - NAMED
-    if more > 0:
-        named[NAMED:] = [f"on {more} more node{'s' if more > 1 else ''}"]
-    *first, last = named
-    head = "ranks" if len(some) > 1 else "rank"
-    return f"{head} " + " and ".join(filter(None, (", ".join(first), last)))
+    return f"{'ranks' if len(some) > 1 else 'rank'} {listed(named, 'on ')}"
 
 
 def _spans(ranks: list[int]) -> str:

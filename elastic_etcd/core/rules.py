@@ -63,10 +63,10 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
+from elastic_etcd.core.words import NAMED, counted, listed
 from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, LONGEST_BACKOFF, STOP_PATIENCE
 
 JOIN_SETTLE = 1.0  # a change costs nothing where workers recover in process
-NAMED = 3  # nodes of many, in a reason
 FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place
 
 
@@ -305,8 +305,10 @@ def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
             rare = f", once in {often:g} s at most (--join-interval)" if often else ""
             return f"waiting to be taken in{rare}"
         more = f"the next size is {larger}, " if larger else ""
-        return f"spare: {now.nodes} nodes train, {more}this one takes a place that gets free"
-    return f"{now.phase}: {now.reason}"
+        return f"spare: {_train(now.nodes)}, {more}this one takes a place that gets free"
+    if now.phase is Phase.FINAL:
+        return f"generation {now.generation} trains: {now.reason}"
+    return f"generation {now.generation} is about to begin: {now.reason}"
 
 
 def _own_part(view: View, now: Round, local: Local) -> Ack | Run | None:
@@ -382,7 +384,7 @@ def _claim(
 def _lead(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed) -> Decision:
     match now.phase:
         case Phase.SETUP:
-            return _lead_setup(view, now)
+            return _lead_setup(view, now, limits)
         case Phase.JOINABLE:
             return _lead_joinable(view, now, local, limits, elapsed)
         case Phase.FROZEN:
@@ -391,11 +393,11 @@ def _lead(view: View, now: Round, local: Local, limits: Limits, elapsed: Elapsed
             return _lead_final(view, now, local, limits, elapsed)
 
 
-def _lead_setup(view: View, now: Round) -> Decision:
+def _lead_setup(view: View, now: Round, limits: Limits) -> Decision:
     """Settle the past: it may be that the last world was finished."""
     done = _done(view)
     if view.world and done.issuperset(_leases(view)):
-        return _close(now, Verdict.SUCCEEDED, "every participant is done")
+        return _succeeded(view, now, limits)
     return Open(now.reason, replace(now, phase=Phase.JOINABLE))
 
 
@@ -417,11 +419,14 @@ def _lead_joinable(
     if now.joins and (patient := _await_steps(view, now, local, limits, ready, missing)):
         return patient
     if len(ready) < limits.min_nodes:
-        short = f"{len(ready)} of at least {limits.min_nodes} nodes are ready{_not(missing)}"
+        short = f"{_ready(ready, missing)}; at least {limits.min_nodes} must be"
+        whole = f"{limits.join_timeout:g} s"
         if elapsed.phase >= limits.join_timeout:
-            late = f"{short} after {limits.join_timeout:g} s: start more, or raise --join-timeout"
+            late = f"{short}, and are not after {whole}: start more, or raise --join-timeout"
             return _close(now, Verdict.TOO_FEW_NODES, late)
-        return Wait(short, limits.join_timeout - elapsed.phase)
+        return Wait(
+            f"{short}, within {whole} (--join-timeout)", limits.join_timeout - elapsed.phase
+        )
     if leavers := _await_leavers(view, limits, elapsed):
         return leavers
     last = frozenset(_leases(view))
@@ -433,9 +438,8 @@ def _lead_joinable(
         longest = max(limits.settle, limits.join_timeout)
         left = min(limits.settle - since, longest - elapsed.phase)
         if not full and left > 0:
-            of = f"{len(ready)} of at most {limits.max_nodes} nodes are ready"
-            why = f"{of}; more may come within {limits.settle:g} s (--settle)"
-            return Wait(why, left)
+            more = f"up to {limits.max_nodes} may come within {limits.settle:g} s (--settle)"
+            return Wait(f"{_are(len(ready))} ready; {more}", left)
     else:
         # A spare, which has nothing to stop, must not push out a slower survivor.
         full = limits.largest(len(ready)) == limits.largest(len(live))
@@ -445,7 +449,7 @@ def _lead_joinable(
         if all(m.lease not in last for m in awaited):
             patience = max(limits.settle, ACK_PATIENCE)
             left = min(left, patience - min(elapsed.phase, elapsed.join))
-        waits = f"{len(ready)} of {len(live)} live nodes are ready{_not(missing)}"
+        waits = _ready(ready, missing)
         if awaited and not own and now.joins:  # nobody else can make the coordinator hurry
             late = f"{_names(awaited)} did not stop within {limits.patience:g} s of the first"
             return Wait(waits, left) if left > 0 else _claim(view, local, late, planned=True)
@@ -472,7 +476,7 @@ def _await_steps(
     """
     last, done = frozenset(_leases(view)), _done(view)
     if last and done.issuperset(last):
-        return _close(now, Verdict.SUCCEEDED, "every participant is done")
+        return _succeeded(view, now, limits)
     awaited = [m for m in missing if m.lease in last]
     if not awaited:
         return None
@@ -571,7 +575,7 @@ def _freeze_with(
     late, doubted = _but(_live(view), ready), _but(ready, fit)
     leavers = _leavers(view)
     after = f"after {elapsed.phase:.0f} s"
-    told = f"{limits.largest(len(fit))} nodes take part"
+    told = counted(limits.largest(len(fit)), "node takes part", "nodes take part")
     if late:
         told += f", without {_names(late)}, not ready {after}"
     if doubted:
@@ -631,7 +635,7 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
     fit, _ = _fit(view, ready, now.suspects, limits)
     last, size = _leases(view), limits.largest(len(fit))
     if not size:
-        return _claim(view, local, f"only {len(fit)} nodes are left of those that were ready")
+        return _claim(view, local, f"only {_are(len(fit))} left of those that were ready")
     world = ranked(assign(choose(fit, last, now.coordinator, size), last))
     assert len(world) == size, f"I4: a world of {len(world)}"
     master = masters[world[0].lease]
@@ -663,7 +667,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
     if len(view.world) != now.nodes:
         return _claim(view, local, "who takes part can't be read")
     if done.issuperset(_leases(view)):
-        return _close(now, Verdict.SUCCEEDED, "every participant is done")
+        return _succeeded(view, now, limits)
     culprit = _culprit(view)
     if culprit:  # beside a node that goes it is taken for that one's victim, see _freeze
         leavers = [m for m in _leavers(view) if m.lease not in done]
@@ -686,7 +690,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         return _claim(view, local, f"the report of {spoilt} can't be read")
     # A world that has begun to finish takes nobody in: it would begin anew.
     other = None if done else _other_size(view, now, local, limits, elapsed)
-    return other or Wait(f"{now.nodes} nodes train")
+    return other or Wait(_train(now.nodes))
 
 
 def _other_size(
@@ -703,10 +707,11 @@ def _other_size(
     if not waiting or not size:
         return None
     if local.finished:
-        return Wait(f"{now.nodes} nodes finish, and take nobody in")
+        finish = counted(now.nodes, "node finishes, and takes", "nodes finish, and take")
+        return Wait(f"{finish} nobody in")
     if there >= size:
         return _take_in(view, now, local, waiting, limits, elapsed)
-    return Wait(f"{now.nodes} nodes train, {there} are there, the next size is {size}")
+    return Wait(f"{_train(now.nodes)}, {there} are there, the next size is {size}")
 
 
 def _take_in(
@@ -721,7 +726,7 @@ def _take_in(
     after = limits.suspect_after
     off = {m.lease: suspects.left(now.suspects, m.node, after) - elapsed.phase for m in waiting}
     welcome = [m for m in waiting if off[m.lease] <= 0]
-    nodes, there = f"{now.nodes} nodes train", now.nodes + len(welcome)
+    nodes, there = _train(now.nodes), now.nodes + len(welcome)
     if there < limits.larger(now.nodes):
         return Wait(f"{nodes}, without {_names(waiting)} (--suspect-after)", min(off.values()))
     settle = 0.0 if there >= limits.max_nodes else _join_settle(local, limits) - elapsed.join
@@ -741,8 +746,16 @@ def _join_settle(local: Local, limits: Limits) -> float:
 def _give_up(now: Round, culprit: Failure, limits: Limits) -> Close:
     if not limits.max_restarts:
         return _close(now, Verdict.FAILED, f"{culprit}; no restart is allowed", culprit)
-    used = f"all {limits.max_restarts} restarts are used up (--max-restarts)"
-    return _close(now, Verdict.BUDGET_USED_UP, f"{culprit}; {used}", culprit)
+    most = limits.max_restarts
+    used = "the only restart is" if most == 1 else f"all {most} restarts are"
+    why = f"{culprit}; {used} used up (--max-restarts)"
+    return _close(now, Verdict.BUDGET_USED_UP, why, culprit)
+
+
+def _succeeded(view: View, now: Round, limits: Limits) -> Close:
+    world, suspected = {p.node for p in view.world}, view.ledger.suspects
+    out = suspects.were_left_out(suspected, world, limits.suspect_after)
+    return _close(now, Verdict.SUCCEEDED, f"every participant is done{out}")
 
 
 def _close(now: Round, verdict: Verdict, reason: str, failure: Failure | None = None) -> Close:
@@ -757,15 +770,23 @@ def _unread(view: View, members: list[Member]) -> str:
 
 
 def _names(members: list[Member]) -> str:
-    """The names of their nodes, the first few of many."""
-    named = [m.node for m in members[:NAMED]]
-    if more := len(members) - len(named):
-        return f"{', '.join(named)} and {more} more"
-    return " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+    return listed([m.node for m in members])
 
 
-def _not(missing: list[Member]) -> str:
-    return f", {_names(missing)} not" if missing else ""
+def _are(nodes: int) -> str:
+    return counted(nodes, "node is", "nodes are")
+
+
+def _train(nodes: int) -> str:
+    return counted(nodes, "node trains", "nodes train")
+
+
+def _ready(ready: list[Member], missing: list[Member]) -> str:
+    """`1 node is ready, n2 and n3 are not yet`."""
+    late = f"{_names(missing)} {'is' if len(missing) == 1 else 'are'} not" if missing else ""
+    if late and not ready:
+        return f"{late} ready yet"
+    return f"{_are(len(ready))} ready{f', {late} yet' if late else ''}"
 
 
 def _is_leaving(node: str) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from elastic_etcd.core import words
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
 
 VERSION = 1
@@ -504,8 +505,7 @@ class Failure(Value, frozen=True):
     def __str__(self) -> str:
         if self.hang:
             return self.hang
-        how = f"was killed by signal {-self.code}" if self.code < 0 else f"exited {self.code}"
-        return f"worker {self.rank} on {self.node} {how}"
+        return f"rank {self.rank} on {self.node} {words.ended(self.code)}"
 
 
 class Report(Value, frozen=True):

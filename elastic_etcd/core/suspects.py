@@ -4,12 +4,13 @@ They are remembered by name, since a node that comes back is another member. All
 seconds that worlds have trained, so that no clock is needed that outlives a coordinator.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from elastic_etcd.core.schema import Member, Suspect
+from elastic_etcd.core.words import counted
 
 FIRST = 10.0  # a node that has gone is left out for so long, then for twice as long each time
 LONGEST = 600.0  # at most; and whose workers failed, at once
@@ -39,9 +40,20 @@ def why_left_out(suspects: Suspects, node: str, after: int) -> str:
     known, seconds = _find(suspects, node), left(suspects, node, after)
     if not seconds:
         return ""
-    failed = f"workers failed {known.failed} times right after their start or hung"
-    why = failed if known.failed >= after else f"it went {known.went} times lately"
+    times = counted(known.went, "time")
+    why = _failed(known) if known.failed >= after else f"it went {times} lately"
     return f"{node} is left out for {seconds:.0f} s of training, {why} (--suspect-after)"
+
+
+def were_left_out(suspects: Suspects, world: Collection[str], after: int) -> str:
+    """The nodes that were no part of the last `world`, and why; "" if there are none."""
+    out = [s for s in suspects if after and s.failed >= after and s.node not in world]
+    return "".join(f"; {s.node} was left out, {_failed(s)} (--suspect-after)" for s in out)
+
+
+def _failed(known: Suspect) -> str:
+    times = counted(known.failed, "time")
+    return f"workers failed {times} right after their start or hung"
 
 
 def doubted(suspects: Suspects, after: int) -> frozenset[str]:

@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
+from elastic_etcd.core.words import counted
 from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
+from elastic_etcd.system.process_title import show_rank
 from elastic_etcd.train import ddp
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
@@ -127,7 +129,7 @@ class _Ended(NamedTuple):
     def cost(self) -> str:
         """The time and the steps that it has cost until now, in words."""
         again = {_NO_STEP: "nothing", 0: "the step under way"}
-        steps = again.get(self.again, f"{self.again} steps and the one under way")
+        steps = again.get(self.again, f"{counted(self.again, 'step')} and the one under way")
         return f" after {time.monotonic() - self.at:.2f} s; trained again: {steps}"
 
 
@@ -265,6 +267,7 @@ class _Worker:
         match self._orders.get():
             case messages.NextWorld(generation, reason, env):
                 os.environ.update(env)
+                show_rank(os.environ["RANK"])
                 self._channel.generation, self._channel.reason = generation, reason
             case messages.Bye():
                 raise SystemExit(0)

@@ -34,7 +34,7 @@ FLAGS = (
     *("--log-level", "debug", "--max-restarts", "1000", "--min-uptime", "0.1"),
     *("--suspect-after", "0"),  # one node's worker is killed again and again
 )
-INFORMED = r"claim generation|setup:|generation \d+ is over"
+INFORMED = r"claim generation|is about to begin|generation \d+ is over"
 
 
 @dataclass(frozen=True)

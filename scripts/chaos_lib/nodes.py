@@ -372,12 +372,12 @@ class Order:
 
 
 def forkserver(agent: Agent) -> list[int]:
-    """Workers are forks of it and look like it, but lead sessions of their own."""
+    """Forks of it that wait look like it, but lead sessions of their own."""
     return [pid for pid in agent.programs(FORKSERVER) if os.getsid(pid) == agent.pid][:1]
 
 
 def workers(agent: Agent) -> list[int]:
-    return [pid for pid in agent.programs(FORKSERVER) if os.getsid(pid) == pid]
+    return [pid for pid in agent.programs("elastic_etcd: ") if os.getsid(pid) == pid]
 
 
 class Member(EtcdServer):

@@ -113,7 +113,7 @@ def test_failures(digits: Digits, etcd: EtcdServer) -> None:
     g, before = digits.world(2, after=g)
 
     n2.node_kill()  # fewer than the minimum
-    digits.said(n1, "1 of at least 2 nodes are ready")
+    digits.said(n1, "1 node is ready; at least 2 must be")
     n5 = digits.node("n5", **flags)
     g, after = digits.world(2, after=g)
     assert before.items() & after.items() == {("n1", before["n1"])}, "it has waited"

@@ -50,7 +50,7 @@ def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -
     assert job.worker(new, rank=0).restarts == 1
     # The survivor's worker lost its peer: that is no second failure.
     assert new == g + 1
-    assert "signal 9" in history(etcd, job.name)[new]["began"]
+    assert "SIGKILL" in history(etcd, job.name)[new]["began"]
 
     def only_one() -> list[int] | None:
         found = [p for p in (*n1.others(), *n2.others()) if command(p) == "sleep 600"]
@@ -77,7 +77,7 @@ def test_m20_a_node_whose_torch_cannot_be_imported_is_left_out(
     n1 = ticks.start("n1", **flags)  # without a fork server it knows nothing of torch before
     others = [ticks.start(node, nnodes="2:3") for node in ("n2", "n3")]
     ticks.trains(2)
-    assert "(the store server on n1 ended with exit code 1: torch cannot" in others[0].output
+    assert "(the store server on n1 exited 1: torch cannot" in others[0].output
     (suspect,) = keys(etcd, ticks.name)["ledger"]["suspects"]
     assert (suspect["node"], suspect["failed"]) == ("n1", 2)
     ticks.finish(*others, n1)
@@ -99,7 +99,7 @@ def test_workers_that_come_to_a_dead_store_do_not_wait_for_it(
     (store,) = agent.programs("store_server.py")
     send(signal.SIGKILL, [store])
     job.exits(agent, 0)
-    assert "the store server on n1 ended with exit code -9" in history(etcd, job.name)[2]["began"]
+    assert "the store server on n1 was killed by SIGKILL" in history(etcd, job.name)[2]["began"]
     assert "generation 3" not in agent.output
 
 
@@ -213,8 +213,8 @@ def test_t13_a_failure_that_can_not_change_is_final(
     command = (str(tmp_path / "train.py"),)
     n1 = job.start("n1", script=command, nnodes="1:1", start_method="exec", max_restarts=3)
     job.exits(n1, code, seconds=60)
-    error = n1.output[n1.output.rindex("error: worker 0 on n1 exited ") :]
-    assert f"; {why}\nroot cause: " in error
+    error = n1.output[n1.output.rindex("error: rank 0 on n1 exited ") :]
+    assert f"; {why}\n    root cause: " in error
     assert last in error
     assert n1.output.count(": group rank 0 of 1, ") == worlds
 

@@ -118,5 +118,7 @@ def test_a_job_that_ends_by_a_timer_says_so_and_its_pipe_is_gone(job: Job) -> No
     job.exits(n1, 1, 120)
     line = LOADING.replace("rank 1", "rank 0")
     assert re.search(f"error: {line}; no restart is allowed\n", n1.output), n1.output
-    assert re.search(f"root cause: rank 0 .* on n1: {line}", n1.output), n1.output
+    assert re.search(rf"root cause: rank 0 on n1 \(local rank 0, pid \d+\): {line}", n1.output), (
+        n1.output
+    )
     assert not pipe.exists()

@@ -152,7 +152,7 @@ def test_a_guardian_is_killed_and_then_its_agent(job: Job) -> None:
     g = job.trains(2)
     first = guardian(n2)
     send(signal.SIGKILL, [first])
-    job.said(n2, f"the guardian (pid {first}) has ended (SIGKILL); another one is started now")
+    job.said(n2, f"the guardian (pid {first}) was killed by SIGKILL; another one is started now")
     job.goes_on(g)
     assert guardian(n2) != first
     n2.kill()

@@ -104,7 +104,7 @@ def test_each_hang_is_told_with_where_it_stands(
         assert re.search(stands, found), (stands, found)
     # The other one waited for it.
     assert "_engine_run_backward" in evidence(job, n1, 0)
-    assert "worker 1 on n1 exited 1" in status(job)
+    assert "rank 1 on n1 exited 1" in status(job)
 
 
 def test_what_is_slow_is_no_hang(job: Job, flags: Flags) -> None:
@@ -409,7 +409,7 @@ def test_who_is_quiet_is_no_hang_where_its_agent_is_cut_off_from_etcd(
     command = script(job, GATED.replace("os.kill(os.getpid(), signal.SIGSTOP)", "pass"))
     with proxy_aside(etcd.endpoint) as (endpoint, proxy):
         n1 = job.start("n1", script=command, **flags)
-        job.said(n1, "nodes are ready", 120)  # it coordinates
+        job.said(n1, "1 node is ready", 120)  # it coordinates
         n2 = job.start("n2", script=command, etcd=endpoint, **flags)
         job.wait("it evaluates", (job.directory / "hung").exists, 120)
         proxy(Proxy.freeze)
@@ -428,7 +428,7 @@ def test_a_hang_is_found_while_newcomers_wait(job: Job) -> None:
     nodes = [job.start(node, script=command, **flags) for node in ("n1", "n2")]
     job.wait("it evaluates", (job.directory / "hung").exists, 120)
     nodes.append(job.start("n3", script=command, **flags))
-    job.said(nodes[2], "joinable: n3 joins", 120)
+    job.said(nodes[2], "about to begin: n3 joins", 120)
     (job.directory / "go on").touch()
     for agent in nodes:
         job.exits(agent, 0, 120)

@@ -143,9 +143,9 @@ def test_all_workers_of_a_node_at_once(job: Job) -> None:
     after = {e.pid for e in job.events("start") if e.generation == g}
     assert {e.pid for e in begun if e.node != first} < after
     told = n1.output + n2.output
-    why = rf"generation {g} \(worker \d on {first} was killed by signal 9\)"
+    why = rf"generation {g} \(rank \d on {first} was killed by SIGKILL\)"
     place = r"rank 0 of 8 goes on from commit \d+ \(.*\) in a new process"
-    cost = r"after \d+\.\d\d s; trained again: (\d+ steps and the one|the step) under way"
+    cost = r"after \d+\.\d\d s; trained again: (\d+ steps? and the one|the step) under way"
     assert re.search(f"{why}: {place} {cost}", told), told
 
     n2.terminate()

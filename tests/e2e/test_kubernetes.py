@@ -179,7 +179,7 @@ def test_a_pod_is_deleted_while_its_agent_preloads(job: Job) -> None:
 
 def test_a_pod_is_deleted_while_it_waits_for_others(job: Job) -> None:
     agent = pod(job, "n1", nnodes="2:2")
-    job.said(agent, "1 of at least 2 nodes are ready")
+    job.said(agent, "1 node is ready; at least 2 must be")
     assert delete(job, agent) in DRAINED
     job.exits(agent, 143)
     assert "n1 is drained by" in agent.output

@@ -146,7 +146,7 @@ def test_t3_a_worker_that_dies_in_a_long_step_keeps_nobody_waiting(job: Job) -> 
     job.said(n1, "n3 joins", seconds=60)
     pid = next(int(line.split()[-3]) for line in n2.output.splitlines() if "step 3 of" in line)
     send(signal.SIGKILL, [pid])
-    job.said(n1, "generation 3 (worker 1 on n2 was killed by signal 9)", seconds=60)
+    job.said(n1, "generation 3 (rank 1 on n2 was killed by SIGKILL)", seconds=60)
     (job.directory / "go").touch()
     job.said(n3, "in 3", seconds=60)
     for node in (n1, n2, n3):

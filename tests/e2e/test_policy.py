@@ -20,7 +20,7 @@ def test_only_sizes_of_the_list_train(job: TickingJob) -> None:
     n1 = job.start("n1", nnodes="1,3", settle=0)
     g = job.trains(1)
     n2 = job.start("n2", nnodes="1,3")
-    job.said(n2, "spare: 1 nodes train, the next size is 3")
+    job.said(n2, "spare: 1 node trains, the next size is 3")
     job.goes_on(g)
     n3 = job.start("n3", nnodes="1,3")
     three = job.trains(3, after=g)
@@ -50,7 +50,7 @@ def test_r14_the_limits_of_the_first_node_count(job: TickingJob, etcd: EtcdServe
     g = job.trains(1, after=g)
     job.kill_worker(g)
     job.exits(n2, 3)
-    assert "all 1 restarts are used up (--max-restarts)" in n2.output
+    assert "the only restart is used up (--max-restarts)" in n2.output
     assert n2.output.count(told) == 1
 
 

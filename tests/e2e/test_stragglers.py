@@ -128,7 +128,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_in_the_history(job: Job, text: st
     assert f"  {line[1]}\n" in status(job)
     (job.directory / "mended").touch()
     for agent in nodes:
-        job.said(agent, f"warning: {OVER}\n", 120)
+        job.said(agent, f"]: {OVER}\n", 120)
     (world,) = json.loads(status(job, "--json"))["history"]
     assert world["stragglers"] == [line[1], OVER]
     for agent in nodes:

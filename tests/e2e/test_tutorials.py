@@ -72,8 +72,9 @@ class Terminal:
 
 
 def pattern(line: str) -> str:
-    """Of a whole line."""
-    return f"^{'.*'.join(map(re.escape, line.split('…')))}$"
+    """Of a whole line; the agent's have the time off a terminal."""
+    time = r"(?:20\d\d-\S+Z )?" if line.startswith("elastic_etcd") else ""
+    return f"^{time}{'.*'.join(map(re.escape, line.split('…')))}$"
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:

@@ -175,7 +175,7 @@ def five_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
     steer(etcd, prefix, "top", "resnet-7")
     steer(etcd, prefix, "scale", "resnet-7", "1")
     spare = launch(etcd, prefix, directory, "node2", "--nnodes=1:2")
-    said(spare, "spare: 1 nodes train")
+    said(spare, "spare: 1 node trains")
     steer(etcd, prefix, "drain", "resnet-7", "node2")
     steer(etcd, prefix, "drain", "resnet-7", "node2", "--deadline=60")
     ends(spare, 128 + signal.SIGTERM)

@@ -56,7 +56,7 @@ def run(tmp_path: Path, *flags: str, before: str = "", **env: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "generation 2 (worker" in done.stderr
+    assert "generation 2 (rank" in done.stderr
     assert "succeeded: every participant is done" in done.stderr
     return done.stdout.splitlines()
 

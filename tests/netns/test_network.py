@@ -134,7 +134,7 @@ def test_all_processes_of_a_node_are_killed_and_its_network_goes(
     """As a container is: it can still say that its connections end, and then refuses nothing."""
     job = ticks
     n1 = job.node("n1", lease_ttl=LONG, log_level="debug")
-    job.said(n1, "nodes are ready", 90)  # it coordinates
+    job.said(n1, "1 node is ready", 90)  # it coordinates
     n2, n3 = (job.node(name, lease_ttl=LONG) for name in ("n2", "n3"))
     g = job.trains(3, seconds=90)
     missed(job, n1, n2, n3)
@@ -148,7 +148,7 @@ def test_all_processes_of_a_node_are_killed_and_its_network_goes(
 def test_a_node_that_is_cut_off_is_not_taken_for_dead(job: NetJob, wire: Wire) -> None:
     """Silence is no proof: that is left to its lease, which lasts here."""
     n1 = job.node("n1", lease_ttl=LONG, log_level="debug")
-    job.said(n1, "nodes are ready", 90)
+    job.said(n1, "1 node is ready", 90)
     n2, n3 = (job.node(name, lease_ttl=LONG) for name in ("n2", "n3"))
     g = job.trains(3, seconds=90)
     missed(job, n1, n2, n3)

@@ -149,7 +149,7 @@ def names_each(job: Job, agent: Agent) -> None:
         job.said(agent, f"rank 1 goes on after step {done + 1}", 120)
     (job.directory / "dies").touch()
     job.exits(agent, 1, 120)
-    assert f"error: worker 1 on {agent.node} exited 1; no restart is allowed" in agent.output
+    assert f"error: rank 1 on {agent.node} exited 1; no restart is allowed" in agent.output
 
 
 def _says(agent: Agent, line: str) -> bool:

@@ -1,39 +1,130 @@
-"""What an agent says of its decisions: each reason once, and again when it has come back."""
+"""What an agent says of its decisions: a long wait again and again, a failure at once."""
 
+import asyncio
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from elastic_etcd import launch
+from elastic_etcd.agent import agent as module
 from elastic_etcd.agent.agent import Agent
-from elastic_etcd.core.lifecycle import Log, State
-from elastic_etcd.core.rules import Ack, Decision, Local, Wait
-from elastic_etcd.core.schema import Lease, Phase, Round
+from elastic_etcd.core.lifecycle import Failed, Life, Log, State
+from elastic_etcd.core.rules import Ack, Local, Stop, Wait
+from elastic_etcd.core.schema import Failure, Lease, Master, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
+from elastic_etcd.version import __version__
 
 READY = Ack("ready for generation 2", 2)
-LOST, WAITS = Wait("joinable: n2 is lost"), Wait("1 of 2 live nodes are ready, n3 not")
+FAILURE = Failure("n2", 3, 1, 123, -15, 12.0, "Traceback\nValueError: boom", "now", step=7)
+LOST, WAITS = Wait("spare: 1 node trains"), Wait("waiting to be taken in")
 
 
 @pytest.mark.parametrize(
-    ("decisions", "said"),
+    ("threads", "nproc", "told"),
     [
-        ([(2, LOST), (2, READY), (2, LOST)], [LOST]),
-        ([(2, LOST), (2, WAITS), (2, LOST)], [LOST, WAITS, LOST]),
-        ([(2, LOST), (3, READY), (3, LOST)], [LOST, LOST]),
+        (
+            None,
+            2,
+            "2 workers with OMP_NUM_THREADS=1 each, as under torchrun, on this node, 2:8 nodes",
+        ),
+        ("4", 2, "2 workers on this node, 2:8 nodes"),
+        (None, 1, "1 worker on this node, 2:8 nodes"),
     ],
-    ids=["after what nobody is told", "after another", "in another generation"],
 )
-async def test_a_reason_is_not_said_twice(
-    decisions: list[tuple[int, Decision]], said: list[Decision], caplog: pytest.LogCaptureFixture
+def test_n8_the_start_is_one_line(
+    threads: str | None,
+    nproc: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node whose workers stop late waits, says that it is ready, and waits for the same again."""
     caplog.set_level(logging.INFO, "elastic_etcd")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    flags = ["--etcd=e1:1,e2:1", "--job=j", "--nnodes=2:8", f"--nproc-per-node={nproc}"]
+    config = launch.parse([*flags, "--no-python", "true"], {})
+    assert config.etcd
+    module._tell_start(config, config.etcd, None)
+    start = f"elastic_etcd {__version__}, job j"
+    assert caplog.messages == [f"{start}: {told}, etcd at e1:1,e2:1"]
+
+
+async def test_a_spare_says_why_once_it_knows_its_world(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    agent = an_agent()
+    known = state(Phase.FINAL)
+    assert known.view
+    for seen in (replace(known, view=replace(known.view, world=())), known):
+        agent._state = seen
+        for decision in (READY, LOST, WAITS):
+            agent._do(Log(decision))
+    assert caplog.messages == [LOST.reason, WAITS.reason]
+
+
+async def test_n8_the_protocol_is_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    agent = an_agent()
+    for phase in (Phase.SETUP, Phase.JOINABLE, Phase.FROZEN):
+        agent._state = state(phase)
+        for decision in (WAITS, READY, Stop("generation 1 is over: n2 is lost", planned=False)):
+            agent._do(Log(decision))
+    assert caplog.messages == []
+    agent._reminder.cancel()
+
+
+async def test_n6_a_long_wait_is_told_again_and_again_with_its_reason_of_now(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    monkeypatch.setattr(module, "_WAITS", 0.0)
+    monkeypatch.setattr(module, "_STILL_WAITS", 0.0)
+    agent = an_agent()
+    for reason in ("n2 is not ready yet", "n3 is not ready yet"):
+        agent._state = replace(state(Phase.JOINABLE), life=Life.MEMBER, logged=reason)
+        agent._do(Log(Wait(reason)))
+        async with asyncio.timeout(60):
+            while caplog.messages.count(f"waiting for 0 s: {reason}") < 2:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
+    for quiet in (replace(agent._state, silent_since=0.0), state(Phase.FINAL)):
+        agent._state = quiet
+        caplog.clear()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert caplog.messages == []
+
+
+async def test_n8_a_failure_is_told_at_once_and_a_victim_for_debugging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "elastic_etcd")
+    agent = an_agent()
+    for generation, silent in ((1, None), (2, None), (1, 0.0)):
+        failed = Failed(replace(FAILURE, uptime=12.0 + generation))
+        now = state(Phase.FINAL, generation)
+        local = replace(now.local, ran=1)
+        agent._state = replace(now, local=local, result=failed, silent_since=silent)
+        for _ in range(2):
+            agent._tell_failure()
+    who = "rank 3 on n2 (local rank 1, pid 123) was killed by SIGTERM after"
+    cause = f"root cause: {who} 13.0 s, in step 7, now\n  Traceback\n  ValueError: boom"
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", f"{who} 13.0 s, in step 7: ValueError: boom"),
+        ("DEBUG", f"{who} 14.0 s, in step 7: ValueError: boom"),
+        ("WARNING", f"nothing trains on this node until etcd answers\n{cause}"),
+    ]
+
+
+def an_agent() -> Agent:
     given: Any = SimpleNamespace(nproc=1, inbox=None)
-    agent = Agent(given, given, given, given)
-    for generation, decision in decisions:
-        now = Round(generation, Phase.JOINABLE, Lease(1), "n2 is lost", "run")
-        agent._state = State(Local("run"), 1, view=View(9, Everything(), round=now))
-        agent._do(Log(decision))
-    assert caplog.messages == [decision.reason for decision in said]
+    return Agent(given, given, given, given)
+
+
+def state(phase: Phase, generation: int = 2) -> State:
+    now = Round(generation, phase, Lease(1), "n2 is lost", "run", "n1", 1, 1, Master("n1", 80))
+    world = (Participant(1, "n1", 1, 0, 0),)
+    view = View(9, Everything(), round=now, world=world)
+    return State(Local("run", 2, acked=generation), 1, view=view)

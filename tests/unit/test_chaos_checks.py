@@ -160,6 +160,7 @@ def test_another_bit_in_the_weights_is_found_out(
         ("elastic_etcd[n1]: succeeded: every participant is done", False, False),
         ("Traceback (most recent call last):", True, True),
         ("elastic_etcd[n1]: error: Task exception was never retrieved", True, True),
+        ("2026-11-26T08:15:10.570Z elastic_etcd[n1]: error: Exception ignored", True, True),
         ("[n1 0]: Traceback (most recent call last):", False, False),
         ("    Traceback (most recent call last):", True, True),
         ("    root cause: rank 0\n      Traceback (most recent call last):", True, False),

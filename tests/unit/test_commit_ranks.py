@@ -239,6 +239,7 @@ def test_t14_so_often_as_costs_one_percent_or_each_30_s(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
     clock = Clock(monkeypatch)
     interval, found = CommitInterval(), []
     for _ in expected:

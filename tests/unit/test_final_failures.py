@@ -99,7 +99,7 @@ def test_t13_the_same_error_elsewhere_is_another(tmp_path: Path) -> None:
         Failure("n1", 1, 1, 42, 1, 1.5, ""),
         Failure("n1", 1, 1, 42, 1, 1.5, GLOO),
         Failure("n1", 1, 1, 42, 1, 1.5, "RuntimeError: CUDA error: all devices are busy"),
-        Failure("", 0, 0, 0, 0, 1.5, "", hang="the store server on n1 ended with exit code -9"),
+        Failure("", 0, 0, 0, 0, 1.5, "", hang="the store server on n1 was killed by SIGKILL"),
     ],
 )
 def test_t13_what_may_have_another_cause_each_time_is_tried_again(failure: Failure) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import socket
@@ -137,7 +138,10 @@ def test_the_groups_of_a_killed_agent_end_whatever_they_ignore() -> None:
         it.kill()
         assert ended(*(pid for pids in it.workers for pid in pids), it.guardian)
         assert all(map(running, spared))
-        assert it.words() == f"elastic_etcd: the agent (pid {it.pid}) is gone: killed what it ran\n"
+        said = (
+            rf"20\d\d-\S+Z elastic_etcd: the agent \(pid {it.pid}\) is gone: killed what it ran\n"
+        )
+        assert re.fullmatch(said, it.words())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -168,8 +172,8 @@ async def test_each_death_is_said_once_and_a_quick_one_slows_the_next_start(
     second = guardian.pid
     await guardian.replaced()
     assert guardian.said == [
-        f"the guardian (pid {first}) has ended (SIGKILL); another one is started now",
-        f"the guardian (pid {second}) has ended (SIGKILL); another one is started in 1 s",
+        f"the guardian (pid {first}) was killed by SIGKILL; another one is started now",
+        f"the guardian (pid {second}) was killed by SIGKILL; another one is started in 1 s",
     ]
 
 
@@ -233,7 +237,7 @@ async def test_one_that_ends_at_once_is_tried_again(
         await guardian.replaced()  # by one that may be dead by now
         guardian.guard(lease=0, groups=())
         await guardian.says(2)
-    assert guardian.said[1].endswith("has ended (exit code 1); another one is started in 1 s")
+    assert guardian.said[1].endswith("exited 1; another one is started in 1 s")
     guardian.started.clear()
     await happens(guardian.started)
     assert guardian.pid is not None

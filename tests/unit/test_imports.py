@@ -74,6 +74,7 @@ CHILDREN = {
     "children/forkserver.py": {
         "elastic_etcd.children.entry",
         "elastic_etcd.children.variables",
+        "elastic_etcd.system.process_title",
     },
     "children/run_script.py": {"elastic_etcd.children.entry"},
     "api/run_function.py": {"cloudpickle"},

@@ -1,9 +1,11 @@
 """The command line means what torchrun's means, compared with torchrun's own parser."""
 
+import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 from argparse import Action, ArgumentParser
 from collections.abc import Callable
@@ -426,13 +428,67 @@ def test_torchruns_default_event_handler_needs_no_remark() -> None:
 def test_lines_of_the_agent() -> None:
     def line(level: int, text: str, *args: Any) -> str:
         record = logging.LogRecord("elastic_etcd", level, "", 0, text, args, None)
-        return launch._Lines("node%1").format(record)
+        config = launch.parse(["--no-python", "--node-name=node%1", "true"], {})
+        return launch._Lines(config).format(record)
 
     assert line(logging.INFO, "%d nodes", 3) == "elastic_etcd[node%1]: 3 nodes"
     assert line(logging.INFO, "a\tb\n\x1b[2J") == "elastic_etcd[node%1]: a\tb\n    \\x1b[2J"
     forged = line(logging.INFO, "%s: leaving", "n1\nelastic_etcd[node%1]: o8")
     assert forged == "elastic_etcd[node%1]: n1\n    elastic_etcd[node%1]: o8: leaving"
     assert line(logging.WARNING, "slow") == "elastic_etcd[node%1]: warning: slow"
+
+
+LOGS = """
+import sys
+from elastic_etcd import launch
+launch.set_up_logging(launch.parse(sys.argv[1:], {}))
+launch.log.info("1 node")
+launch.log.warning("it\\nburns %s", "\x1b[2J")
+"""
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
+def logged(stderr: int, *flags: str, before: str = "") -> subprocess.CompletedProcess[bytes]:
+    """What a program logs there, in which `before` is run first."""
+    flags = ("--no-python", "--node-name=n1", "--job=j", "--etcd=e:1", *flags, "true")
+    command = [sys.executable, "-c", before + LOGS, *flags]
+    return subprocess.run(command, stderr=stderr, check=True, timeout=60)
+
+
+def test_o2_lines_have_a_time_off_a_terminal() -> None:
+    said = logged(subprocess.PIPE).stderr.decode()
+    first, second, third = said.splitlines()
+    assert re.fullmatch(rf"{TIME} elastic_etcd\[n1\]: 1 node", first)
+    assert re.fullmatch(rf"{TIME} elastic_etcd\[n1\]: warning: it", second)
+    assert third == "    burns \\x1b[2J"
+    ours, theirs = os.openpty()
+    logged(theirs)
+    os.close(theirs)
+    assert os.read(ours, 1 << 16).startswith(b"elastic_etcd[n1]: 1 node\r\n")
+    os.close(ours)
+
+
+def test_o2_the_journal_gets_priorities_where_stderr_leads_there() -> None:
+    own = "import os\nseen = os.fstat(2)\n"
+    own += "os.environ['JOURNAL_STREAM'] = f'{seen.st_dev}:{seen.st_ino}'\n"
+    assert logged(subprocess.PIPE, before=own).stderr.decode().splitlines() == [
+        "<6>elastic_etcd[n1]: 1 node",
+        "<4>elastic_etcd[n1]: warning: it",
+        "<4>    burns \\x1b[2J",
+    ]
+    others = own.replace("2)", "0)", 1)  # inherited, and led elsewhere
+    assert re.match(TIME, logged(subprocess.PIPE, before=others).stderr.decode())
+
+
+def test_o2_json_is_an_object_a_line() -> None:
+    said = logged(subprocess.PIPE, "--log-format=json").stderr.decode()
+    found = [json.loads(line) for line in said.splitlines()]
+    assert all(re.fullmatch(TIME, each.pop("time")) for each in found)
+    names = {"job": "j", "node": "n1"}
+    assert found == [
+        {"level": "info", **names, "message": "1 node"},
+        {"level": "warning", **names, "message": "it\nburns \x1b[2J"},
+    ]
 
 
 def test_a_node_is_called_as_in_slurm(parse: Parse) -> None:

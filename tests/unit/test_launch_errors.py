@@ -83,6 +83,13 @@ def directory(tmp_path: Path) -> Path:
         ("-t 0:9 train.py", "--tee: 0:9: give 0 none"),
         ("--local-ranks-filter a train.py", "a is not a list of local ranks like 0,1,2"),
         ("--signals-to-handle SIGHI train.py", "SIGHI: not all are names of signals"),
+        (
+            "--hang-timeout 5x train.py",
+            "5x is neither a number of seconds, such as 60, nor auto or",
+        ),
+        ("--etcd= train.py", "--etcd/--rdzv-endpoint: '' is empty"),
+        ("--role= train.py", "--role: '' is empty"),
+        ("--log-dir= train.py", "--log-dir: '' is empty"),
         ("--log-level loud train.py", "give one of debug, info, warning"),
         ("--etcd e:1 --nnodes 2 train.py", "Add --job ID, the same on every node"),
         ("--standalone --nnodes 2 train.py", "--standalone is one node"),
@@ -137,7 +144,7 @@ def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
     limited = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh", *LAUNCH]
     done = run(["--no-python", "true"], directory, limited)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: Too many open files: an agent needs more than 64, this ")
+    assert "]: error: Too many open files: an agent needs more than 64, this " in done.stderr
     assert "process may have 32 (ulimit -n).\n" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
@@ -147,7 +154,7 @@ def test_no_proc(directory: Path) -> None:
     hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc; exec "$@"', "sh"]
     done = run(["--no-python", "true"], directory, [*hidden, *LAUNCH])
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: no /proc, ")
+    assert "]: error: no /proc, " in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
 

@@ -1,6 +1,8 @@
 """Where the seconds of a node's worlds go, from its states and its workers' pages."""
 
 import asyncio
+import logging
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from elastic_etcd.agent.followers.recovery import CAUSES, cause_of
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, Spent
+from elastic_etcd.core.schema import Limits, Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
 from elastic_etcd.protocol.activity import SIZE, ActivityPage, Doing
 from elastic_etcd.system.memfds import sealed_memfd
@@ -26,11 +28,11 @@ PARTS = ("rendezvous", "start", "first_step", "trained", "detect", "stop", "unkn
 def state(now: Round | None, owner: int = OWN, **own: Any) -> State:
     world = Page(now.generation if now else 0, (Participant(owner, "n", 1, 0, 0),))
     view = View(9, Narrow(), round=now, page=world)
-    return State(Local("r", OWN, **own), 1, Life.MEMBER, view=view)
+    return State(Local("r", OWN, **own), 1, Life.MEMBER, view=view, limits=Limits(1, 2))
 
 
 def claimed(generation: int, **more: Any) -> Round:
-    return Round(generation, Phase.SETUP, OWN, "worker 0 on n1 exited 1", "r", "n1", **more)
+    return Round(generation, Phase.SETUP, OWN, "rank 0 on n1 exited 1", "r", "n1", **more)
 
 
 class Node:
@@ -95,6 +97,33 @@ async def test_every_second_of_a_world_has_its_place() -> None:
     whole, rounding = sum(getattr(spent, part) for part in PARTS), 1e-3 * len(PARTS)
     assert node.ended - began - rounding <= whole <= after - before + rounding
     assert min(spent.rendezvous, spent.start, spent.detect, spent.stop) > 0
+
+
+async def test_n8_a_change_of_world_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """With the restart that it has used, the time since the last step, and what is lost of that."""
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    node, changed = (
+        Node(),
+        replace(FIRST, generation=2, reason="rank 0 on n1 exited 1", trained=0.0),
+    )
+    await node.begin(FIRST)
+    await node.steps(1)
+    node.commit()
+    await node.steps(4)
+    await node.end(1)
+    await node.begin(replace(changed, restarts=1))
+    await node.end(2)
+    await node.begin(replace(changed, generation=3, reason="n2 is lost", restarts=1, trained=9.0))
+    first, failed, lost = caplog.messages
+    place = "group rank 0 of 1, rank 0 of 1"
+    assert first == f"generation 1 (the job begins): {place}"
+    cost = r"\d\.\d s after the last step, \d\.\d s are trained again"
+    assert re.fullmatch(
+        rf"generation 2 \(rank 0 on n1 exited 1\): {place}, restart 1 of 3, {cost}", failed
+    )
+    assert re.fullmatch(
+        rf"generation 3 \(n2 is lost\): {place}, \d\.\d s after the last step", lost
+    )
 
 
 async def test_the_pause_lasts_over_a_world_without_a_step() -> None:
@@ -237,7 +266,7 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
         ("the job is scaled to 1:2 nodes", True, "scale"),
         ("n2 is lost", False, "lost"),
         ("n2 and n3 are lost", False, "lost"),
-        ("worker 1 on n2 exited 1", False, "failure"),
+        ("rank 1 on n2 exited 1", False, "failure"),
     ],
 )
 def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:

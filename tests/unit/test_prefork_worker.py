@@ -132,6 +132,33 @@ def test_a_script_finds_the_same_process(ways: BothWays) -> None:
     check_facts(ways, [*ways.script(FACTS), "--lr", "0.1", "", "-m", "\udcff"])
 
 
+TITLE = """
+import os, sys
+from elastic_etcd.system.process_title import show_rank
+def told():
+    with open("/proc/self/cmdline", "rb") as shown, open("/proc/self/environ", "rb") as environ:
+        print(ascii(os.fsdecode(shown.read().rstrip(b"\\0"))), hash(environ.read()), sys.argv[1:])
+told()
+show_rank("12")
+told()
+"""
+
+
+def test_n8_a_forked_worker_is_shown_by_its_script_rank_and_job(quick: BothWays) -> None:
+    """And a rank that changes; what it was started with, and the mark of leftovers, stay."""
+    env = quick.env | {"RANK": "3", "TORCHELASTIC_RUN_ID": "resnet-7"}
+    forked = quick.fork([*quick.script(TITLE, "a rank 1 (b).py"), "--lr", "0.1"], env)
+    assert forked.code == 0, forked.err
+    ours, changed = (line.split("' ") for line in forked.out.splitlines())
+    assert ours[0] == "'elastic_etcd: a rank 1 (b).py rank 3 (resnet-7)"
+    assert changed[0] == "'elastic_etcd: a rank 1 (b).py rank 12 (resnet-7)"
+    assert ours[1] == changed[1]
+    assert ours[1].endswith("['--lr', '0.1']")
+    executed = quick.exec([*quick.script(TITLE), "--lr", "0.1"], env)
+    one, other = executed.out.splitlines()
+    assert one == other, "only what has a title gets another one"
+
+
 @pytest.mark.parametrize("spelling", ["{}", "./{}", ".//{}", "tests/../{}"])
 def test_a_script_by_a_relative_path(quick: BothWays, spelling: str) -> None:
     there = os.path.relpath(quick.script(FACTS)[-1])

@@ -6,6 +6,7 @@ import sys
 from datetime import datetime
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.agent.goodput import at_end, lines, of_run
@@ -75,11 +76,17 @@ def test_a_run_that_goes_on() -> None:
 def test_what_nobody_knows_is_said() -> None:
     unknown = replace(FIRST, spent=Spent(unknown=40.0, rendezvous=2.0))
     text = "\n".join(lines(of_run(unknown)))
-    assert "goodput 0.0 %: trained for 0.0 of 2.0 s" in text
-    assert "unknown: 40.0 s" in text
+    assert text.startswith("goodput is not known: no steps were seen\n")
+    assert "not known: 40.0 s, of worlds whose steps nobody saw" in text
+    some = replace(SECOND, spent=replace(SPENT, unknown=40.0))  # N5
+    share = "goodput 89.5 % of what is known: trained for 118.2 of 132.0 s"
+    assert next(lines(of_run(some))) == share
     plain = replace(FIRST, spent=replace(SPENT, commits=0, again=0.0))
     assert "what was trained again is not known" in "\n".join(lines(of_run(plain)))
-    assert next(lines(of_run(History(1)))) == "goodput: nothing is known yet"
+    assert next(lines(of_run(History(1)))) == "goodput is not known: no steps were seen"
+    for planned, told in ((0, ""), (1, ", 1 of them planned"), (2, ", planned")):
+        changed = replace(SECOND, spent=Spent(worlds=3, planned=planned), spent_before=UNSET)
+        assert list(lines(of_run(changed)))[-1] == f"2 restarts{told}"
 
 
 def test_only_the_newest_run_counts_and_garbage_does_not() -> None:

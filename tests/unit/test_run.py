@@ -38,7 +38,7 @@ from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import forget
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
-from elastic_etcd.train.run import is_communication_failure
+from elastic_etcd.train.run import _Ended, is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
@@ -233,6 +233,20 @@ async def test_a_change_is_one_line_of_rank_0(
     assert anew == f"generation 1 (n1 is lost): {here} in a new process"
     assert joined == f"generation 2 (n2 joins): {where} nothing"
     assert lost == f"generation 3 (n2 is lost): {where} 7 steps and the one under way"
+
+
+@pytest.mark.parametrize(
+    ("again", "told"),
+    [
+        (-1, "nothing"),
+        (0, "the step under way"),
+        (1, "1 step and the one"),
+        (7, "7 steps and the one"),
+    ],
+)
+def test_n8_what_is_trained_again_has_the_right_number(again: int, told: str) -> None:
+    cost = _Ended(here=True, at=time.monotonic(), again=again).cost()
+    assert f"; trained again: {told}" in cost
 
 
 async def test_g8_what_fails_before_the_state_is_there_is_a_broken_world_s(agent: Agent) -> None:

@@ -1,5 +1,6 @@
 """state.steps in one process: what it counts, when it commits, what it refuses."""
 
+import logging
 import multiprocessing
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -693,6 +694,7 @@ def test_t17_rank_0_says_what_a_step_is_now_and_was(
         caplog.clear()
         sampler.reshard(rank, world)
         arguments: dict[str, Any] = {"batch_size": 8, "sampler": sampler}
+        caplog.set_level(logging.INFO, "elastic_etcd")
         if planned:
             plan = accumulation_steps(96, 8, rank=rank, world_size=world)
             sampler.reshard(batch_sizes=plan.batch_sizes)
@@ -713,6 +715,7 @@ def test_t17_rank_0_says_what_a_step_is_now_and_was(
 def test_t17_rank_0_in_a_new_process_knows_how_many_ranks_there_were(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
     state = ElasticState(sampler=ElasticSampler(LENGTH, rank=0, world_size=3))
     state._loops.ranks_before = 4
     next(iter(state.steps(loader_of(state))))

@@ -22,7 +22,7 @@ from elastic_etcd.core.schema import (
     decode,
     encode,
 )
-from elastic_etcd.core.stragglers import NodeTimes, compared
+from elastic_etcd.core.stragglers import NodeTimes
 from elastic_etcd.core.txn import KeyValue, Put, Snapshot
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
 
@@ -33,6 +33,14 @@ FACTOR = 1.5
 
 def nodes(*outside: float, whole: float = 1.0) -> list[NodeTimes]:
     return [NodeTimes(f"n{number}", time, whole) for number, time in enumerate(outside, 1)]
+
+
+def compared(
+    known: Stragglers, generation: int, nodes: list[NodeTimes], factor: float
+) -> Stragglers | None:
+    """The line as if all that have turned had been so for long."""
+    turned = stragglers.turned(known, nodes, factor)
+    return stragglers.compared(known, generation, nodes, turned) if turned else None
 
 
 def test_the_node_that_is_slow_is_named_with_the_figures() -> None:
@@ -62,10 +70,27 @@ def test_of_two_nodes_the_median_is_the_faster_one() -> None:
         [0.1, 0.25],  # together they take more than a tenth of it
         [0.0, 0.1],
         [0.0, 0.0],
+        [0.5, 0.509],
     ],
 )
 def test_nobody_is_named(times: list[float]) -> None:
     assert compared(NOBODY, 1, nodes(*times, whole=2.0), FACTOR) is None
+
+
+@pytest.mark.parametrize("times", [(0.003, 0.006), (0.0106, 0.0069), (0.0097, 0.0048)])
+def test_n4_a_few_milliseconds_are_a_busy_machines(times: tuple[float, float]) -> None:
+    assert compared(NOBODY, 1, nodes(*times, whole=0.012), FACTOR) is None
+
+
+def test_n4_what_has_not_lasted_is_not_told_with_what_has() -> None:
+    both = nodes(0.5, 0.5, 0.5, 0.9, 0.8)
+    assert stragglers.turned(NOBODY, both, FACTOR) == {"n4", "n5"}
+    found = stragglers.compared(NOBODY, 1, both, ["n5"])
+    assert found.line.startswith("n5 is slow: 0.80 s")
+    assert found.nodes == ("n5",)
+    mended = nodes(0.5, 0.5, 0.5, 0.9, 0.5)
+    assert stragglers.turned(found, mended, FACTOR) == {"n4", "n5"}
+    assert stragglers.compared(found, 1, mended, ["n4"]).nodes == ("n5", "n4")
 
 
 def test_what_is_a_tenth_of_a_step_counts() -> None:
@@ -140,16 +165,14 @@ def view(*times: StepTime, **more: Any) -> View:
 
 def test_more_than_half_of_the_nodes_have_told() -> None:
     two = time(0xA, 0.5), time(0xB, 0.9)
-    assert stragglers.lead(view(*two), FACTOR) is None
+    assert not stragglers.measured(view(*two))
     older = time(0xC, 0.5, generation=2)
     stranger = time(0xF, 0.5)
-    assert stragglers.lead(view(*two, older, stranger), FACTOR) is None
-    found = stragglers.lead(view(*two, time(0xC, 0.5)), FACTOR)
+    assert not stragglers.measured(view(*two, older, stranger))
+    found = compared(NOBODY, 3, stragglers.measured(view(*two, time(0xC, 0.5))), FACTOR)
     assert found
     assert "n2 is slow" in found.line
     assert "the median of 3 nodes" in found.line
-    there = view(*two, time(0xC, 0.5), stragglers=found)
-    assert stragglers.lead(there, FACTOR) is None
 
 
 def test_nodes_are_compared_where_there_are_some() -> None:

@@ -38,7 +38,7 @@ def test_whose_workers_fail_is_held_off_for_the_longest_at_once(after: int) -> N
         suspects = failed(suspects, "n1", rapid=True)
     assert doubted(suspects, after) == {"n1"}
     assert not doubted(aged(suspects, LONGEST, after), after)
-    assert f"{after} times" in why_left_out(suspects, "n1", after)
+    assert f"failed {after} time" in why_left_out(suspects, "n1", after)
 
 
 def test_a_failure_that_is_not_rapid_ends_the_row() -> None:

@@ -306,8 +306,8 @@ def test_a_round_without_a_reason_is_refused() -> None:
 
 
 def test_a_failure_is_told_in_one_line() -> None:
-    assert str(Failure("n1", 3, 1, 42, 7, 1.0)) == "worker 3 on n1 exited 7"
-    assert str(Failure("n1", 3, 1, 42, -9, 1.0)) == "worker 3 on n1 was killed by signal 9"
+    assert str(Failure("n1", 3, 1, 42, 7, 1.0)) == "rank 3 on n1 exited 7"
+    assert str(Failure("n1", 3, 1, 42, -9, 1.0)) == "rank 3 on n1 was killed by SIGKILL"
 
 
 # --- snapshots

@@ -8,7 +8,8 @@ from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import stragglers, writes
 from elastic_etcd.core.lifecycle import Event, State
-from elastic_etcd.core.schema import Keys, StepTime
+from elastic_etcd.core.schema import Keys, StepTime, Stragglers
+from elastic_etcd.core.view import View
 from elastic_etcd.protocol.activity import MEASURED
 
 _PERIOD = 5.0  # seconds between two looks, at most
@@ -28,6 +29,8 @@ class StragglerWatch(PeriodicFollower):
         self._published: StepTime | None = None
         self._measured = 0  # how often its slowest-to-measure worker was, by then
         self._last_line: int | None = None  # its number
+        self._turned: dict[str, float] = {}  # nodes that are slow or fast now, since when
+        self._named: dict[str, float] = {}  # as slow, when last
 
     def see(self, before: State, event: Event, state: State) -> None:
         """Take note of the agent's new state; log a new line, not one from before this agent."""
@@ -37,7 +40,8 @@ class StragglerWatch(PeriodicFollower):
         found = state.view.stragglers
         number = found.number if found else 0
         if found and self._last_line is not None and number > self._last_line:
-            log.warning("%s", found.line)
+            level = logging.INFO if found.line.endswith(stragglers.AGAIN) else logging.WARNING
+            log.log(level, "%s", found.line)
         self._last_line = number
 
     def pause(self) -> float:
@@ -53,12 +57,27 @@ class StragglerWatch(PeriodicFollower):
         if view is None or state.limits is None:
             return
         factor = state.limits.straggler_factor
-        if factor and leads(state) and (found := stragglers.lead(view, factor)):
-            await self.publish(writes.put_stragglers(self._keys, view, state.local, found))
+        if factor and leads(state):
+            await self._compare(view, factor)
         now = view.round
         if now and state.limits.seek_stragglers(now.nodes) and self._loop.time() >= self._next:
             self._next = self._loop.time() + now.nodes / _A_SECOND * random.uniform(0.5, 1)  # noqa: S311
             await self._publish_step_time(state)
+
+    async def _compare(self, view: View, factor: float) -> None:
+        """Tell of those that have turned for long; of a node that was named lately only good."""
+        known, now = view.stragglers or Stragglers(), self._loop.time()
+        nodes = stragglers.measured(view)
+        turned = stragglers.turned(known, nodes, factor)
+        self._turned = {name: self._turned.get(name, now) for name in turned}
+        told = {name for name, since in self._turned.items() if now - since >= stragglers.LASTING}
+        quiet = {name for name, at in self._named.items() if now - at < stragglers.QUIET}
+        told -= quiet.difference(known.nodes)
+        if not told:
+            return
+        found = stragglers.compared(known, view.trains, nodes, told)
+        self._named |= dict.fromkeys(told.difference(known.nodes), now)
+        await self.publish(writes.put_stragglers(self._keys, view, self.state.local, found))
 
     async def _publish_step_time(self, state: State) -> None:
         found = [now for _, now in self._workers.activities()]

@@ -5,6 +5,7 @@ times are of this agent's clock.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -16,6 +17,8 @@ from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
 from elastic_etcd.protocol.activity import Activity, Doing
+
+log = logging.getLogger(__name__)
 
 _SOONEST, _LATEST = 0.01, 1.0  # seconds between two looks for a world's first step
 _FINER = 0.1  # than so much of what is measured
@@ -96,6 +99,7 @@ class TimeAccounting:
         assert self._state.view
         begun = self._state.view.round
         assert begun
+        self._tell_world(begun, now)
         self.recovery.begin_world(cause_of(begun), now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
@@ -103,6 +107,23 @@ class TimeAccounting:
         self._trains, self._started, self._first = True, False, None
         self._finished = False
         self._look_later(now)
+
+    def _tell_world(self, begun: Round, now: float) -> None:
+        """The line of a change: why, this node's place, and what it has cost until now."""
+        view, limits = self._state.view, self._state.limits
+        part = view.part(self._state.local.lease) if view else None
+        if part is None or limits is None:
+            return
+        last = part.first_rank + part.nproc - 1
+        ranks = f"ranks {part.first_rank}-{last}" if part.nproc > 1 else f"rank {last}"
+        told = f"group rank {part.group_rank} of {begun.nodes}, {ranks} of {begun.world_size}"
+        if begun.restarts and not begun.trained:  # that is of the worlds since the last restart
+            told += f", restart {begun.restarts} of {limits.max_restarts}"
+        if self._last is not None:
+            told += f", {now - self._last:.1f} s after the last step"
+            if self._spent.again >= _FINER:
+                told += f", {self._spent.again:.1f} s are trained again"
+        log.info("generation %d (%s): %s", begun.generation, begun.reason, told)
 
     def _look_for_step(self) -> None:
         """Look for the first step again and again, the less often the longer it takes."""

@@ -65,7 +65,7 @@ class CommitInterval:
         if rank == 0:
             apart = self.steps * self._a_step
             steps = f"{self.steps} steps" if self.steps > 1 else "step"
-            log.warning(
+            log.info(
                 "state.steps() commits each %s, which is about each %.2g s and takes %.2g %% "
                 "of the time: a failure costs about that at most, and the step under way. "
                 "commit_every=n is another number, None is none",

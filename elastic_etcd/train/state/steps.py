@@ -188,7 +188,7 @@ class Steps:
             if not size or size == was or sampler.rank or ranks in (0, sampler.world_size):
                 continue
             known = f"was {was}" if was else f"of {sampler.world_size} ranks, which were {ranks}"
-            log.warning("a step is %d samples, %s", size, known)
+            log.info("a step is %d samples, %s", size, known)
 
     def _samples(self, sampler: ElasticSampler) -> int:
         """The samples of all ranks in a step; 0 if a batch may have any number of them."""

@@ -1,0 +1,29 @@
+"""The words that all texts share: numbers with their nouns, names of many, ends of processes."""
+
+import signal
+from collections.abc import Sequence
+
+NAMED = 3  # of many, in a line
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `2 steps`; `many` is for what gets no s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def listed(names: Sequence[str], on: str = "") -> str:
+    """`n1`, `n1 and n2`; of many nodes the first few, and how many more."""
+    more = len(names) - NAMED
+    *first, last = (*names[:NAMED], on + counted(more, "more node")) if more > 0 else names
+    return " and ".join(filter(None, (", ".join(first), last)))
+
+
+def ended(code: int) -> str:
+    """The end of a process with this exit code: `exited 1`, `was killed by SIGKILL`."""
+    return f"exited {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; `signal 40` for one of those that have no name."""
+    known = number in set(signal.Signals)
+    return signal.Signals(number).name if known else f"signal {number}"
