@@ -90,7 +90,7 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     assert json.loads(failed["metadata"]["metadata"])["exit_code"] == [1]
     assert all(1e3 * began < event["timestamp"] < 1e3 * time.time() for event in seen)
     report = json.loads(look(job, "report", "--json"))
-    assert (report["state"], report["generation"], report["restarts"]) == ("going on", 2, 1)
+    assert (report["state"], report["generation"], report["restarts"]) == ("training", 2, 1)
     assert report["going_on"] > 0
     job.finish(n1, n2, seconds=120)
     took = time.time() - began

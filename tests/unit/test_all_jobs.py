@@ -87,8 +87,8 @@ def test_status(shell: Shell) -> None:
     assert [row.split()[:2] for row in rows] == [
         ["a", "training"],
         ["b", "training"],
-        ["c", "succeeded"],
         ["d", "deserted"],
+        ["c", "succeeded"],
     ]
     assert "2 training " in rows[0]
     states = objects(shell.ok("status", "--all", "--json"))
@@ -103,7 +103,7 @@ def test_status(shell: Shell) -> None:
 
 def test_top(shell: Shell) -> None:
     rows = shell.ok("top", "--all").splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["a", "b", "c", "d"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "d", "c"], "those that go on come first"
     found = objects(shell.ok("top", "--all", "--json"))
     assert [(f["job"], f["nodes"]) for f in found[:2]] == [
         ("a", {"training": 2}),
@@ -142,10 +142,10 @@ def test_report(shell: Shell) -> None:
     assert code == 0
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert heads == [
-        "job a, run r: going on",
-        "job b, run r: going on",
-        "job c, run r: succeeded",
-        "job d, run r",
+        "job a: training, run r",
+        "job b: training, run r",
+        "job c: succeeded, run r",
+        "job d: deserted, run r",
     ]
     assert err == "note: job none has had no world yet\n"
     assert [found["job"] for found in objects(shell.ok("report", "--all", "--json"))] == [*"abcd"]

@@ -166,7 +166,7 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
         state = server.json("/api/jobs/j")
         assert state["nodes"][0]["node"] == ATTACK
         assert state["nodes"][0]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
-        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost (0.5 s)"
+        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost; 0.5 s later"
         assert server.json("/api/jobs/over")["outcome"]["failure"]["message"] == TRACEBACK
         assert server.get("/api/jobs/none")[0] == server.get("/jobs/none")[0] == 404
         assert server.get("/api/jobs/a%20b/events")[0] == 404

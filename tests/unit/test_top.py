@@ -112,8 +112,14 @@ def terminal(argv: list[str]) -> Iterator[Screen]:
 
 def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     with terminal(command(etcd, keys)) as top:
-        top.shows("job j: training, generation 2", "node1 ", "4.50", "commit", "of 30 nodes")
-        top.shows("10:05:04 generation 2: node7 is lost (0.5 s)", "q: quit")
+        top.shows(
+            "job j: training since 2026-11-22T10:05:04Z, generation 2",
+            "node1 ",
+            "4.50",
+            "commit",
+            "of 30 nodes",
+        )
+        top.shows("10:05:04 generation 2: node7 is lost; 0.5 s later", "q: quit")
         lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) <= 80
         assert "node30" not in top.text

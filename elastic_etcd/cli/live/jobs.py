@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
 
-from elastic_etcd.cli import query, status
+from elastic_etcd.cli import events, query, status
 from elastic_etcd.cli.query import MOST_KEYS, by_job, is_known
 from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
@@ -141,9 +141,11 @@ class Jobs:
         return self._overview
 
     def in_short(self) -> list[dict[str, Any]]:
-        """All jobs, each in short."""
+        """All jobs, each in short, those that go on first."""
         found = [known.state for known in map(self.known, self._jobs) if known]
-        return [status.in_short(s) | {"steps_per_second": s["steps_per_second"]} for s in found]
+        return status.by_urgency(
+            status.in_short(s) | {"steps_per_second": s["steps_per_second"]} for s in found
+        )
 
     def known(self, job: str) -> Known | None:
         """A job; None if there is none of that name."""
@@ -381,7 +383,7 @@ def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,
         "summary": [*status.summary(state), *filter(None, [note])],
-        "events": status.events(state),
+        "events": events.lines(job, view),
     }
 
 

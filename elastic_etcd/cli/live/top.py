@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 import termios
 import tty
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Never
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from elastic_etcd.cli import query, status, write_requests
+from elastic_etcd.cli import events, query, status, tables, write_requests
 from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
 from elastic_etcd.core.schema import unhexed
 from elastic_etcd.core.view import Everything, view_of
@@ -28,8 +24,6 @@ from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-    from rich.console import RenderableType
 
     from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Keys
@@ -46,13 +40,17 @@ _PAUSE = 0.1  # seconds between two frames, at least
 _FRAME = 1.0  # seconds between two frames, where nothing happens
 _KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
 _ASKED = 8  # leases at a time
+# What a terminal is told: another screen without a cursor, its upper left, and the way back.
+_ENTER, _HOME, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[H", "\x1b[?25h\x1b[?1049l"
+_END_OF_LINE, _END_OF_SCREEN = "\x1b[K", "\x1b[J"
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
 Nodes say how fast they are as long as somebody views the job, which takes the right to write
 JOB/watched; all else is only read. "lease" is how long a node's lease still is, of how long: it is
-renewed each third of that, and without that the node is lost at 0. Without a terminal, or with
---once or --json, the job is printed once. With --all there is a line for each job, and q: quit.
+renewed each third of that, and without that the node is lost at 0. Without a terminal, on one that
+is dumb (TERM), or with --once or --json, the job is printed once. With --all there is a line for
+each job, those that go on first, and q: quit.
 
 examples:
   elastic-etcd top resnet-7 --etcd etcd1:2379
@@ -84,7 +82,9 @@ async def _show(client: Client, args: Namespace) -> None:
 
 
 def _is_once(args: Namespace) -> bool:
-    return args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    return args.once or args.json or is_dumb or not is_terminal
 
 
 async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
@@ -113,7 +113,7 @@ async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
         if args.json:
             query.print_json(screen.as_json(), args)
         else:
-            query.console().print(screen.render(1 << 20))
+            query.say(screen.render(tables.width(), 1 << 20))
 
 
 async def _all_jobs(client: Client, args: Namespace) -> None:
@@ -124,14 +124,14 @@ async def _all_jobs(client: Client, args: Namespace) -> None:
             for job in known.in_short():
                 query.print_json(job, args)
         else:
-            query.console().print(status.jobs_table(known.in_short()))
+            query.say(status.jobs_table(known.in_short(), tables.width()))
 
 
 async def _follow_all(known: Jobs) -> None:
-    def draw(height: int) -> Group:
+    def draw(width: int, height: int) -> list[str]:
         found, room = known.in_short(), height - 3
-        table = status.jobs_table(found[:room])
-        return Group(_line(_of_all(known, len(found), room)), table, _line(_QUIT))
+        table = status.jobs_table(found[:room], width)
+        return [_of_all(known, len(found), room), *table, _QUIT]
 
     async def press(key: str) -> bool:
         return key in _QUITS
@@ -189,6 +189,7 @@ class Screen:
         self._once = once
         self._job = job
         self._state: dict[str, Any] = {}
+        self._events: list[str] = []
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
@@ -197,6 +198,7 @@ class Screen:
         """Take note of the job's new state."""
         view = view_of(snapshot, keys, Everything())
         self._state = describe(self._job, view, snapshot, keys)
+        self._events = events.lines(self._job, view)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
@@ -235,17 +237,17 @@ class Screen:
             return None
         return {"seconds": left.seconds, "granted": left.granted}
 
-    def render(self, height: int) -> Group:
+    def render(self, width: int, height: int) -> list[str]:
         """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
         head = [*status.summary(self._state), *filter(None, [self.note])]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2
-        events = status.events(self._state)[-_EVENTS:]
-        rows = max(1, min(len(self.nodes), room - min(len(events), 3) - 1))
-        shown_events = events[-max(0, room - rows - 1) :] if room > rows + 1 else []
-        nodes = self._table(rows) if self.nodes else _line("  no node is there")
-        return Group(*map(_line, head), nodes, *map(_line, ["", *shown_events, *foot]))
+        told = self._events[-_EVENTS:]
+        rows = max(1, min(len(self.nodes), room - min(len(told), 3) - 1))
+        shown_events = told[-max(0, room - rows - 1) :] if room > rows + 1 else []
+        nodes = self._table(rows, width) if self.nodes else ["  no node is there"]
+        return [*head, *nodes, "", *shown_events, *foot]
 
     def _foot(self) -> list[str]:
         if self._once:
@@ -254,36 +256,30 @@ class Screen:
             return [f"{' '.join(self._asks)}? y: yes, any other key: no"]
         return [self._message, _KEYS] if self._message else [_KEYS]
 
-    def _table(self, rows: int) -> Table:
-        table = Table(box=None, pad_edge=False, expand=False)
-        for name in ("", "node", "state", "ranks", "step", "steps/s", "doing", "lease", "why"):
-            justify: Literal["right", "left"] = "right" if name.startswith("step") else "left"
-            # Only these give way where there is no room.
-            table.add_column(name, justify=justify, no_wrap=name not in ("node", "why"))
+    def _table(self, rows: int, width: int) -> list[str]:
         first = max(0, min(self._chosen - rows + 1, len(self.nodes) - rows))
-        shown_rows = list(enumerate(self.nodes))[first : first + rows]
-        self.visible = [unhexed(node["lease"]) for _, node in shown_rows]
-        for number, node in shown_rows:
-            pace, left = node["pace"], self._left_of(node)
-            cells = [
-                ">" if number == self._chosen and not self._once else "",
-                node["node"],
-                node["state"],
-                status.span(node["ranks"]),
-                str(pace["step"]) if pace else "-",
-                f"{pace['per_second']:.2f}" if pace else "-",
-                pace["doing"] if pace else "-",
-                f"{left['seconds']}/{left['granted']} s" if left else "-",
-                node["why"],
-            ]
-            table.add_row(*map(_line, cells))
-        if len(self.nodes) > rows:
-            table.caption = f"{rows} of {len(self.nodes)} nodes"
-        return table
+        shown = self.nodes[first : first + rows]
+        self.visible = [unhexed(node["lease"]) for node in shown]
+        heads = ("node", "state", "ranks", "step", "steps/s", "doing", "lease", "why")
+        found = [self._row(node) for node in shown]
+        lines = tables.table(heads, found, width - len("> "), soft=(7,), right=(3, 4))
+        chosen = None if self._once else self._chosen - first + 1
+        lines = [f"{'>' if at == chosen else ' '} {line}" for at, line in enumerate(lines)]
+        more = [f"  {rows} of {len(self.nodes)} nodes"] if len(self.nodes) > rows else []
+        return [*lines, *more]
 
-
-def _line(text: str) -> Text:
-    return Text(query.in_one_line(text), no_wrap=True, overflow="ellipsis")
+    def _row(self, node: dict[str, Any]) -> tuple[str, ...]:
+        pace, left = node["pace"], self._left_of(node)
+        return (
+            node["node"],
+            node["state"],
+            status.span(node["ranks"]),
+            str(pace["step"]) if pace else "-",
+            f"{pace['per_second']:.2f}" if pace else "-",
+            pace["doing"] if pace else "-",
+            f"{left['seconds']}/{left['granted']} s" if left else "-",
+            node["why"],
+        )
 
 
 async def _lefts(client: Client, leases: Sequence[int]) -> dict[int, TimeToLive]:
@@ -311,21 +307,19 @@ async def _follow_leases(client: Client, screen: Screen) -> Never:
 
 async def _run_screen(
     changed: asyncio.Event,
-    draw: Callable[[int], RenderableType],
+    draw: Callable[[int, int], list[str]],
     press: Callable[[str], Awaitable[bool]],
     refresh: Callable[[], Awaitable[None]],
 ) -> None:
     """Draw a screen again and again when something has `changed`, until `press` ends it."""
-    console = Console(highlight=False)
     pressed: asyncio.Queue[str] = asyncio.Queue()
-    with (
-        _keys_of(pressed, changed),
-        _signals(pressed, changed),
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
+    with _keys_of(pressed, changed), _signals(pressed, changed), _other_screen():
         while True:
             await refresh()
-            live.update(draw(console.height), refresh=True)
+            width, height = shutil.get_terminal_size()
+            lines = (tables.cut(query.in_one_line(line), width) for line in draw(width, height))
+            text = "\n".join(f"{line}{_END_OF_LINE}" for line in lines)
+            print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
             await asyncio.sleep(_PAUSE)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FRAME):
@@ -337,6 +331,15 @@ async def _run_screen(
                     raise SystemExit(128 + signal.Signals[key])
                 if await press(key):
                     return
+
+
+@contextmanager
+def _other_screen() -> Iterator[None]:
+    print(_ENTER, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(_LEAVE, end="", flush=True)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ function drawJobs({prefix, jobs}) {
     cell("n", rate(state.steps_per_second), "steps/s"),
     cell("n", state.generation, "generation"),
     cell("n", budget(state), "restarts"),
-    cell("rest quiet", state.reason)));
+    cell("rest quiet", [state.why, state.last_words].filter(Boolean).join(": "))));
   show(el("section", {}, el("h1", {}, jobs.length === 1 ? "1 job" : `${jobs.length} jobs`),
     jobs.length
       ? table("wide", [["job"], ["state"], ["nodes", "n"], ["world size", "n"], ["steps/s", "n"],
@@ -130,7 +130,7 @@ function head(state) {
   const tile = (name, value, more) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, ` ${more}`) : null));
   return el("section", {},
     el("div", {class: "title"}, el("h1", {}, job), badge(state)),
-    el("ul", {class: "lines"}, state.summary.slice(1).map((line) => el("li", {}, line.trim()))),
+    el("ul", {class: "lines"}, state.summary.map((line) => el("li", {}, line.trim()))),
     el("dl", {class: "tiles"},
       tile("world size", state.world_size, "ranks"),
       tile("nodes that train", training.length, state.limits ? `of ${sizes(state.limits)}` : ""),
@@ -166,7 +166,7 @@ function nodes(state) {
 }
 
 function events(state) {
-  return el("section", {}, el("h2", {}, "Events ", el("span", {class: "quiet"}, "the newest first; in brackets the seconds without a world")),
+  return el("section", {}, el("h2", {}, "Events ", el("span", {class: "quiet"}, "the newest first")),
     state.events.length
       ? el("ul", {class: "events", tabindex: "0"}, [...state.events].reverse().map((line) => el("li", {}, line)))
       : el("p", {class: "quiet"}, "None yet."));
