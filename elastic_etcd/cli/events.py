@@ -84,7 +84,8 @@ async def _events(client: Client, args: Namespace) -> None:
         return is_over() or None
 
     if args.follow and not is_over():
-        await query.while_read(first(client, (query.keys_of(args),), follow))
+        following = first(client, (query.keys_of(args),), follow)
+        await query.while_read(query.while_silence_is_told(client, args, following))
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:

@@ -106,6 +106,13 @@ def printable(text: str) -> str:
     return text
 
 
+def filled(text: str) -> str:
+    """Any text but an empty one, which a shell makes of a variable that is not set."""
+    if not text.strip():
+        raise ArgumentTypeError("its value is empty: is a variable not set?")
+    return text
+
+
 def label(text: str) -> str:
     """A name, or an empty text."""
     return printable(text) if text else text
@@ -237,7 +244,7 @@ def ranks(text: str) -> frozenset[int] | None:
 
 def signals(text: str) -> tuple[signal.Signals, ...]:
     """Names of signals, `SIGTERM,SIGINT`."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = [part.strip() for part in filled(text).split(",") if part.strip()]
     unknown = [part for part in names if part not in signal.Signals.__members__]
     if unknown or {"SIGKILL", "SIGSTOP", "SIGCHLD"} & set(names):
         raise ArgumentTypeError(f"{text}: not all are names of signals that can be handled")

@@ -13,7 +13,9 @@ from argparse import ArgumentTypeError
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper, UnsupportedOperation
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from elastic_etcd.cli import parsers
 from elastic_etcd.cli.flag_values import job_id, seconds
@@ -22,7 +24,7 @@ from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import PARTS, History, Keys, decode, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
-from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.errors import ElasticEtcdError, EtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 
 if TYPE_CHECKING:
@@ -33,9 +35,13 @@ if TYPE_CHECKING:
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.access import EtcdConfig
 
+T = TypeVar("T")
+Away: TypeAlias = dict[str, str]  # `since` when etcd does not answer, and `why`
+
 MOST_KEYS = 100_000  # of all jobs together
 JSON_VERSION = 1  # of --json: a field that goes, or means something else, makes it another
 _NAMED = 8  # jobs or nodes, in a line
+_ASK = 2.0  # seconds between two questions whether etcd is there
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CODES = """\
 exit codes:
@@ -222,7 +228,7 @@ class Job:
         self.client, self.name = client, str(args.job)
         self.keys = Keys(f"{args.prefix}/{args.job}")
         self.ranges = covered(self.keys, Everything())
-        self.timeout = args.timeout
+        self.args, self.timeout = args, args.timeout
 
     async def read(self) -> Snapshot:
         """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
@@ -309,6 +315,46 @@ async def while_read(doing: Coroutine[Any, Any, object]) -> None:
                 raise
         finally:
             loop.remove_reader(output.fileno())
+
+
+async def while_silence_is_told(client: Client, args: Namespace, doing: Awaitable[T]) -> T:
+    """Do this, and say whenever etcd does not answer, or does so again."""
+
+    def tell(away: Away | None) -> None:
+        note(
+            f"no answer from etcd since {away['since']}: {away['why']}" if away else "etcd answers"
+        )
+
+    asking = asyncio.create_task(ask_whether_there(client, keys_of(args), args.timeout, tell))
+    try:
+        return await doing
+    finally:
+        asking.cancel()
+
+
+async def ask_whether_there(
+    client: Client, keys: Get, timeout: float, tell: Callable[[Away | None], None]
+) -> Never:
+    """Ask etcd again and again, as a watch alone may be silent for long; tell what has changed."""
+    away: Away | None = None
+    answered = timestamp()
+    while True:
+        try:
+            await client.range(replace(keys, limit=1), timeout=timeout)
+            answered = timestamp()
+            if away:
+                away = None
+                tell(None)
+        except EtcdError as error:
+            if not away:
+                away = {"since": answered, "why": str(error).partition("\n")[0]}
+                tell(away)
+        await asyncio.sleep(_ASK)
+
+
+def timestamp() -> str:
+    """This moment, as `when` tells it."""
+    return when(datetime.now(UTC).isoformat())
 
 
 def in_one_line(text: str) -> str:

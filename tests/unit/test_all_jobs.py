@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 
 import pytest
 
@@ -19,7 +21,7 @@ from elastic_etcd.core.schema import Drain, Keys, Member, Requests, decode, enco
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
 from tests.support.etcd import EtcdServer
-from tests.support.jobs import KEYS, OVER, RUNNING
+from tests.support.jobs import KEYS, OUTCOME, OVER, RUNNING
 
 DRAINED = Requests((Drain("n1"),))
 LEFT = {KEYS.member(0xA), KEYS.member(0xB), KEYS.wanted}
@@ -202,6 +204,19 @@ def test_a_node_that_no_job_knows(shell: Shell, command: str) -> None:
 def test_a_machine_leaves_all_jobs(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NODE_NAME", "n1")
     assert shell.ok("drain", "--all", "--self").count("node n1 of job") == 2
+
+
+def test_o7_all_jobs_that_are_long_over_are_forgotten(shell: Shell) -> None:
+    age = time.time() - datetime.fromisoformat(OUTCOME.at).timestamp()
+    code, out, err = shell("forget", "--all", "--yes", "--older-than", str(age + 3600))
+    assert (code, out) == (0, "")
+    assert f"note: no job under {shell.prefix} was over " in err
+    code, out, err = shell("forget", "--all", "--older-than", "1")
+    assert (code, "asks first" in err) == (2, True)
+    code, out, err = shell("forget", "--all", "--yes", "--older-than", "1")
+    assert (code, out) == (0, "job c is forgotten\n")
+    assert err == f"to forget: 1 job under {shell.prefix}: c\n"
+    assert [s["job"] for s in objects(shell.ok("status", "--all", "--json"))] == ["a", "b", "d"]
 
 
 def test_all_jobs_are_stopped(shell: Shell) -> None:

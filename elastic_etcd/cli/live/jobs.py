@@ -13,7 +13,6 @@ import time
 from array import array
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 MOST_CHARTS = 1000  # jobs that have one
 MOST_POINTS = 400  # of a chart
 _SAMPLE = 2.0  # seconds between two points, as long as there is room
-_ASK = 2.0  # seconds between two questions whether etcd is there
 _AGAIN = 30.0  # seconds until what etcd has refused is tried again
 _RECONCILE = 120.0  # there may be many keys
 _PATIENCE = 1.0  # with an etcd that is to know that nobody views a job any more
@@ -106,9 +104,8 @@ class Jobs:
         self._notes: dict[str, str] = {}  # by job, why its nodes do not hear of viewers
         self._charts: dict[str, bytes] = {}
         self._overview = b""
-        self._answered = _timestamp()
-        self._away: dict[str, str] | None = None
-        self._refused: dict[str, str] | None = None
+        self._away: query.Away | None = None
+        self._refused: query.Away | None = None
 
     async def __aenter__(self) -> Self:
         some = Get(self._root, prefix=True, limit=1)
@@ -173,7 +170,7 @@ class Jobs:
         return _json({"away": self.away})
 
     @property
-    def away(self) -> dict[str, str] | None:
+    def away(self) -> query.Away | None:
         """Since when etcd is not there, and why, if so."""
         return self._away or self._refused
 
@@ -214,7 +211,7 @@ class Jobs:
             error = mirror.failed.exception()
             if not isinstance(error, EtcdError) or not read:
                 mirror.failed.result()
-            self._refused = {"since": _timestamp(), "why": str(error)}
+            self._refused = {"since": query.timestamp(), "why": str(error)}
             self._tell_news()
             await asyncio.sleep(_AGAIN)
 
@@ -232,19 +229,14 @@ class Jobs:
         news.set()
 
     async def _ask(self) -> Never:
-        """Find out whether etcd is there; a watch alone may be silent for long."""
-        some = Get(self._root, prefix=True, limit=1)
-        while True:
-            was = self._away
-            try:
-                await self._client.range(some, timeout=self._timeout)
-                self._answered, self._away = _timestamp(), None
-            except EtcdError as error:
-                why = str(error).partition("\n")[0]
-                self._away = was or {"since": self._answered, "why": why}
-            if was is not self._away:
-                self._tell_news()
-            await asyncio.sleep(_ASK)
+        """Find out whether etcd is there."""
+
+        def tell(away: query.Away | None) -> None:
+            self._away = away
+            self._tell_news()
+
+        some = Get(self._root, prefix=True)
+        await query.ask_whether_there(self._client, some, self._timeout, tell)
 
     async def _sample(self) -> Never:
         """Add a point to each chart again and again."""
@@ -389,7 +381,3 @@ def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
