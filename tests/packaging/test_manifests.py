@@ -32,7 +32,7 @@ SPOILT = {
     "job.yaml": ("podReplacementPolicy", "podReplacementPolicies"),
     "jobset.yaml": ("maxRestarts", "maxRestart"),
     "kueue.yaml": ("livenessProbe", "livelinessProbe"),
-    "monitoring.yaml": ("honorLabels", "honourLabels"),
+    "monitoring.yaml": ("podMetricsEndpoints", "podMetricEndpoints"),
 }
 
 

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_etcd.agent.followers.metrics import Metrics
 from elastic_etcd.cli.live.jobs import MOST_POINTS, Jobs, Series
 from elastic_etcd.cli.live.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
@@ -44,6 +47,7 @@ from elastic_etcd.etcd.mirror import Mirror
 from tests.support.chromium import chromium
 from tests.support.debian import NotToBeHad
 from tests.support.etcd import EtcdServer
+from tests.unit.test_metrics import CONFIG
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -149,6 +153,36 @@ def waits_for(what: str, look: Any) -> None:
     while not look():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+async def test_o3_prometheus_reads_how_each_job_is(etcd: EtcdServer, prefix: str) -> None:
+    """Also what agents can't tell, that they are gone."""
+    j, over, left = (Keys(f"{prefix}/{job}") for job in ("j", "over", "left"))
+    odd = replace(ended(over)[over.outcome], state='"odd"\\\n\x1b')
+    await write(etcd, running(j, 3, ATTACK) | {over.outcome: odd})
+    await write(etcd, {left.history(1): History(1, "r", "the job begins")})
+    with serving(etcd, prefix) as server:
+        status, text = server.get("/metrics")
+    assert status == 200
+    found = {
+        (sample.name.removeprefix("elastic_etcd_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found == {
+        ("job_state", "j", "training"): 1,
+        ("job_state", "left", "deserted"): 1,
+        ("job_state", "over", '"odd"\\ \\x1b'): 1,
+        ("generation", "j"): 2,
+        ("world_size", "j"): 3,
+        ("nodes", "j", "training"): 3,
+        ("restart_budget_left", "j"): 3,
+        ("outcome_timestamp_seconds", "over", '"odd"\\ \\x1b'): 1795341960,
+    }
+    of_agents = Metrics(CONFIG).text().decode()
+    for line in text.splitlines():
+        name = line.split()[2] if line.startswith("# TYPE") else ""
+        assert f"# TYPE {name} gauge" in of_agents or name in ("", "elastic_etcd_job_state")
 
 
 async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
