@@ -132,7 +132,9 @@ class Status(Job):
 
 class Top(Job):
     nodes: list[NodeOfTop]
-    note: str
+    steps_per_second: float | None
+    summary: list[str]
+    events: list[str]
 
 
 class TopOfAll(TypedDict):

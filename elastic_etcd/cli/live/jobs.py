@@ -12,7 +12,7 @@ import statistics
 import time
 from array import array
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
@@ -24,7 +24,6 @@ from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.etcd.retry import now
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import LOOK_PERIOD, LOOK_TTL
 
@@ -78,6 +77,7 @@ class Known(Struct, frozen=True):
     """A job as it was described."""
 
     mark: tuple[int, int, str]  # of its keys the number and the newest revision, and the note
+    there: bool  # else there is only garbage
     state: dict[str, Any]
     text: bytes  # the same as JSON
 
@@ -154,8 +154,9 @@ class Jobs:
         known = self._known.get(job)
         if known is None or known.mark != mark:
             state = _state_of(job, Snapshot(self._snapshot.revision, kvs), self._keys(job), note)
-            known = self._known[job] = Known(mark, state, _json(state))
-        return known if known.state["known"] else None
+            there = state.pop("known")
+            known = self._known[job] = Known(mark, there, state, _json(state))
+        return known if known.there else None
 
     def chart(self, job: str) -> bytes:
         """World size and steps/s of a job over time, as JSON."""
@@ -270,7 +271,9 @@ class Jobs:
             self._viewers[job] -= 1
             if not self._viewers[job]:
                 del self._viewers[job]
-                self._tellers.pop(job).cancel()
+                teller = self._tellers.pop(job)
+                teller.cancel()
+                await asyncio.wait({teller}, timeout=_PATIENCE)
 
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
@@ -293,13 +296,11 @@ class Viewer:
     """`async with Viewer(...) as viewer`: tells a job's nodes that it is viewed.
 
     They then say how fast they are. It is told by a key under a lease of its own, with which the
-    key goes. `is_heard` is set once they know, and `refused` says why etcd does not let it.
+    key goes. `refused` says why etcd does not let it.
     """
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
-        self.is_heard = False
         self.refused = ""
-        self._trouble = ""
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
         self._scope = AsyncExitStack()
@@ -311,12 +312,13 @@ class Viewer:
         await self._scope.aclose()
 
     async def view(self, seen: Snapshot) -> None:
-        """Say so, if no other viewer does."""
+        """Say so, if no other viewer does; next time, where etcd is in trouble."""
         if self._keys.watched in seen.kvs:
-            self.is_heard, self.refused = True, ""
             return
-        if self.refused:
-            return
+        with suppress(EtcdError):
+            await self._say()
+
+    async def _say(self) -> None:
         try:
             if self._session is None or self._session.lost.done():
                 session = Session(self._client, LOOK_TTL, timeout=self._timeout)
@@ -324,30 +326,8 @@ class Viewer:
             value = encode(Watched(LOOK_PERIOD, by=query.user()))
             put = Put(self._keys.watched, value, self._session.lease)
             await self._client.txn(Txn((), (put,)), self._timeout)
-            self.is_heard = True
         except EtcdDenied as error:
             self.refused = f"steps are not shown: {error}"
-        except EtcdError as error:
-            self._trouble = f"etcd: {error}"
-        else:
-            self._trouble = ""
-
-    @property
-    def note(self) -> str:
-        """A warning for people, about what they see."""
-        since = self._session.silent_since if self._session else None
-        if since is not None:
-            return f"no answer from etcd for {now() - since:.0f} s: this may be old"
-        return self.refused or self._trouble
-
-
-def describe(job: str, view: View, seen: Snapshot, keys: Keys) -> dict[str, Any]:
-    """A job as `status --json` has it, and each node's own word of its workers."""
-    state = status.describe(job, view)
-    paces = _paces(view, seen, keys)
-    for node in state["nodes"]:
-        node["pace"] = paces.get(node["node"])
-    return state
 
 
 def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
@@ -366,10 +346,12 @@ def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
 
 
 def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
-    """A job as pages and `top --all` show it."""
+    """A job as pages and `top` show it: as status does, and each node's own word of its workers."""
     view = view_of(seen, keys, Everything())
-    state = describe(job, view, seen, keys)
-    paces = {node["node"]: node["pace"] for node in state["nodes"] if node["pace"]}
+    state = status.describe(job, view)
+    paces = _paces(view, seen, keys)
+    for node in state["nodes"]:
+        node["pace"] = paces.get(node["node"])
     rates = [pace["per_second"] for pace in paces.values()]
     return state | {
         "known": is_known(view),

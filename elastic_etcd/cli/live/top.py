@@ -13,12 +13,10 @@ import tty
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Never
 
-from elastic_etcd.cli import events, query, status, tables, write_requests
-from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
+from elastic_etcd.cli import query, status, tables, write_requests
+from elastic_etcd.cli.live.jobs import Jobs
 from elastic_etcd.core.schema import unhexed
-from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdError
-from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
 
 if TYPE_CHECKING:
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from elastic_etcd.cli import parsers
-    from elastic_etcd.core.schema import Keys
-    from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.etcd.client import Client, TimeToLive
 
 _EVENTS = 10  # lines of the history
@@ -75,10 +71,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _show(client: Client, args: Namespace) -> None:
-    if args.all:
-        await _all_jobs(client, args)
-    else:
-        await _one_job(write_requests.SteeredJob(client, args), args)
+    if args.job:
+        await query.Job(client, args).read()  # if there is none, it says so
+    async with Jobs(client, args.prefix, args.timeout, args.job or "") as known:
+        if args.all:
+            await _all_jobs(known, args)
+        else:
+            async with known.viewed(args.job):
+                await _one_job(known, write_requests.SteeredJob(client, args), args)
 
 
 def _is_once(args: Namespace) -> bool:
@@ -87,118 +87,71 @@ def _is_once(args: Namespace) -> bool:
     return args.once or args.json or is_dumb or not is_terminal
 
 
-async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
-    once = _is_once(args)
-    screen = Screen(job.name, once=once)
-    seen = await job.read()
-    screen.see(seen, job.keys)
-    changed = asyncio.Event()
-    async with (
-        Mirror(job.client, job.ranges, changed.set) as mirror,
-        Viewer(job.client, job.keys, job.timeout) as viewer,
-    ):
-        if not once:
-            await _follow_job(screen, mirror, changed, viewer, job)
-            return
-        await viewer.view(seen)
-        await asyncio.sleep(
-            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if viewer.is_heard else 0
-        )
-        if snapshot := mirror.snapshot():
-            screen.see(snapshot, job.keys)
-        screen.note = viewer.note
-        with suppress(EtcdError):
-            leases = [unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]]
-            screen.lefts = await _lefts(job.client, leases)
-        if args.json:
-            query.print_json(screen.as_json(), args)
-        else:
-            query.say(screen.render(tables.width(), 1 << 20))
-
-
-async def _all_jobs(client: Client, args: Namespace) -> None:
-    async with Jobs(client, args.prefix, args.timeout) as known:
-        if not _is_once(args):
-            await _follow_all(known)
-        elif args.json:
-            for job in known.in_short():
-                query.print_json(job, args)
-        else:
-            query.say(status.jobs_table(known.in_short(), tables.width()))
-
-
-async def _follow_all(known: Jobs) -> None:
+async def _all_jobs(known: Jobs, args: Namespace) -> None:
     def draw(width: int, height: int) -> list[str]:
         found, room = known.in_short(), height - 3
-        table = status.jobs_table(found[:room], width)
-        return [_of_all(known, len(found), room), *table, _QUIT]
+        jobs = "1 job" if len(found) == 1 else f"{len(found)} jobs"
+        some = f", {room} of them shown" if len(found) > room else ""
+        head = f"{jobs} under {known.prefix}{some}"
+        return [head, *_away(known), *status.jobs_table(found[:room], width), _QUIT]
 
     async def press(key: str) -> bool:
         return key in _QUITS
 
-    async def refresh() -> None:
-        if known.keeper.done():
-            known.keeper.result()
-
-    await _run_screen(asyncio.Event(), draw, press, refresh)
-
-
-def _of_all(known: Jobs, count: int, room: int) -> str:
-    jobs = "1 job" if count == 1 else f"{count} jobs"
-    some = f", {room} of them shown" if count > room else ""
-    away = f"; no answer from etcd since {known.away['since']}" if known.away else ""
-    return f"{jobs} under {known.prefix}{some}{away}"
+    if not _is_once(args):
+        await _run_screen(known, draw, press)
+    elif args.json:
+        for job in known.in_short():
+            query.print_json(job, args)
+    else:
+        query.say(status.jobs_table(known.in_short(), tables.width()))
 
 
-async def _follow_job(
-    screen: Screen,
-    mirror: Mirror,
-    changed: asyncio.Event,
-    viewer: Viewer,
-    job: write_requests.SteeredJob,
-) -> None:
-    mirror.failed.add_done_callback(lambda _: changed.set())
+def _away(known: Jobs) -> list[str]:
+    return [f"no answer from etcd since {known.away['since']}"] if known.away else []
 
-    async def refresh() -> None:
-        if mirror.failed.done():
-            mirror.failed.result()
-        if snapshot := mirror.snapshot():
-            await viewer.view(snapshot)
-            screen.see(snapshot, job.keys)
-        screen.note = viewer.note
 
-    async def press(key: str) -> bool:
-        return await screen.press(key, job)
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(_follow_leases(job.client, screen), name="leases")
-            await _run_screen(changed, screen.render, press, refresh)
-            asking.cancel()
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+async def _one_job(known: Jobs, job: write_requests.SteeredJob, args: Namespace) -> None:
+    screen = Screen(known, job, once=_is_once(args))
+    if not _is_once(args):
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asking = tasks.create_task(_follow_leases(job.client, screen), name="leases")
+                await _run_screen(known, screen.render, screen.press)
+                asking.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return
+    if screen.nodes:  # they are about to say how fast they are
+        await asyncio.sleep(min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE))
+    screen.look()
+    with suppress(EtcdError):
+        leases = [unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]]
+        screen.lefts = await _lefts(job.client, leases)
+    if args.json:
+        query.print_json(screen.as_json(), args)
+    else:
+        query.say(screen.render(tables.width(), 1 << 20))
 
 
 class Screen:
     """The screen of one job, and the node that keys are about."""
 
-    def __init__(self, job: str, *, once: bool) -> None:
-        self.note = ""
+    def __init__(self, known: Jobs, job: write_requests.SteeredJob, *, once: bool) -> None:
         self.lefts: dict[int, TimeToLive] = {}
         self.visible: list[int] = []  # leases of the nodes that are shown
         self._once = once
-        self._job = job
-        self._state: dict[str, Any] = {}
-        self._events: list[str] = []
+        self._known, self._job = known, job
+        self._state: dict[str, Any] = {"nodes": []}
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
+        self.look()
 
-    def see(self, snapshot: Snapshot, keys: Keys) -> None:
-        """Take note of the job's new state."""
-        view = view_of(snapshot, keys, Everything())
-        self._state = describe(self._job, view, snapshot, keys)
-        self._events = events.lines(self._job, view)
+    def look(self) -> None:
+        """Take note of the job's new state, if it is not forgotten."""
+        if job := self._known.known(self._job.name):
+            self._state = job.state
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
@@ -207,13 +160,13 @@ class Screen:
         nodes: list[dict[str, Any]] = self._state["nodes"]
         return nodes
 
-    async def press(self, key: str, job: write_requests.SteeredJob) -> bool:
+    async def press(self, key: str) -> bool:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
             self._message = "nothing is done"
             if key == "y":
-                self._message = await write_requests.ask(job, command, asked)
+                self._message = await write_requests.ask(self._job, command, asked)
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
@@ -229,7 +182,7 @@ class Screen:
     def as_json(self) -> dict[str, Any]:
         """That of status, with what is known of each node's pace and lease."""
         nodes = [node | {"lease_left": self._left_of(node)} for node in self.nodes]
-        return self._state | {"nodes": nodes, "note": self.note}
+        return self._state | {"nodes": nodes}
 
     def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
         left = self.lefts.get(unhexed(node["lease"]))
@@ -239,11 +192,12 @@ class Screen:
 
     def render(self, width: int, height: int) -> list[str]:
         """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
-        head = [*status.summary(self._state), *filter(None, [self.note])]
+        self.look()
+        head = [*self._state["summary"], *_away(self._known)]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2
-        told = self._events[-_EVENTS:]
+        told = self._state["events"][-_EVENTS:]
         rows = max(1, min(len(self.nodes), room - min(len(told), 3) - 1))
         shown_events = told[-max(0, room - rows - 1) :] if room > rows + 1 else []
         nodes = self._table(rows, width) if self.nodes else ["  no node is there"]
@@ -306,16 +260,17 @@ async def _follow_leases(client: Client, screen: Screen) -> Never:
 
 
 async def _run_screen(
-    changed: asyncio.Event,
+    known: Jobs,
     draw: Callable[[int, int], list[str]],
     press: Callable[[str], Awaitable[bool]],
-    refresh: Callable[[], Awaitable[None]],
 ) -> None:
-    """Draw a screen again and again when something has `changed`, until `press` ends it."""
+    """Draw a screen again and again, until `press` ends it."""
     pressed: asyncio.Queue[str] = asyncio.Queue()
+    changed = asyncio.Event()
     with _keys_of(pressed, changed), _signals(pressed, changed), _other_screen():
         while True:
-            await refresh()
+            if known.keeper.done():
+                known.keeper.result()
             width, height = shutil.get_terminal_size()
             lines = (tables.cut(query.in_one_line(line), width) for line in draw(width, height))
             text = "\n".join(f"{line}{_END_OF_LINE}" for line in lines)
