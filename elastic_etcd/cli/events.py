@@ -242,15 +242,10 @@ def _of_world(job: str, entry: History, ended: float | None) -> Iterator[Event]:
             world_size=entry.world_size or None,
             **common,
         )
-    for line in entry.hangs or ():
-        text = f"generation {generation}: {line}"
-        yield event("hang", text, reason=line, **common)
-    for line in entry.stragglers or ():
-        text = f"generation {generation}: {line}"
-        yield event("straggler", text, reason=line, **common)
-    for line in entry.divergences or ():
-        text = f"generation {generation}: {line}"
-        yield event("divergence", text, reason=line, **common)
+    of_kind = (("hang", entry.hangs), ("straggler", entry.stragglers))
+    for kind, told in (*of_kind, ("divergence", entry.divergences)):
+        for line in told or ():
+            yield event(kind, f"generation {generation}: {line}", reason=line, **common)
     for failure in entry.failures or ():
         text = f"generation {generation}: {failure} after {failure.uptime:.1f} s{_said(failure)}"
         yield event("FAILED", text, at=failure.at, failure=failure, **common)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import events, query, tables
@@ -26,7 +25,8 @@ _SHORT = (
     *("job", "state", "since", "why", "last_words", "phase", "generation", "reason", "restarts"),
     *("limits", "world_size"),
 )
-_GOES_ON, _DESERTED = ("training", "forming"), "deserted"
+_GOES_ON = ("training", "forming")
+_ORDER = {"training": 0, "forming": 0, "deserted": 1}
 _EPILOG = f"""\
 A job is forming until a world of it trains, then training; deserted where it has no outcome, and no
 node is there any more; at its end succeeded, failed or stopped.
@@ -105,7 +105,7 @@ def state_of(view: View) -> str:
     if view.outcome:
         return view.outcome.state
     if not view.members:
-        return _DESERTED
+        return "deserted"
     return "training" if view.trains else "forming"
 
 
@@ -150,10 +150,8 @@ def in_short(state: dict[str, Any]) -> dict[str, Any]:
 def by_urgency(jobs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """These jobs, as `in_short` gives them: those that go on, then the others, the newest first."""
     newest_first = sorted(jobs, key=lambda short: short["since"] or "", reverse=True)
-    going_on = [short for short in newest_first if short["state"] in _GOES_ON]
-    deserted = [short for short in newest_first if short["state"] == _DESERTED]
-    over = [s for s in newest_first if s["state"] not in (*_GOES_ON, _DESERTED)]
-    return [*sorted(going_on, key=itemgetter("job")), *deserted, *over]
+    by_name = sorted(newest_first, key=lambda s: s["job"] if s["state"] in _GOES_ON else "")
+    return sorted(by_name, key=lambda s: _ORDER.get(s["state"], 2))
 
 
 def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:

@@ -6,9 +6,9 @@ import asyncio
 import signal
 import sys
 import time
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from copy import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import flag_values, parsers, query, write_requests
 from elastic_etcd.cli.parsers import shown
@@ -124,7 +124,6 @@ def undrain() -> parsers.Parser:
 def scale() -> parsers.Parser:
     """The command line of `elastic-etcd scale JOB NODES`."""
     parser = query.parser("scale", "Changes how many nodes a job trains on.", _SCALE, "JOB NODES")
-    parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
         "nnodes", metavar="NODES", type=flag_values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
@@ -179,13 +178,6 @@ def _which_node(args: Namespace) -> None:
         flag_values.job_id(args.job)
     if args.self == bool(args.node):
         raise ArgumentTypeError("which node? Give its name, or --self")
-
-
-class _OfOneJob(Action):
-    """A flag that others have and that makes no sense here."""
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
-        parser.error("--all: how many nodes a job needs is its own affair; scale each by its id")
 
 
 def main(command: str, argv: Sequence[str]) -> int:

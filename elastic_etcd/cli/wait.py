@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from elastic_etcd.cli import flag_values, query, status
-from elastic_etcd.errors import NotInTime
+from elastic_etcd.cli import query, status
 from elastic_etcd.etcd.mirror import first
 
 if TYPE_CHECKING:
@@ -26,12 +24,11 @@ A job that nobody has begun yet is waited for, too. At the end status' first lin
 
 examples:
   elastic-etcd wait resnet-7 --etcd etcd1:2379 && ./evaluate.sh
-  elastic-etcd wait resnet-7 --for training --within 600
+  timeout 600 elastic-etcd wait resnet-7 --for training
 
 exit codes:
   0 it has succeeded; with --for training: or it trains     1 it has failed     2 wrong usage
-  3 it was stopped     4 not within --within     5 etcd unreachable at the start, or denied
-  130 ended by Ctrl-C
+  3 it was stopped     5 etcd unreachable at the start, or denied     130 ended by Ctrl-C
 """
 
 
@@ -40,8 +37,6 @@ def parser() -> parsers.Parser:
     made = query.parser("wait", "Waits for the end of a job.", _EPILOG, "JOB")
     choices = ("end", "training")
     made.add_argument("--for", dest="until", choices=choices, default="end", help="(default: end)")
-    seconds = flag_values.seconds
-    made.add_argument("--within", type=seconds, metavar="SECONDS", help="(default: for ever)")
     return made
 
 
@@ -52,23 +47,18 @@ def main(argv: Sequence[str]) -> int:
 
 async def _wait(client: Client, args: Namespace) -> int:
     job = query.Job(client, args)
-    newest = job.view_of(await client.range(*job.ranges, timeout=args.timeout))
-    if not query.is_known(newest):
+    before = await client.range(*job.ranges, timeout=args.timeout)
+    if not query.is_known(job.view_of(before)):
         query.note(f"{client.endpoint} has no job at {job.keys.root} yet")
 
     def found(seen: Snapshot) -> View | None:
-        nonlocal newest
-        newest = job.view_of(seen)
-        trains = args.until == "training" and status.state_of(newest) == "training"
-        return newest if newest.outcome or trains else None
+        view = job.view_of(seen)
+        trains = args.until == "training" and status.state_of(view) == "training"
+        return view if view.outcome or trains else None
 
-    try:
-        async with asyncio.timeout(args.within):
-            await query.while_silence_is_told(client, args, first(client, job.ranges, found))
-    except TimeoutError:
-        state = f"is {status.state_of(newest)}" if query.is_known(newest) else "has not begun"
-        raise NotInTime(f"after {args.within:g} s job {job.name} {state}") from None
-    told = status.describe(job.name, newest)
+    waiting = first(client, job.ranges, found)
+    view = await query.while_silence_is_told(client, args, waiting)
+    told = status.describe(job.name, view)
     if args.json:
         query.print_json(told, args)
     else:

@@ -92,12 +92,6 @@ def test_a_job_or_all_of_them(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--all", "2:4"], ["2:4", "--all"], ["j", "2:4", "--all"]])
-def test_numbers_of_nodes_are_one_jobs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scale", *argv]) == 2
-    assert "how many nodes a job needs is its own affair" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", OF_A_JOB)
 def test_a_wrong_variable_is_told_as_a_wrong_flag_is(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

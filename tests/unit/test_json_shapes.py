@@ -29,11 +29,6 @@ class Pace(TypedDict):
     doing: str
 
 
-class LeaseLeft(TypedDict):
-    seconds: int
-    granted: int
-
-
 class Node(TypedDict):
     node: str
     lease: str
@@ -47,7 +42,6 @@ class Node(TypedDict):
 
 class NodeOfTop(Node):
     pace: Pace | None
-    lease_left: LeaseLeft | None
 
 
 class Failure(TypedDict):

@@ -9,7 +9,7 @@ from elastic_etcd.cli import query
 from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
 # Those of which agents tell, too, have the same meaning there: agent/followers/metrics.py.
 _GAUGES = {
@@ -22,38 +22,32 @@ _GAUGES = {
 }
 
 
-def exposition(jobs: Iterable[dict[str, Any]]) -> str:
+def exposition(jobs: Sequence[dict[str, Any]]) -> str:
     """These jobs, as `status.in_short` gives them, in Prometheus' text format."""
-    lines: dict[str, list[str]] = {name: [] for name in _GAUGES}
-    for short in jobs:
-        for name, state, value in _samples(short):
-            labels = {"training_job": short["job"]} | ({"state": state} if state else {})
-            of = ",".join(f"{label}={_quoted(value_of)}" for label, value_of in labels.items())
-            lines[name].append(f"elastic_etcd_{name}{{{of}}} {value}")
-    return "".join(
-        f"# HELP elastic_etcd_{name} {text}\n# TYPE elastic_etcd_{name} gauge\n"
-        + "".join(f"{line}\n" for line in lines[name])
-        for name, text in _GAUGES.items()
-    )
+    samples = [sample for short in jobs for sample in _samples(short)]
+    lines = []
+    for name, text in _GAUGES.items():
+        lines += [f"# HELP elastic_etcd_{name} {text}", f"# TYPE elastic_etcd_{name} gauge"]
+        for job, of, state, value in samples:
+            # Of what can be shown JSON quotes the same characters as Prometheus.
+            quoted = json.dumps(query.in_one_line(state), ensure_ascii=False)
+            more = f",state={quoted}" if state else ""
+            if of == name:
+                lines.append(f'elastic_etcd_{name}{{training_job="{job}"{more}}} {value}')
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _quoted(text: str) -> str:
-    """A label's value: of what can be shown JSON quotes the same characters as Prometheus."""
-    return json.dumps(query.in_one_line(text), ensure_ascii=False)
-
-
-def _samples(short: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """The name, the label `state` and the value of each that there is of a job."""
-    state = short["state"]
-    yield "job_state", state, 1
+def _samples(short: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    """The job, the name, the label `state` and the value of each that there is of a job."""
+    job, state = short["job"], short["state"]
+    yield job, "job_state", state, 1
     if state not in ("training", "forming", "deserted"):
-        yield "outcome_timestamp_seconds", state, query.seconds_of(short["since"]) or 0
+        yield job, "outcome_timestamp_seconds", state, query.seconds_of(short["since"]) or 0
     if state not in ("training", "forming"):
         return
-    yield "generation", "", short["generation"]
-    yield "world_size", "", short["world_size"]
-    for each, count in short["nodes"].items():
-        yield "nodes", each, count
+    yield job, "generation", "", short["generation"]
+    yield job, "world_size", "", short["world_size"]
+    yield from ((job, "nodes", each, count) for each, count in short["nodes"].items())
     most = short["limits"]["max_restarts"] if short["limits"] else 0
     if 0 < most < UNCOUNTED:
-        yield "restart_budget_left", "", most - short["restarts"]
+        yield job, "restart_budget_left", "", most - short["restarts"]

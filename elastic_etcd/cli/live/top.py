@@ -11,31 +11,27 @@ import sys
 import termios
 import tty
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import query, status, tables, write_requests
 from elastic_etcd.cli.live.jobs import Jobs
-from elastic_etcd.core.schema import unhexed
-from elastic_etcd.errors import EtcdError
-from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
+from elastic_etcd.times import LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from elastic_etcd.cli import parsers
-    from elastic_etcd.etcd.client import Client, TimeToLive
+    from elastic_etcd.etcd.client import Client
 
 _EVENTS = 10  # lines of the history
 _ONCE = 10.0  # seconds at most, until it is printed once
-_MOST_ASKED = 64  # where it is printed once
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
 _QUIT, _QUITS = "q: quit", ("q", "Q", "\x03")
 _UP, _DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 _PAUSE = 0.1  # seconds between two frames, at least
 _FRAME = 1.0  # seconds between two frames, where nothing happens
 _KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
-_ASKED = 8  # leases at a time
 # What a terminal is told: another screen without a cursor, its upper left, and the way back.
 _ENTER, _HOME, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[H", "\x1b[?25h\x1b[?1049l"
 _END_OF_LINE, _END_OF_SCREEN = "\x1b[K", "\x1b[J"
@@ -43,10 +39,9 @@ _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
 Nodes say how fast they are as long as somebody views the job, which takes the right to write
-JOB/watched; all else is only read. "lease" is how long a node's lease still is, of how long: it is
-renewed each third of that, and without that the node is lost at 0. Without a terminal, on one that
-is dumb (TERM), or with --once or --json, the job is printed once. With --all there is a line for
-each job, those that go on first, and q: quit.
+JOB/watched; all else is only read. Without a terminal, on one that is dumb (TERM), or with --once
+or --json, the job is printed once. With --all there is a line for each job, those that go on
+first, and q: quit.
 
 examples:
   elastic-etcd top resnet-7 --etcd etcd1:2379
@@ -59,7 +54,7 @@ def parser() -> parsers.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
     every = "each job under --prefix, in a line"
-    as_json = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    as_json = "print one JSON object, that of status and paces; with --all, one a line"
     made = query.parser("top", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument("--once", action="store_true", help="print it once")
     return made
@@ -114,22 +109,13 @@ def _away(known: Jobs) -> list[str]:
 async def _one_job(known: Jobs, job: write_requests.SteeredJob, args: Namespace) -> None:
     screen = Screen(known, job, once=_is_once(args))
     if not _is_once(args):
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asking = tasks.create_task(_follow_leases(job.client, screen), name="leases")
-                await _run_screen(known, screen.render, screen.press)
-                asking.cancel()
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await _run_screen(known, screen.render, screen.press)
         return
     if screen.nodes:  # they are about to say how fast they are
         await asyncio.sleep(min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE))
     screen.look()
-    with suppress(EtcdError):
-        leases = [unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]]
-        screen.lefts = await _lefts(job.client, leases)
     if args.json:
-        query.print_json(screen.as_json(), args)
+        query.print_json(screen.state, args)
     else:
         query.say(screen.render(tables.width(), 1 << 20))
 
@@ -138,11 +124,9 @@ class Screen:
     """The screen of one job, and the node that keys are about."""
 
     def __init__(self, known: Jobs, job: write_requests.SteeredJob, *, once: bool) -> None:
-        self.lefts: dict[int, TimeToLive] = {}
-        self.visible: list[int] = []  # leases of the nodes that are shown
         self._once = once
         self._known, self._job = known, job
-        self._state: dict[str, Any] = {"nodes": []}
+        self.state: dict[str, Any] = {"nodes": []}
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
@@ -151,13 +135,13 @@ class Screen:
     def look(self) -> None:
         """Take note of the job's new state, if it is not forgotten."""
         if job := self._known.known(self._job.name):
-            self._state = job.state
+            self.state = job.state
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes, as status has them."""
-        nodes: list[dict[str, Any]] = self._state["nodes"]
+        nodes: list[dict[str, Any]] = self.state["nodes"]
         return nodes
 
     async def press(self, key: str) -> bool:
@@ -171,7 +155,7 @@ class Screen:
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
         node = self.nodes[self._chosen]["node"] if self.nodes else ""
-        drains = (self._state["wanted"] or {}).get("drains", ())
+        drains = (self.state["wanted"] or {}).get("drains", ())
         drained = [drain["node"] for drain in drains if not drain["lease"]]
         if key == "d" and node:
             self._asks = "drain", node
@@ -179,25 +163,14 @@ class Screen:
             self._asks = "undrain", node if node in drained else drained[0]
         return key in _QUITS
 
-    def as_json(self) -> dict[str, Any]:
-        """That of status, with what is known of each node's pace and lease."""
-        nodes = [node | {"lease_left": self._left_of(node)} for node in self.nodes]
-        return self._state | {"nodes": nodes}
-
-    def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
-        left = self.lefts.get(unhexed(node["lease"]))
-        if left is None or left.seconds < 0:
-            return None
-        return {"seconds": left.seconds, "granted": left.granted}
-
     def render(self, width: int, height: int) -> list[str]:
         """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
         self.look()
-        head = [*self._state["summary"], *_away(self._known)]
+        head = [*self.state["summary"], *_away(self._known)]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2
-        told = self._state["events"][-_EVENTS:]
+        told = self.state["events"][-_EVENTS:]
         rows = max(1, min(len(self.nodes), room - min(len(told), 3) - 1))
         shown_events = told[-max(0, room - rows - 1) :] if room > rows + 1 else []
         nodes = self._table(rows, width) if self.nodes else ["  no node is there"]
@@ -213,17 +186,16 @@ class Screen:
     def _table(self, rows: int, width: int) -> list[str]:
         first = max(0, min(self._chosen - rows + 1, len(self.nodes) - rows))
         shown = self.nodes[first : first + rows]
-        self.visible = [unhexed(node["lease"]) for node in shown]
-        heads = ("node", "state", "ranks", "step", "steps/s", "doing", "lease", "why")
+        heads = ("node", "state", "ranks", "step", "steps/s", "doing", "why")
         found = [self._row(node) for node in shown]
-        lines = tables.table(heads, found, width - len("> "), soft=(7,), right=(3, 4))
+        lines = tables.table(heads, found, width - len("> "), soft=(6,), right=(3, 4))
         chosen = None if self._once else self._chosen - first + 1
         lines = [f"{'>' if at == chosen else ' '} {line}" for at, line in enumerate(lines)]
         more = [f"  {rows} of {len(self.nodes)} nodes"] if len(self.nodes) > rows else []
         return [*lines, *more]
 
     def _row(self, node: dict[str, Any]) -> tuple[str, ...]:
-        pace, left = node["pace"], self._left_of(node)
+        pace = node["pace"]
         return (
             node["node"],
             node["state"],
@@ -231,29 +203,8 @@ class Screen:
             str(pace["step"]) if pace else "-",
             f"{pace['per_second']:.2f}" if pace else "-",
             pace["doing"] if pace else "-",
-            f"{left['seconds']}/{left['granted']} s" if left else "-",
             node["why"],
         )
-
-
-async def _lefts(client: Client, leases: Sequence[int]) -> dict[int, TimeToLive]:
-    """How long these leases still are. Raises EtcdError."""
-    found = await asyncio.gather(*(client.left_of(lease, LOOK_ASK) for lease in leases))
-    return dict(zip(leases, found, strict=True))
-
-
-async def _follow_leases(client: Client, screen: Screen) -> Never:
-    """Ask etcd for the leases that are visible, some at a time, in turn."""
-    at = 0
-    while True:
-        leases = screen.visible
-        at = at + _ASKED if at + _ASKED < len(leases) else 0
-        try:
-            known = screen.lefts | await _lefts(client, leases[at : at + _ASKED])
-            screen.lefts = {lease: known[lease] for lease in leases if lease in known}
-        except EtcdError:
-            screen.lefts = {}
-        await asyncio.sleep(LOOK_ASK)
 
 
 # --- the terminal -------------------------------------------------------------------------
@@ -267,7 +218,7 @@ async def _run_screen(
     """Draw a screen again and again, until `press` ends it."""
     pressed: asyncio.Queue[str] = asyncio.Queue()
     changed = asyncio.Event()
-    with _keys_of(pressed, changed), _signals(pressed, changed), _other_screen():
+    with _keys_of(pressed, changed), _signals(pressed, changed):
         while True:
             if known.keeper.done():
                 known.keeper.result()
@@ -289,17 +240,8 @@ async def _run_screen(
 
 
 @contextmanager
-def _other_screen() -> Iterator[None]:
-    print(_ENTER, end="", flush=True)
-    try:
-        yield
-    finally:
-        print(_LEAVE, end="", flush=True)
-
-
-@contextmanager
 def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
-    """Put each key that is pressed into the queue, as the terminal sends it."""
+    """Another screen, whose keys are put into the queue as the terminal sends them."""
     loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
 
@@ -313,9 +255,11 @@ def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[No
 
     tty.setcbreak(terminal)
     loop.add_reader(terminal, read)
+    print(_ENTER, end="", flush=True)
     try:
         yield
     finally:
+        print(_LEAVE, end="", flush=True)
         loop.remove_reader(terminal)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
