@@ -198,8 +198,6 @@ def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
         query.print_json({"job": args.job} | done, args)
         return
     print(shown(done["told"]), flush=True)
-    if done.get("note"):
-        query.note(f"job {args.job}: {done['note']}" if args.all else done["note"])
 
 
 # --- all jobs -----------------------------------------------------------------------------

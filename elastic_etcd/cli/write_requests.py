@@ -158,12 +158,11 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         "deadline": seconds,
         "left": args.wait or not leases,
         "told": f"node {node} of job {job.name} {state}",
-        "note": _too_few(view, node, limits),
     }
 
 
 def _too_few(view: View, node: str, limits: Limits) -> str:
-    """A warning for people, where too few other nodes are left."""
+    """Says what happens where too few other nodes are left, else ""."""
     left = [m for m in _staying(view) if m.node != node]
     if not left:
         return "no other node is there: the job ends as stopped"
@@ -258,12 +257,11 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         "nodes": len(_staying(view)),
         "told": f"job {job.name} {'trains' if args.wait else 'is to train'} on {asked.nnodes} nodes"
         + ("" if changed else "; it was scaled so before"),
-        "note": _fewer(view, asked),
     }
 
 
 def _fewer(view: View, asked: Limits) -> str:
-    """A warning for people, where no such world can train with the nodes that are there."""
+    """Says what happens where too few nodes are there for such a world, else ""."""
     there = len(_staying(view))
     few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
     return "" if asked.largest(there) else few

@@ -180,7 +180,6 @@ class Steered(TypedDict):
     job: str
     changed: bool
     told: str
-    note: NotRequired[str]
 
 
 class Drained(Steered):
