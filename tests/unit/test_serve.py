@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_etcd.agent.followers.metrics import Metrics
-from elastic_etcd.cli.live.jobs import MOST_POINTS, Jobs, Series
+from elastic_etcd.cli.live.jobs import Jobs
 from elastic_etcd.cli.live.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
     Failure,
@@ -231,8 +230,8 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
             assert len(next(events)[1]["jobs"]) == 2
             assert not etcd.ctl("get", keys.watched), "nobody looks at a job"
         with server.stream("/api/jobs/j/events") as events:
-            names = {next(events)[0] for _ in range(3)}
-            assert names == {"etcd", "job", "chart"}
+            names = {next(events)[0] for _ in range(2)}
+            assert names == {"etcd", "job"}
             waits_for("it says that somebody looks", lambda: etcd.ctl("get", keys.watched))
             lost = History(3, "r", "node9 is lost")
             await write(etcd, {keys.history(3): lost})
@@ -376,17 +375,6 @@ async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: 
             assert jobs.over.is_set(), "as for a page that is opened while the server ends"
         with pytest.raises(KeyError, match="a mistake"):
             jobs.keeper.result()
-
-
-def test_a_chart_has_a_bound() -> None:
-    series = Series()
-    for second in range(100_000):
-        series.add(second, second % 7, None if second % 2 else 1.5)
-    points = series.points()
-    assert len(points) < MOST_POINTS
-    gaps = {b[0] - a[0] for a, b in pairwise(points)}
-    assert len(gaps) == 1, "as far from each other"
-    assert points[-1][0] > 99_000 * 1000
 
 
 @pytest.mark.nightly(part="chromium")

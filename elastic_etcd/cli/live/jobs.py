@@ -1,7 +1,7 @@
 """The jobs under a prefix, as `serve` and `top` show them: a copy of etcd's keys that follows them.
 
-All that is kept has a bound: the keys of the copy, the jobs with a chart, a chart's points. Nodes
-say how fast they are only while a job is viewed, which a Viewer tells them.
+The keys of the copy have a bound. Nodes say how fast they are only while a job is viewed, which a
+Viewer tells them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import time
-from array import array
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Never, Self
@@ -34,43 +32,9 @@ if TYPE_CHECKING:
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
-MOST_CHARTS = 1000  # jobs that have one
-MOST_POINTS = 400  # of a chart
-_SAMPLE = 2.0  # seconds between two points, as long as there is room
 _AGAIN = 30.0  # seconds until what etcd has refused is tried again
 _RECONCILE = 120.0  # there may be many keys
 _PATIENCE = 1.0  # with an etcd that is to know that nobody views a job any more
-
-
-class Series:
-    """The world sizes and steps/s of a job, since this program knows it.
-
-    When there are MOST_POINTS every other one goes, and from then on half as many are taken.
-    """
-
-    def __init__(self) -> None:
-        self._times, self._sizes, self._rates = array("d"), array("d"), array("d")
-        self._every, self._turn = 1, 0
-
-    def add(self, at: float, size: int, rate: float | None) -> None:
-        """At `at`, in seconds, so many ranks train so fast, None: nobody knows how fast."""
-        self._turn += 1
-        if self._turn % self._every:
-            return
-        self._times.append(at)
-        self._sizes.append(size)
-        self._rates.append(-1.0 if rate is None else rate)
-        if len(self._times) == MOST_POINTS:
-            self._every *= 2
-            for kept in (self._times, self._sizes, self._rates):
-                del kept[::2]
-
-    def points(self) -> list[tuple[int, int, float | None]]:
-        """The milliseconds since 1970, the ranks, and steps/s at each of them."""
-        every = zip(self._times, self._sizes, self._rates, strict=True)
-        return [
-            (int(at * 1000), int(size), rate if rate >= 0 else None) for at, size, rate in every
-        ]
 
 
 class Known(Struct, frozen=True):
@@ -98,11 +62,9 @@ class Jobs:
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
         self._known: dict[str, Known] = {}
-        self._series: dict[str, Series] = {}
         self._viewers: Counter[str] = Counter()  # by job, how many people view it
         self._tellers: dict[str, asyncio.Task[Never]] = {}  # by job, what tells its nodes so
         self._notes: dict[str, str] = {}  # by job, why its nodes do not hear of viewers
-        self._charts: dict[str, bytes] = {}
         self._overview = b""
         self._away: query.Away | None = None
         self._refused: query.Away | None = None
@@ -158,14 +120,6 @@ class Jobs:
             known = self._known[job] = Known(mark, there, state, _json(state))
         return known if known.there else None
 
-    def chart(self, job: str) -> bytes:
-        """World size and steps/s of a job over time, as JSON."""
-        if job not in self._series:
-            return b'{"points":[]}'
-        if job not in self._charts:
-            self._charts[job] = _json({"points": self._series[job].points()})
-        return self._charts[job]
-
     def etcd(self) -> bytes:
         """Whether etcd is there, as JSON: since when not, and what is wrong."""
         return _json({"away": self.away})
@@ -183,7 +137,7 @@ class Jobs:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for work in (self._follow_etcd, self._ask, self._sample):
+                for work in (self._follow_etcd, self._ask):
                     self._tasks.create_task(self._until_it_fails(work), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -221,7 +175,6 @@ class Jobs:
         self._snapshot = snapshot
         self._jobs = by_job(snapshot.kvs, self.prefix)
         self._known = {job: known for job, known in self._known.items() if job in self._jobs}
-        self._series = {job: kept for job, kept in self._series.items() if job in self._jobs}
         self._tell_news()
 
     def _tell_news(self) -> None:
@@ -238,20 +191,6 @@ class Jobs:
 
         some = Get(self._root, prefix=True)
         await query.ask_whether_there(self._client, some, self._timeout, tell)
-
-    async def _sample(self) -> Never:
-        """Add a point to each chart again and again."""
-        while True:
-            await asyncio.sleep(_SAMPLE)
-            for job in self._jobs:
-                known = self.known(job)
-                if known and (job in self._series or len(self._series) < MOST_CHARTS):
-                    series = self._series.setdefault(job, Series())
-                    series.add(
-                        time.time(), known.state["world_size"], known.state["steps_per_second"]
-                    )
-            self._charts.clear()
-            self._tell_news()
 
     # --- telling the nodes ----------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class _Pages:
             return {"etcd": jobs.etcd(), "jobs": jobs.overview()}
         known = jobs.known(job)
         state = known.text if known else b"null"
-        return {"etcd": jobs.etcd(), "job": state, "chart": jobs.chart(job)}
+        return {"etcd": jobs.etcd(), "job": state}
 
 
 class _Stream(StreamingResponse):
