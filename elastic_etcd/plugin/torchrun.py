@@ -116,7 +116,7 @@ def _flags(params: RendezvousParameters, known: dict[str, Flag]) -> list[str]:
     conf.setdefault("node_name", f"{os.uname().nodename}-{os.getpid()}")
     if params.local_addr:
         conf.setdefault("advertise", params.local_addr)
-    flags = ["--etcd", params.endpoint, "--job", params.run_id]
+    flags = ["--job", params.run_id, *(("--etcd", params.endpoint) if params.endpoint else ())]
     flags += ["--nnodes", f"{params.min_nodes}:{params.max_nodes}", "--nproc-per-node", "1"]
     flags += ["--max-restarts", str(UNCOUNTED), "--suspect-after", "0", "--hang-timeout", "off"]
     if params.get_as_bool("rerun"):

@@ -222,7 +222,9 @@ class Jobs:
                     news = self.news
                     if (known := self.known(job)) and known.state["nodes"]:
                         await viewer.view(Snapshot(self._snapshot.revision, self._jobs[job]))
-                    await news.wait()
+                    with suppress(TimeoutError):  # then etcd may have been in trouble
+                        async with asyncio.timeout(LOOK_PERIOD):
+                            await news.wait()
                 self._notes[job] = viewer.refused
                 self._tell_news()
                 try:
