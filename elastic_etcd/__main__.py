@@ -22,15 +22,17 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
+       elastic-etcd wait [options] JOB                       until it is over, or --for training
        elastic-etcd timeline [options] JOB --out FILE        what each node did, for Perfetto
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
        elastic-etcd stop [options] JOB                       end a job on all nodes
+       elastic-etcd forget [options] JOB                     remove the keys of one that is over
        elastic-etcd --print-completion SHELL | --version
 
-Each has --help, and those with a JOB take --all instead, but for scale. `elastic-etcd launch` is
-`python -m elastic_etcd.launch`.\
+Each has --help, and those with a JOB take --all instead, but for scale and wait.
+`elastic-etcd launch` is `python -m elastic_etcd.launch`.\
 """
 
 
@@ -41,9 +43,13 @@ _MODULES = {
     "top": "cli.live.top",
     "events": "cli.events",
     "report": "cli.report",
+    "wait": "cli.wait",
     "timeline": "cli.timeline",
     "serve": "cli.live.serve",
 }
+
+
+_STEERING = ("drain", "undrain", "scale", "stop", "forget")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch.main(rest, prog="elastic-etcd launch")
     if command in _MODULES:
         return int(import_module(f"elastic_etcd.{_MODULES[command]}").main(rest))
-    if command in ("drain", "undrain", "scale", "stop"):
+    if command in _STEERING:
         from elastic_etcd.cli import steer  # noqa: PLC0415 - as above
 
         return steer.main(command, rest)
@@ -67,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(_USAGE)
         return 0
-    print(f"error: {command}: no such command\n{_USAGE}", file=sys.stderr)
+    from difflib import get_close_matches  # noqa: PLC0415 - only for this message
+
+    known = ["launch", *_MODULES, *_STEERING]
+    hint = "".join(f" (did you mean {name}?)" for name in get_close_matches(command, known, n=1))
+    print(f"error: {command}: no such command{hint}\nSee elastic-etcd --help.", file=sys.stderr)
     return 2
 
 

@@ -11,6 +11,7 @@
     ├── AgentGone             a worker's agent does not answer any more
     ├── StaleGeneration       a worker's generation is not the job's current one
     ├── MalformedState        a snapshot, or a file of one, is not what was written (a ValueError)
+    ├── NewerFormat           a newer elastic_etcd has written to the job
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     ├── NotInTime             what was asked of a job, and waited for, has not happened yet
     └── TrainingFailed        a worker failed and no restart was allowed
@@ -88,6 +89,12 @@ class BudgetUsedUp(TrainingFailed):
     """A worker failed once more than --max-restarts allows."""
 
     exit_code = 3
+
+
+class NewerFormat(ElasticEtcdError):
+    """A newer elastic_etcd has written to the job: a scheduler may try again with a newer image."""
+
+    exit_code = 7
 
 
 class RendezvousTimeout(ElasticEtcdError):

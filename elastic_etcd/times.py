@@ -82,7 +82,6 @@ APPROVE_TIMEOUT = 6.0  # for the word to it that the machine may go
 
 # Somebody who looks at a job.
 LOOK_PERIOD = 2.0  # between two paces of a node
-LOOK_ASK = 1.0  # between two times that leases are asked of, and for an answer
 LOOK_TTL = 10  # so long nodes go on to tell their paces when who has looked was killed
 
 # Who takes a lost coordinator's place: by group rank, after each of these four times as many.

@@ -86,6 +86,7 @@ from elastic_etcd.core.words import counted, ended
 from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
+    NewerFormat,
     RendezvousTimeout,
     TrainingFailed,
     UsageError,
@@ -606,7 +607,7 @@ class Agent:
                 raise self._error or ElasticEtcdError(reason)
             case Outdated() as outdated:
                 await self._workers.end(outdated.reason)
-                raise self._error or UsageError(f"job {self._config.job}: {outdated.reason}")
+                raise self._error or NewerFormat(f"job {self._config.job}: {outdated.reason}")
             case Over(reason, run):
                 await self._workers.end(reason)
                 return await self._over(local.run or run, reason)

@@ -31,11 +31,9 @@ def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
     lost = {cause: round(getattr(spent, cause), 3) for cause in LOST}
     trained = max(0.0, spent.trained - spent.again) + going_on
     known = total(spent) - spent.unknown + going_on
-    outcome = entry.outcome or None
     return {
         "run": entry.run or "",
         "generation": entry.generation,
-        "state": outcome.state if outcome else "going on" if going_on else "",
         "goodput": round(trained / known, 4) if known > 0 else None,
         "seconds": round(known, 3),
         "trained": round(trained, 3),

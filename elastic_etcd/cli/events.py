@@ -84,7 +84,8 @@ async def _events(client: Client, args: Namespace) -> None:
         return is_over() or None
 
     if args.follow and not is_over():
-        await query.while_read(first(client, (query.keys_of(args),), follow))
+        following = first(client, (query.keys_of(args),), follow)
+        await query.while_read(query.while_silence_is_told(client, args, following))
 
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:
@@ -133,14 +134,17 @@ class Event(Struct, frozen=True):
 
     def line(self, widest: int = 0) -> str:
         """For people to read; with the job's name, in so many columns, if they are not 0."""
-        at = "-"
-        if 0 < self.timestamp < _LATEST:
-            at = datetime.fromtimestamp(self.timestamp / 1e3, UTC).isoformat(
-                timespec="milliseconds"
-            )
         name = self.name.removeprefix(TORCHS).removeprefix(OURS)
         job = f"  {self.metadata['run_id']:{widest}}" if widest else ""
-        return f"{at.removesuffix('+00:00'):23}{job}  {name:14}  {self.text}"
+        return f"{self.time or '-':23}{job}  {name:14}  {self.text}"
+
+    @property
+    def time(self) -> str:
+        """Its time in UTC, "" where nobody knows it."""
+        if not 0 < self.timestamp < _LATEST:
+            return ""
+        at = datetime.fromtimestamp(self.timestamp / 1e3, UTC)
+        return at.isoformat(timespec="milliseconds").removesuffix("+00:00")
 
 
 _LATEST = 253402300800000  # the year 10000
@@ -191,8 +195,14 @@ def event(
 # --- from a job's keys --------------------------------------------------------------------
 
 
+def lines(job: str, view: View) -> list[str]:
+    """A job's history in short lines, for who shows the end of it beside other things."""
+    return [f"{each.time[11:19] or '-':8} {each.text}" for each in past(job, view)]
+
+
 def past(job: str, view: View) -> Iterator[Event]:
     """All events of which a job's keys tell, in order."""
+    ended = None  # the world before
     for generation, value in view.history:
         try:
             entry = decode(History, value)
@@ -203,21 +213,25 @@ def past(job: str, view: View) -> Iterator[Event]:
             if not entry.divergences:
                 lines = query.newest_divergences(view, generation) or UNSET
                 entry = replace(entry, divergences=lines)
-            yield from _of_world(job, entry)
+            yield from _of_world(job, entry, ended)
+            ended = query.seconds_of(entry.ended_at)
     if view.outcome and all(entry.outcome != view.outcome for entry in query.worlds(view)):
         yield _of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
 
 
-def _of_world(job: str, entry: History) -> Iterator[Event]:
+def _of_world(job: str, entry: History, ended: float | None) -> Iterator[Event]:
     generation, spent = entry.generation, entry.spent or None
     common: dict[str, Any] = {"job": job, "restarts": entry.restarts or 0, "generation": generation}
     if isinstance(entry.began, str):
         nodes = entry.nodes or ()
-        world = f"world of {entry.world_size or '?'} on {query.some_of(nodes)}"
+        began = query.seconds_of(entry.began_at)
+        later = f" {max(0.0, began - ended):.1f} s later" if began and ended else ""
+        size = f" world of {entry.world_size or '?'} on {query.some_of(nodes)}" if nodes else ""
+        world = f";{later}{size}" if later or size else ""
         yield event(
             "RENDEZVOUS",
-            f"generation {generation}: {world}: {entry.began}",
+            f"generation {generation}: {entry.began}{world}",
             at=entry.began_at or "",
             node=entry.coordinator or None,
             seconds=spent.rendezvous if spent else None,
@@ -228,17 +242,12 @@ def _of_world(job: str, entry: History) -> Iterator[Event]:
             world_size=entry.world_size or None,
             **common,
         )
-    for line in entry.hangs or ():
-        text = f"generation {generation}: {line}"
-        yield event("hang", text, reason=line, **common)
-    for line in entry.stragglers or ():
-        text = f"generation {generation}: {line}"
-        yield event("straggler", text, reason=line, **common)
-    for line in entry.divergences or ():
-        text = f"generation {generation}: {line}"
-        yield event("divergence", text, reason=line, **common)
+    of_kind = (("hang", entry.hangs), ("straggler", entry.stragglers))
+    for kind, told in (*of_kind, ("divergence", entry.divergences)):
+        for line in told or ():
+            yield event(kind, f"generation {generation}: {line}", reason=line, **common)
     for failure in entry.failures or ():
-        text = f"generation {generation}: {failure} after {failure.uptime:.1f} s"
+        text = f"generation {generation}: {failure} after {failure.uptime:.1f} s{_said(failure)}"
         yield event("FAILED", text, at=failure.at, failure=failure, **common)
     if isinstance(entry.ended, str) and not entry.outcome:
         steps = f" (trained {spent.trained:.1f} s, {spent.steps} steps)" if spent else ""
@@ -260,7 +269,7 @@ OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
 def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
     return event(
         OUTCOMES.get(outcome.state, "TERMINATED"),
-        f"the job {outcome.state}: {outcome.reason}",
+        f"the job {outcome.state}: {outcome.reason}{_said(outcome.failure)}",
         job=job,
         at=outcome.at,
         total=lasted,
@@ -270,6 +279,11 @@ def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) ->
         generation=outcome.generation,
         exit_code=outcome.exit_code,
     )
+
+
+def _said(failure: Failure | None) -> str:
+    words = query.last_words(failure) if failure else ""
+    return f": {words}" if words else ""
 
 
 def _of_wanted(job: str, view: View) -> Iterator[Event]:

@@ -97,19 +97,19 @@ def prefix(text: str) -> str:
     return text
 
 
-def given(text: str) -> str:
-    """Any text, but for none: that of a variable that is not set would mean a default."""
-    if not text:
-        raise ArgumentTypeError("'' is empty; is a variable not set?")
-    return text
-
-
 def printable(text: str) -> str:
     """A name that logs may show."""
     if not text.strip() or not text.isprintable() or len(text) > 255:
         raise ArgumentTypeError(
             f"{text[:140]!r} is empty, longer than 255, or has characters that cannot be shown"
         )
+    return text
+
+
+def filled(text: str) -> str:
+    """Any text but an empty one, which a shell makes of a variable that is not set."""
+    if not text.strip():
+        raise ArgumentTypeError("its value is empty: is a variable not set?")
     return text
 
 
@@ -247,7 +247,7 @@ def ranks(text: str) -> frozenset[int] | None:
 
 def signals(text: str) -> tuple[signal.Signals, ...]:
     """Names of signals, `SIGTERM,SIGINT`."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = [part.strip() for part in filled(text).split(",") if part.strip()]
     unknown = [part for part in names if part not in signal.Signals.__members__]
     if unknown or {"SIGKILL", "SIGSTOP", "SIGCHLD"} & set(names):
         raise ArgumentTypeError(f"{text}: not all are names of signals that can be handled")

@@ -35,7 +35,7 @@ class Flag:
 
     names: str  # the first long one is its own; others are short or torchrun's
     text: str  # its meaning, in --help and in docs/flags.md
-    kind: Callable[[str], Any] | None = flag_values.given  # makes its value; None: it takes none
+    kind: Callable[[str], Any] | None = flag_values.filled  # makes its value; None: it takes none
     metavar: str = ""
     choices: tuple[str, ...] | None = None
     repeated: bool = False  # it may be given again, and has a list
@@ -206,7 +206,7 @@ CONNECTION = (
     ),
     Flag("--password-file", "or in this file, read at each login", metavar="FILE", in_plugin=True),
     # It is refused, with its reason; else it would be a short form of --password-file.
-    Flag("--password", "", hidden=True),
+    Flag("--password", "", str, hidden=True),
 )
 ETCD = Section(
     "etcd",
@@ -546,7 +546,7 @@ OUTPUT = Section(
 WITHOUT_MEANING = Section(
     "accepted from torchrun, without a meaning here",
     tuple(
-        Flag(name, text, metavar="X")
+        Flag(name, text, str, metavar="X")
         for name, text in (
             ("--rdzv-backend", "nodes always meet through etcd v3, at --etcd"),
             ("--monitor-interval", "the exit of a worker is an event here, not polled"),

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 COMMAND = "python -m elastic_etcd.launch"
 
+_ENDPOINTS = ("PET_ETCD", "PET_RDZV_ENDPOINT", "ETCDCTL_ENDPOINTS")
 EXIT_CODES = """\
 exit codes:
   0 the job succeeded              1 training failed            2 wrong usage
   3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
   130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
            143 also where it was drained, or the job was stopped (--stop-exit-code)
+  7 a newer elastic_etcd has written to this job
 """
 EPILOG = f"""\
 examples:
@@ -115,7 +117,7 @@ def add_flags(parser: Parser, title: str, added: Iterable[Flag], env: Mapping[st
         group.add_argument(
             *names,
             action="extend" if flag.repeated else "store",
-            type=flag.kind,
+            type=str if flag.choices else flag.kind,
             choices=flag.choices,
             default=default,
             metavar=flag.value_name,
@@ -201,6 +203,11 @@ def etcd_of(args: argparse.Namespace, env: Mapping[str, str]) -> EtcdConfig | No
             "--password: a password on the command line can be read by every user of this machine; "
             "put it in ELASTIC_ETCD_PASSWORD or in a --password-file"
         )
+    for name in _ENDPOINTS:
+        if not args.etcd and not env.get(name, "-").strip():
+            raise UsageError(
+                f"{name} is in the environment, and empty: give it etcd's HOST:2379, or unset it"
+            )
     return EtcdConfig.parse(
         args.etcd,
         cacert=args.cacert,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import getpass
 import json
 import os
@@ -10,9 +11,11 @@ import select
 import sys
 from argparse import ArgumentTypeError
 from contextlib import suppress
-from datetime import datetime
-from io import UnsupportedOperation
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from io import TextIOWrapper, UnsupportedOperation
+from typing import TYPE_CHECKING, Any, Never, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from elastic_etcd.cli import parsers
 from elastic_etcd.cli.flag_values import job_id, seconds
@@ -21,21 +24,25 @@ from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import PARTS, History, Keys, decode, valid_job
 from elastic_etcd.core.txn import Get, Snapshot
 from elastic_etcd.core.view import Everything, View, covered, view_of
-from elastic_etcd.errors import ElasticEtcdError, UsageError
+from elastic_etcd.errors import ElasticEtcdError, EtcdError, UsageError
 from elastic_etcd.etcd.client import Client
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from rich.console import Console
-
+    from elastic_etcd.core.schema import Failure
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.access import EtcdConfig
 
+T = TypeVar("T")
+Away: TypeAlias = dict[str, str]  # `since` when etcd does not answer, and `why`
+
 MOST_KEYS = 100_000  # of all jobs together
-WIDE = 240  # columns where there is no terminal
+JSON_VERSION = 1  # of --json: a field that goes, or means something else, makes it another
 _NAMED = 8  # jobs or nodes, in a line
+_ASK = 2.0  # seconds between two questions whether etcd is there
+_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CODES = """\
 exit codes:
   0 shown, with --all also if there is no job     1 no such job     2 wrong usage
@@ -148,16 +155,15 @@ def newest_divergences(view: View, generation: int) -> tuple[str, ...]:
     return found.lines if found and found.generation == generation else ()
 
 
-def print_json(value: Any, args: Namespace) -> None:
+def print_json(value: dict[str, Any], args: Namespace) -> None:
     """Print it in a line where there are several, else for people to read."""
-    print(json.dumps(value, indent=None if args.all else 2), flush=True)
+    print(json.dumps({"version": JSON_VERSION} | value, indent=None if args.all else 2), flush=True)
 
 
-def console() -> Console:
-    """Print tables with it: as wide as the terminal, where there is one."""
-    from rich.console import Console  # noqa: PLC0415 - not loaded for --json
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+def say(lines: Iterable[str]) -> None:
+    """Print these, whoever has written them, each as one line."""
+    for line in lines:
+        print(in_one_line(line))
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -166,12 +172,34 @@ def some_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
+def last_words(failure: Failure) -> str:
+    """The line by which a worker's own message names its cause, "" where it has left none."""
+    lines = [line.strip() for line in failure.message.splitlines() if line.strip()]
+    if lines and lines[0].startswith("out of memory: "):  # the agent's, before what it said itself
+        return lines[0]
+    return lines[-1] if lines else ""
+
+
 def seconds_of(at: object) -> float | None:
     """A time of somebody else's, in ISO 8601, as seconds since 1970; None for what is no time."""
     try:
         return datetime.fromisoformat(at).timestamp() if isinstance(at, str) else None
     except (ValueError, OverflowError):
         return None
+
+
+def when(at: str) -> str:
+    """A time of somebody else's in whole seconds of UTC; text that is no time as it is."""
+    try:
+        told = datetime.fromisoformat(at).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return at
+    return told.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def address(host: str, port: int) -> str:
+    """Both as a URL has them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def note(text: str) -> None:
@@ -200,7 +228,7 @@ class Job:
         self.client, self.name = client, str(args.job)
         self.keys = Keys(f"{args.prefix}/{args.job}")
         self.ranges = covered(self.keys, Everything())
-        self.timeout = args.timeout
+        self.args, self.timeout = args, args.timeout
 
     async def read(self) -> Snapshot:
         """All of it at one revision. Raises ElasticEtcdError where there is no such job."""
@@ -231,6 +259,8 @@ def with_etcd(
         async with Client(config) as client:
             return await command(client, args)
 
+    if isinstance(sys.stdout, TextIOWrapper):  # it may be of an ASCII terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = _parsed(made(), argv)
         config = parsers.etcd_of(args, os.environ)
@@ -241,13 +271,18 @@ def with_etcd(
     except ElasticEtcdError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # as after `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in _UNWRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's own attempt, at its end
+        if error.errno == errno.EPIPE:  # as after `| head`
+            return 0
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        return 1
     else:
         return code
-    return 0
 
 
 def _parsed(parser: parsers.Parser, argv: Sequence[str]) -> Namespace:
@@ -280,6 +315,46 @@ async def while_read(doing: Coroutine[Any, Any, object]) -> None:
                 raise
         finally:
             loop.remove_reader(output.fileno())
+
+
+async def while_silence_is_told(client: Client, args: Namespace, doing: Awaitable[T]) -> T:
+    """Do this, and say whenever etcd does not answer, or does so again."""
+
+    def tell(away: Away | None) -> None:
+        note(
+            f"no answer from etcd since {away['since']}: {away['why']}" if away else "etcd answers"
+        )
+
+    asking = asyncio.create_task(ask_whether_there(client, keys_of(args), args.timeout, tell))
+    try:
+        return await doing
+    finally:
+        asking.cancel()
+
+
+async def ask_whether_there(
+    client: Client, keys: Get, timeout: float, tell: Callable[[Away | None], None]
+) -> Never:
+    """Ask etcd again and again, as a watch alone may be silent for long; tell what has changed."""
+    away: Away | None = None
+    answered = timestamp()
+    while True:
+        try:
+            await client.range(replace(keys, limit=1), timeout=timeout)
+            answered = timestamp()
+            if away:
+                away = None
+                tell(None)
+        except EtcdError as error:
+            if not away:
+                away = {"since": answered, "why": str(error).partition("\n")[0]}
+                tell(away)
+        await asyncio.sleep(_ASK)
+
+
+def timestamp() -> str:
+    """This moment, as `when` tells it."""
+    return when(datetime.now(UTC).isoformat())
 
 
 def in_one_line(text: str) -> str:

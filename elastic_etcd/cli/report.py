@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.agent import goodput
-from elastic_etcd.cli import query
+from elastic_etcd.cli import query, status
 from elastic_etcd.core.schema import Phase, plain
 from elastic_etcd.errors import ElasticEtcdError
 
@@ -58,8 +58,7 @@ async def _show(client: Client, args: Namespace) -> None:
 
 
 def _show_one(found: dict[str, Any]) -> None:
-    state = f": {found['state']}" if found["state"] else ""
-    print(query.in_one_line(f"job {found['job']}, run {found['run']}{state}"))
+    query.say([f"job {found['job']}: {found['state']}, run {found['run']}"])
     for line in goodput.lines(found):
         print(f"  {line}")
     if found["going_on"]:
@@ -78,6 +77,7 @@ def describe(job: str, view: View, now: float) -> dict[str, Any]:
         for e in entries
         if e.spent
     ]
+    found["state"] = entries[-1].outcome.state if entries[-1].outcome else status.state_of(view)
     return {"job": job, **found, "by_world": of_each}
 
 

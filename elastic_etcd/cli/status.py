@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from elastic_etcd.cli import query
+from elastic_etcd.cli import events, query, tables
 from elastic_etcd.core import requests, suspects
 from elastic_etcd.core.lifecycle import Outdated
-from elastic_etcd.core.rules import Local, awaited
-from elastic_etcd.core.schema import History, Phase, decode, hexed, plain
+from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
+from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain
 from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rich.table import Table
-
     from elastic_etcd.cli import parsers
     from elastic_etcd.core.schema import Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
-_HISTORY = 8  # generations shown; --json has all
-_SHORT = ("job", "state", "phase", "generation", "reason", "restarts", "limits", "world_size")
+_EVENTS = 16  # lines of the history shown; `elastic-etcd events` has all
+_SHORT = (
+    *("job", "state", "since", "why", "last_words", "phase", "generation", "reason", "restarts"),
+    *("limits", "world_size"),
+)
+_GOES_ON = ("training", "forming")
+_ORDER = {"training": 0, "forming": 0, "deserted": 1}
 _EPILOG = f"""\
 A job is forming until a world of it trains, then training; deserted where it has no outcome, and no
 node is there any more; at its end succeeded, failed or stopped.
@@ -54,9 +57,10 @@ async def _show(client: Client, args: Namespace) -> None:
         for state in states:
             query.print_json(state, args)
     elif not args.all:
-        _show_one(*states)
+        ((job, view),) = views.items()
+        query.say(_lines_of(describe(job, view), events.lines(job, view)))
     elif states:
-        query.console().print(jobs_table(map(in_short, states)))
+        query.say(jobs_table(by_urgency(map(in_short, states)), tables.width()))
 
 
 def describe(job: str, view: View) -> dict[str, Any]:
@@ -69,18 +73,23 @@ def describe(job: str, view: View) -> dict[str, Any]:
         if lines := query.newest_divergences(view, entry["generation"]):
             entry["divergences"] = list(lines)
     newest = history[-1] if history else {}
+    reason = view.outcome.reason if view.outcome else now.reason if now else ""
+    failure = _failure(view, reason)
     return {
         "job": job,
-        "state": _state(view),
+        "state": state_of(view),
+        "since": _since(view, newest),
+        "why": _why(view, reason),
+        "last_words": query.last_words(failure) if failure else "",
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
-        "reason": now.reason if now else view.outcome.reason if view.outcome else "",
+        "reason": reason,
         "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
         "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
-        "master": f"{now.master.addr}:{now.master.port}" if now and now.master else None,
+        "master": query.address(now.master.addr, now.master.port) if now and now.master else None,
         "nodes": list(_nodes(view)),
         "history": history,
         "suspects": list(_suspects(view)),
@@ -91,13 +100,44 @@ def describe(job: str, view: View) -> dict[str, Any]:
     }
 
 
-def _state(view: View) -> str:
+def state_of(view: View) -> str:
     """The job's state in a word."""
     if view.outcome:
         return view.outcome.state
     if not view.members:
         return "deserted"
     return "training" if view.trains else "forming"
+
+
+def _since(view: View, newest: dict[str, Any]) -> str | None:
+    """When the job came into its state, as far as its keys tell."""
+    if view.outcome:
+        return view.outcome.at or None
+    goes_on = view.trains and view.trains == newest.get("generation")
+    return newest.get("began_at" if goes_on and view.members else "ended_at")
+
+
+def _why(view: View, reason: str) -> str:
+    """Why the job is in its state, and for what it waits."""
+    now = view.round
+    if view.outcome or (view.trains and view.members):
+        return reason
+    if not view.members:
+        return "no node is there any more, and nobody has said that it is over"
+    if now is None or view.spec is None:
+        return "nobody coordinates yet"
+    acked = now.generation if now.coordinator in {ack.lease for ack in view.acks} else 0
+    local = Local(now.run, now.coordinator, acked=acked)
+    waits = decide(view, local, _limits(view.spec, view), Elapsed(0, 0))
+    return f"{reason}; {waits.reason}" if isinstance(waits, Wait) else reason
+
+
+def _failure(view: View, reason: str) -> Failure | None:
+    """The worker that has ended the run, or the world before this one."""
+    if view.outcome:
+        return view.outcome.failure
+    failures = (f for world in reversed(query.worlds(view)) for f in world.failures or ())
+    return next((f for f in failures if str(f) in reason), None)
 
 
 def in_short(state: dict[str, Any]) -> dict[str, Any]:
@@ -107,25 +147,24 @@ def in_short(state: dict[str, Any]) -> dict[str, Any]:
     return short | {"nodes": {each: nodes.count(each) for each in sorted(set(nodes))}}
 
 
-def jobs_table(jobs: Iterable[dict[str, Any]]) -> Table:
-    """A row for each of these, as `in_short` gives them."""
-    from rich.table import Table  # noqa: PLC0415 - not loaded for --json
-    from rich.text import Text  # noqa: PLC0415 - as above
+def by_urgency(jobs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These jobs, as `in_short` gives them: those that go on, then the others, the newest first."""
+    newest_first = sorted(jobs, key=lambda short: short["since"] or "", reverse=True)
+    by_name = sorted(newest_first, key=lambda s: s["job"] if s["state"] in _GOES_ON else "")
+    return sorted(by_name, key=lambda s: _ORDER.get(s["state"], 2))
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("job", "state", "nodes", "ranks", "restarts", "because"):
-        number = name in ("ranks", "restarts")
-        justify: Literal["right", "left"] = "right" if number else "left"
-        # Only these give way where there is no room.
-        table.add_column(name, justify=justify, no_wrap=name not in ("job", "nodes", "because"))
+
+def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:
+    """A row in so many characters for each of these, as `in_short` gives them."""
+    rows = []
     for short in jobs:
         nodes = ", ".join(f"{count} {state}" for state, count in short["nodes"].items())
-        limits = short["limits"]
-        used = _used(short["restarts"], limits) if limits else "-"
-        cells = (short["state"], nodes or "-", str(short["world_size"]), used, short["reason"])
-        shown_cells = map(query.in_one_line, (short["job"], *cells))
-        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in shown_cells))
-    return table
+        used = _used(short["restarts"], short["limits"]) if short["limits"] else "-"
+        why = ": ".join(filter(None, (short["why"], short["last_words"])))
+        cells = (short["state"], nodes or "-", str(short["world_size"]), used, why)
+        rows.append((short["job"], *cells))
+    heads = ("job", "state", "nodes", "ranks", "restarts", "because")
+    return tables.table(heads, rows, room, soft=(5, 2), right=(3, 4))
 
 
 def _limits(spec: Spec, view: View) -> Limits:
@@ -152,11 +191,11 @@ def _nodes(view: View) -> Iterator[dict[str, Any]]:
         yield _node(p, member, state) | {"group_rank": p.group_rank, "ranks": ranks}
     for member in members.values():
         state = "leaving" if member.leaving else "spare" if is_final else "waiting"
-        why = "" if member.leaving else _why(view, member)
+        why = "" if member.leaving else _waits(view, member)
         yield _node(member, member, state, why)
 
 
-def _why(view: View, member: Member) -> str:
+def _waits(view: View, member: Member) -> str:
     """Why a member does not train; "" where its job's keys do not say."""
     now = view.round
     if now is None or view.spec is None:
@@ -190,26 +229,19 @@ def _entry(generation: int, text: str) -> dict[str, Any]:
         return {"generation": generation, "ended": f"unreadable: {error}"}
 
 
-def _show_one(state: dict[str, Any]) -> None:
-    from rich.table import Table  # noqa: PLC0415 - not loaded for --json
-    from rich.text import Text  # noqa: PLC0415 - as above
-
-    for line in summary(state):
-        print(query.in_one_line(line))
-    if state["nodes"]:
-        table = Table("node", "state", "group rank", "ranks", "workers", "address", box=None)
-        for node in state["nodes"]:
-            group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
-            cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
-            row = (node["node"], *cells, node["address"] or "-")
-            # Names may look like markup.
-            table.add_row(*(Text(query.in_one_line(cell)) for cell in row))
-        query.console().print(table)
-    for line in _reasons(state):
-        print(query.in_one_line(line))
-    for entry in state["history"][-_HISTORY:]:
-        for line in _lines_of(entry):
-            print(query.in_one_line(line))
+def _lines_of(state: dict[str, Any], told: Sequence[str]) -> Iterator[str]:
+    """The job as it is shown, with the end of its history."""
+    yield from summary(state)
+    rows = []
+    for node in state["nodes"]:
+        group_rank = "-" if node["group_rank"] is None else str(node["group_rank"])
+        cells = (node["state"], group_rank, span(node["ranks"]), str(node["nproc"]))
+        rows.append((node["node"], *cells, node["address"] or "-"))
+    heads = ("node", "state", "group rank", "ranks", "workers", "address")
+    if rows:
+        yield from tables.table(heads, rows, tables.width(), soft=(5,))
+    yield from _reasons(state)
+    yield from told[-_EVENTS:]
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:
@@ -227,11 +259,14 @@ def _used(restarts: int, limits: dict[str, Any]) -> str:
 
 
 def summary(state: dict[str, Any]) -> Iterator[str]:
-    """The job in some lines."""
+    """The job in some lines: what it does, since when, and why."""
     phase = f" ({state['phase']})" if state["state"] == "forming" else ""
-    yield f"job {state['job']}: {state['state']}{phase}, generation {state['generation']}"
-    if state["reason"]:
-        yield f"  because {state['reason']}"
+    since = f" since {query.when(state['since'])}" if state["since"] else ""
+    yield f"job {state['job']}: {state['state']}{phase}{since}, generation {state['generation']}"
+    if state["why"]:
+        yield f"  because {state['why']}"
+    if state["last_words"]:
+        yield f"  last words: {state['last_words']}"
     if limits := state["limits"]:
         yield f"  {_sizes(limits)} nodes, {_used(state['restarts'], limits)} restarts used"
     else:
@@ -239,9 +274,6 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
     if state["coordinator"] or state["master"]:
         yield f"  coordinator {state['coordinator'] or '-'}, master {state['master'] or '-'}"
     yield from _steered(state)
-    if state["outcome"]:
-        outcome = state["outcome"]
-        yield f"  {outcome['state']} at {outcome['at']}: {outcome['reason']}"
     if state["newer"]:
         yield f"  {Outdated(state['newer']).reason}"
     yield from (f"  unreadable: {line}" for line in state["malformed"])
@@ -272,35 +304,6 @@ def _sizes(limits: dict[str, Any]) -> str:
         return f"{', '.join(some)} or {last}" if some else last
     step = f" (multiples of {limits['multiple_of']})" if limits["multiple_of"] > 1 else ""
     return f"{limits['min_nodes']} to {limits['max_nodes']}{step}"
-
-
-def _lines_of(entry: dict[str, Any]) -> Iterator[str]:
-    """A world in a line, and one for each hang, straggler and divergence in it."""
-    nodes = ", ".join(entry.get("nodes", ()))
-    world = f" world of {entry['world_size']} on {nodes}" if "world_size" in entry else ""
-    began = f" began at {entry['began_at']}: {entry.get('began')};" if "began_at" in entry else ""
-    ended = f" ended: {entry['ended']}" if "ended" in entry else " goes on"
-    yield f"generation {entry['generation']}:{world}{began}{ended}"
-    # The hang that has ended the world is in the first line.
-    yield from (f"  hung: {text}" for text in entry.get("hangs", ()) if text != entry.get("ended"))
-    yield from (f"  {text}" for text in entry.get("stragglers", ()))
-    yield from (f"  {text}" for text in entry.get("divergences", ()))
-
-
-def events(state: dict[str, Any]) -> list[str]:
-    """The job's history, a short line for each world and for the end."""
-    lines, ended = [], None
-    for entry in state["history"]:
-        began = query.seconds_of(entry.get("began_at"))
-        why = entry.get("began", "")
-        if ended is not None and began is not None:
-            why += f" ({max(0.0, began - ended):.1f} s)"  # without any world
-        ended = query.seconds_of(entry.get("ended_at"))
-        at = entry.get("began_at", "")[11:19]
-        lines.append(f"{at} generation {entry['generation']}: {why}")
-    if outcome := state["outcome"]:
-        lines.append(f"{outcome['at'][11:19]} {outcome['state']}: {outcome['reason']}")
-    return lines
 
 
 def span(ranks: list[int]) -> str:

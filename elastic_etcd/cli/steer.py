@@ -1,13 +1,14 @@
-"""`elastic-etcd drain`, `undrain`, `scale`, `stop`, of one job or with --all of each."""
+"""`elastic-etcd drain`, `undrain`, `scale`, `stop`, `forget`, of one job or with --all of each."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+import time
+from argparse import ArgumentTypeError, Namespace
 from copy import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import flag_values, parsers, query, write_requests
 from elastic_etcd.cli.parsers import shown
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 _CODES = """\
 exit codes:
-  0 done, or it was so before     1 no such job or node, or the job is over   2 wrong usage
+  0 done, or it was so before     1 refused: no such job or node, or as told  2 wrong usage
   4 --wait: not within its time   5 etcd unreachable, or denied               130 ended by Ctrl-C
+  7 a newer elastic_etcd has written to the job
 """
 _OF_ALL = """
 With --all it goes on with the other jobs where it fails in one; the exit code is then the highest.
@@ -32,7 +34,8 @@ _DRAIN = f"""\
 The node leaves as on SIGTERM to its agent: scripts in ee.run stop at a step that all ranks agree
 on, others get SIGTERM; `ee.leaving()` is true, they may save until the deadline, and the other
 nodes go on without it. Its agent exits 143. An agent that is started there again waits for
-`undrain`.
+`undrain`. Without --force it is refused where fewer than MIN nodes would be left; --self never is,
+as that machine goes anyway.
 
 examples:
   elastic-etcd drain resnet-7 node2 --etcd etcd1:2379 --wait && ssh node2 reboot
@@ -56,11 +59,22 @@ examples:
   elastic-etcd stop --all --prefix /team-a --yes
 {_OF_ALL}
 {_CODES}"""
+_FORGET = f"""\
+Its keys are removed: its outcome, its history, its drains. Its id may be used again, as that of any
+job that is over. A job with nodes is refused, and a deserted one without --force.
+
+examples:
+  elastic-etcd forget resnet-7 --etcd etcd1:2379
+  elastic-etcd forget --all --yes      # once a day, say: those that ended a week ago or earlier
+{_OF_ALL}
+{_CODES}"""
+_DAY = 86400
 _SCALE = f"""\
 A world of a number of nodes that is not allowed any more ends at once: too many become spares,
 too few wait for more, and newcomers are taken in as ever. Scripts in ee.run stop at a step that
 all ranks agree on, others get SIGTERM. Agents may be started with the old --nnodes or the new one.
-It counts for this run of the job, until it is scaled again. There is no --all: how many nodes a job
+It counts for this run of the job, until it is scaled again. Without --force it is refused where too
+few nodes are there. There is no --all: how many nodes a job
 needs is its own affair.
 
 examples:
@@ -93,6 +107,7 @@ def drain() -> parsers.Parser:
         help="from now to SIGKILL of its workers (default: the job's --leave-deadline)",
     )
     parser.add_argument("--wait", action="store_true", help="return when the node has left")
+    _may_stop_training(parser)
     parser.checks = [_which_node]
     return parser
 
@@ -109,7 +124,6 @@ def undrain() -> parsers.Parser:
 def scale() -> parsers.Parser:
     """The command line of `elastic-etcd scale JOB NODES`."""
     parser = query.parser("scale", "Changes how many nodes a job trains on.", _SCALE, "JOB NODES")
-    parser.add_argument("--all", action=_OfOneJob, nargs=0, help=SUPPRESS)
     parser.add_argument(
         "nnodes", metavar="NODES", type=flag_values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
@@ -117,6 +131,7 @@ def scale() -> parsers.Parser:
         "--nodes-multiple-of", type=flag_values.count, default=1, metavar="N", help="(default: 1)"
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
+    _may_stop_training(parser)
     return parser
 
 
@@ -128,6 +143,27 @@ def stop() -> parsers.Parser:
     parser.add_argument("--save", action="store_true", help="wait for what the scripts save")
     parser.add_argument("--wait", action="store_true", help="return when the job has ended")
     return parser
+
+
+def forget() -> parsers.Parser:
+    """The command line of `elastic-etcd forget JOB`."""
+    every = "each job under --prefix that was over --older-than seconds ago; asks first"
+    parser = query.parser("forget", "Removes a job that is over.", _FORGET, every=every)
+    parser.add_argument("--yes", action="store_true", help="--all: do not ask")
+    parser.add_argument(
+        "--older-than",
+        type=flag_values.seconds,
+        default=7 * _DAY,
+        metavar="SECONDS",
+        help="--all: since their end (default: a week)",
+    )
+    parser.add_argument("--force", action="store_true", help="also where nobody has ended it")
+    return parser
+
+
+def _may_stop_training(parser: parsers.Parser) -> None:
+    text = "also where fewer than MIN nodes are left, so that training stops"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
 def _which_node(args: Namespace) -> None:
@@ -142,13 +178,6 @@ def _which_node(args: Namespace) -> None:
         flag_values.job_id(args.job)
     if args.self == bool(args.node):
         raise ArgumentTypeError("which node? Give its name, or --self")
-
-
-class _OfOneJob(Action):
-    """A flag that others have and that makes no sense here."""
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
-        parser.error("--all: how many nodes a job needs is its own affair; scale each by its id")
 
 
 def main(command: str, argv: Sequence[str]) -> int:
@@ -169,8 +198,6 @@ def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
         query.print_json({"job": args.job} | done, args)
         return
     print(shown(done["told"]), flush=True)
-    if done.get("note"):
-        query.note(f"job {args.job}: {done['note']}" if args.all else done["note"])
 
 
 # --- all jobs -----------------------------------------------------------------------------
@@ -184,8 +211,8 @@ async def _in_all(command: str, client: Client, args: Namespace) -> int:
     if not jobs:
         return _nothing_to_do(command, args)
     _announce(what(args), jobs, args)
-    if command == "stop" and not args.yes:
-        _ask_first()
+    if command in ("stop", "forget") and not args.yes:
+        _ask_first(command)
     one_by_one = (_in_one(command, client, args, job) for job in jobs)
     return max(await asyncio.gather(*one_by_one))
 
@@ -205,8 +232,9 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
 
 def _nothing_to_do(command: str, args: Namespace) -> int:
     """A name that no job knows may be mistyped; where no job goes on, all have stopped."""
-    if command == "stop":
-        query.note(f"no job under {args.prefix} goes on")
+    if command in ("stop", "forget"):
+        which = "goes on" if command == "stop" else f"was over {args.older_than:g} s ago"
+        query.note(f"no job under {args.prefix} {which}")
         return 0
     node, prefix = write_requests.node_of(args), args.prefix
     if command == "undrain":
@@ -221,10 +249,10 @@ def _announce(what: str, jobs: Sequence[str], args: Namespace) -> None:
     print(shown(text), file=sys.stderr, flush=True)
 
 
-def _ask_first() -> None:
+def _ask_first(command: str) -> None:
     """Raises UsageError where nobody can be asked, ElasticEtcdError where the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("stop --all asks first, and here is no terminal: give --yes")
+        raise UsageError(f"{command} --all asks first, and here is no terminal: give --yes")
     print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's would wait
     try:
@@ -246,6 +274,12 @@ def _goes_on(view: View) -> bool:
     return view.spec is not None and view.outcome is None
 
 
+def _is_old(view: View, args: Namespace) -> bool:
+    """Whether it was over so long ago, by its coordinator's clock and this one's."""
+    ended = query.seconds_of(view.outcome.at) if view.outcome else None
+    return ended is not None and not view.members and time.time() - ended >= args.older_than
+
+
 # Of each command that knows --all which jobs it is about, and what it does, in words.
 _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace], str]]] = {
     "drain": (_has_node, lambda args: f"node {write_requests.node_of(args)} is to leave"),
@@ -254,6 +288,7 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
         lambda args: f"node {args.node} may come back to",
     ),
     "stop": (lambda view, _: _goes_on(view), lambda _: "to stop:"),
+    "forget": (_is_old, lambda _: "to forget:"),
 }
 
 
@@ -262,4 +297,5 @@ COMMANDS: dict[str, tuple[Callable[[], parsers.Parser], Callable[..., Any]]] = {
     "undrain": (undrain, write_requests.undrain),
     "scale": (scale, write_requests.scale),
     "stop": (stop, write_requests.stop),
+    "forget": (forget, write_requests.forget),
 }

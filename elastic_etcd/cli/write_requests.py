@@ -33,7 +33,7 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
-from elastic_etcd.errors import ElasticEtcdError, NotInTime, UsageError
+from elastic_etcd.errors import ElasticEtcdError, NewerFormat, NotInTime
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
 from elastic_etcd.times import SCALE_PATIENCE, STOP_PATIENCE, UNKILLABLE
@@ -62,7 +62,7 @@ class SteeredJob(query.Job):
             seen = await self.read()
             view = self.view_of(seen)
             if view.newer:
-                raise UsageError(Outdated(view.newer).reason)
+                raise NewerFormat(Outdated(view.newer).reason)
             then, there = change(view), view.wanted or Requests()
             if then == there or await self._written(seen, then):
                 return view, then != there
@@ -79,7 +79,8 @@ class SteeredJob(query.Job):
 
         try:
             async with asyncio.timeout(seconds):
-                return await first(self.client, self.ranges, fits)
+                found = first(self.client, self.ranges, fits)
+                return await query.while_silence_is_told(self.client, self.args, found)
         except asyncio.CancelledError:  # by Ctrl-C
             query.note(f"{what}; what was asked for stands")
             raise
@@ -134,6 +135,7 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
             return view.wanted or Requests()
         if not (there or known):
             raise ElasticEtcdError(f"job {job.name} has no node {node}{_meant(view, node)}")
+        _refuse(_too_few(view, node, limits), args)
         return _with(view, [asked])
 
     view, changed = await job.change(change)
@@ -156,12 +158,11 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         "deadline": seconds,
         "left": args.wait or not leases,
         "told": f"node {node} of job {job.name} {state}",
-        "note": _too_few(view, node, limits),
     }
 
 
 def _too_few(view: View, node: str, limits: Limits) -> str:
-    """A warning for people, where too few other nodes are left."""
+    """Says what happens where too few other nodes are left, else ""."""
     left = [m for m in _staying(view) if m.node != node]
     if not left:
         return "no other node is there: the job ends as stopped"
@@ -241,6 +242,7 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
             raise ElasticEtcdError(f"job {job.name} was begun with {begun}")
         if requests.scaled(view, spec.run, own).nnodes == asked.nnodes:
             return view.wanted or Requests()
+        _refuse(_fewer(view, asked), args)
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}
         scale = Scale(**sizes, run=spec.run, instead_of=own.nnodes, by=by, at=at)
         return replace(there, scale=None if asked.nnodes == own.nnodes else scale)
@@ -249,16 +251,26 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     if args.wait:
         late = job.run_of(view).limits.patience + SCALE_PATIENCE
         await job.wait(f"no world of {asked.nnodes} trains", lambda v: _fits(v, asked), late)
-    there = len(_staying(view))
-    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
     return {
         "nnodes": asked.nnodes,
         "changed": changed,
-        "nodes": there,
+        "nodes": len(_staying(view)),
         "told": f"job {job.name} {'trains' if args.wait else 'is to train'} on {asked.nnodes} nodes"
         + ("" if changed else "; it was scaled so before"),
-        "note": "" if asked.largest(there) else few,
     }
+
+
+def _fewer(view: View, asked: Limits) -> str:
+    """Says what happens where too few nodes are there for such a world, else ""."""
+    there = len(_staying(view))
+    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
+    return "" if asked.largest(there) else few
+
+
+def _refuse(why: str, args: Namespace) -> None:
+    """Raises ElasticEtcdError where training would stop, and nobody has said that it may."""
+    if why and not args.force:
+        raise ElasticEtcdError(f"nothing is done, as {why}\nGive --force if that is meant.")
 
 
 def _fits(view: View, asked: Limits) -> bool:
@@ -290,6 +302,27 @@ async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     return {"changed": changed, "state": state or None, "told": text}
 
 
+async def forget(job: SteeredJob, args: Namespace) -> dict[str, Any]:
+    """Do what `elastic-etcd forget` asks for; gives the object that `--json` prints."""
+    seen = await job.read()
+    view, keys = job.view_of(seen), job.keys
+    if view.newer:
+        raise NewerFormat(Outdated(view.newer).reason)
+    if view.members:
+        there = query.some_of(sorted(m.node for m in view.members))
+        raise ElasticEtcdError(f"job {job.name} has nodes: {there}. Stop it, and wait for its end")
+    if view.outcome is None and not args.force:
+        left = "agents that are started again go on with it"
+        raise ElasticEtcdError(f"job {job.name} is deserted, not over: {left}; or give --force")
+    mod = seen.kvs[keys.outcome].mod if view.outcome else 0
+    nobody = Compare(keys.members, "create", 0, prefix=True)
+    fence = (nobody, Compare(keys.outcome, "mod", mod))
+    removal = Txn(fence, (Delete(f"{keys.root}/", prefix=True),))
+    if not (await job.client.txn(removal, job.timeout)).succeeded:
+        raise NotInTime(f"job {job.name} has just changed, and is as it was: look again")
+    return {"changed": True, "told": f"job {job.name} is forgotten"}
+
+
 def _is_over(view: View, run: str) -> bool:
     """Whether it has an outcome, or nobody is left to write one."""
     return bool(view.outcome and view.outcome.run == run) or not view.members
@@ -307,7 +340,7 @@ def _timestamp() -> str:
 
 async def ask(job: SteeredJob, command: str, node: str) -> str:
     """Drain or undrain a node; gives the outcome in a line."""
-    args = Namespace(node=node, deadline=None, wait=False)
+    args = Namespace(node=node, deadline=None, wait=False, force=False)
     args.self = False
     try:
         return str((await {"drain": drain, "undrain": undrain}[command](job, args))["told"])

@@ -87,9 +87,6 @@ RANGE = _rpc("KV/Range", pb.RangeRequest, pb.RangeResponse)
 TXN = _rpc("KV/Txn", pb.TxnRequest, pb.TxnResponse)
 LEASE_GRANT = _rpc("Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
 LEASE_REVOKE = _rpc("Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
-LEASE_TIME_TO_LIVE = _rpc(
-    "Lease/LeaseTimeToLive", pb.LeaseTimeToLiveRequest, pb.LeaseTimeToLiveResponse
-)
 LEASE_KEEP_ALIVE = _rpc("Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
 WATCH = _rpc("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
 AUTHENTICATE = _rpc("Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)

@@ -22,7 +22,6 @@ from elastic_etcd.etcd._grpc import (
     AUTHENTICATE,
     LEASE_GRANT,
     LEASE_REVOKE,
-    LEASE_TIME_TO_LIVE,
     RANGE,
     TXN,
     Answer,
@@ -70,14 +69,6 @@ class LeaseGrant:
 
     id: int
     ttl: int  # in seconds, as granted: etcd has a minimum
-
-
-@dataclass(frozen=True, slots=True)
-class TimeToLive:
-    """For how long a lease still lives."""
-
-    seconds: int  # until it ends if nobody renews it; -1: it has ended
-    granted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +257,6 @@ class Client:
         what = f"lease {lease:x}"
         with suppress(LeaseNotFound):
             await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
-
-    async def left_of(self, lease: int, timeout: float | None = None) -> TimeToLive:
-        """How long the lease still is, if nobody renews it."""
-        request = pb.LeaseTimeToLiveRequest(id=lease)
-        what = f"lease {lease:x}"
-        answer, _ = await self.call(LEASE_TIME_TO_LIVE, request, what, _deadline(timeout))
-        return TimeToLive(answer.ttl, answer.granted_ttl)
 
     async def call(
         self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float

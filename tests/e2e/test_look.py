@@ -89,8 +89,15 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     assert "a mistake of the user's" in failed["metadata"]["raw_error"]
     assert json.loads(failed["metadata"]["metadata"])["exit_code"] == [1]
     assert all(1e3 * began < event["timestamp"] < 1e3 * time.time() for event in seen)
+    head = look(job, "status").splitlines()[:3]
+    assert head[0].startswith(f"job {job.name}: training since 20")
+    assert head[1:] == [
+        f"  because worker 1 on {bad} exited 1",
+        "  last words: ValueError: a mistake of the user's",
+    ]
+    assert head[2].removeprefix("  last words") in look(job, "events")
     report = json.loads(look(job, "report", "--json"))
-    assert (report["state"], report["generation"], report["restarts"]) == ("going on", 2, 1)
+    assert (report["state"], report["generation"], report["restarts"]) == ("training", 2, 1)
     assert report["going_on"] > 0
     job.finish(n1, n2, seconds=120)
     took = time.time() - began

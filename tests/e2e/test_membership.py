@@ -172,10 +172,10 @@ def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: TickingJob, etcd: 
     newer = f"/elastic_etcd/{job.name}/ledger"
     before = keys(etcd, job.name)
     etcd.ctl("put", newer, '{"a field": "of the future", "v": 2}')
-    job.exits(n1, 2)
+    job.exits(n1, 7)
     assert "written by a newer elastic_etcd (format 2)" in n1.output
     n2 = job.start("n2", settle=0)
-    job.exits(n2, 2)
+    job.exits(n2, 7)
     assert "written by a newer elastic_etcd (format 2)" in n2.output
     after = keys(etcd, job.name)
     assert after["ledger"] == {"a field": "of the future", "v": 2}

@@ -63,9 +63,9 @@ def test_r13_a_job_that_asks_for_a_newer_format_is_left_alone(
     spec = before["spec"] | {"min_version": 2}
     assert before["spec"]["min_version"] == 1
     etcd.ctl("put", f"/elastic_etcd/{job.name}/spec", json.dumps(spec))
-    job.exits(n1, 2)
+    job.exits(n1, 7)
     n2 = job.start("n2")
-    job.exits(n2, 2)
+    job.exits(n2, 7)
     for node in (n1, n2):
         assert "written by a newer elastic_etcd (format 2)" in node.output
     after = keys(etcd, job.name)

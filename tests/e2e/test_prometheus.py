@@ -4,18 +4,54 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_etcd.core.schema import PREFIX, History, Outcome, encode
 from tests.support.debian import NotToBeHad
-from tests.support.job import ELASTIC, Job
+from tests.support.etcd import EtcdServer
+from tests.support.job import ELASTIC, Agent, Job
 from tests.support.prometheus import EXAMPLES, Prometheus, address_of, get, values
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly(part="jobs")]
 
 DEADLINE = 180.0
+AGENT = 'training_job="JOB",node="n1",instance="n1:9464",job="elastic_etcd"'
+SERVED = 'training_job="JOB",instance="login1:8484",job="elastic_etcd_serve"'
+# By alert, the series by which it fires after 40 minutes, in promtool's notation.
+FIRES = {
+    "JobFailed": {f'outcome_timestamp_seconds{{state="failed",{SERVED}}}': "_x25 1500x60"},
+    "JobDeserted": {f'job_state{{state="deserted",{SERVED}}}': "_x20 1x60"},
+    "JobHangs": {f"hangs_total{{{AGENT}}}": "0x30 1x60"},
+    "BudgetLow": {f"restart_budget_left{{{AGENT}}}": "2x20 0x60"},
+    "JobDoesNotTrain": {f"world_size{{{AGENT}}}": "2x20 0x60"},
+    "JobMakesNoSteps": {f"steps_total{{{AGENT}}}": "0+9x10 90x60"},
+    "JobFailsOften": {f'restarts_total{{cause="failure",{AGENT}}}': "0+1x9 9x60"},
+    "JobLosesTime": {f'lost_seconds_total{{cause="failure",{AGENT}}}': "0+30x60"},
+    "LeaseIsNotRenewed": {f"lease_ttl_remaining_seconds{{{AGENT}}}": "5x20 0.5x60"},
+    "EtcdIsSlow": {
+        f'etcd_request_seconds_bucket{{le="{le}",{AGENT}}}': f"0+{each}x60"
+        for le, each in (("0.5", 0), ("1.0", 9), ("+Inf", 9))
+    },
+}
+HEALTHY = {
+    f'job_state{{state="training",{SERVED}}}': "1x60",
+    f'outcome_timestamp_seconds{{state="succeeded",{SERVED}}}': "1500x60",
+    f'outcome_timestamp_seconds{{state="failed",{SERVED}}}': "-2000x60",
+    f"hangs_total{{{AGENT}}}": "1x60",
+    f"restart_budget_left{{{AGENT}}}": "1x60",
+    f"world_size{{{AGENT}}}": "0x20 2x60",
+    f"steps_total{{{AGENT}}}": "0+9x60",
+    f'restarts_total{{cause="failure",{AGENT}}}': "2x60",
+    f'lost_seconds_total{{cause="failure",{AGENT}}}': "0+1x60",
+    f"lease_ttl_remaining_seconds{{{AGENT}}}": "0.5x20 3.5x60",
+}
 GRAFANAS = {"$__rate_interval": "30s", "$__range": "5m", "$job": ".+"}
 
 
@@ -34,6 +70,48 @@ def compared() -> list[str]:
     return re.findall(r"expr: (.*) (?:==|<|>=?) [\d.]+$", text, re.MULTILINE)
 
 
+def series(of: dict[str, str], job: str) -> list[dict[str, str]]:
+    return [
+        {"series": f"elastic_etcd_{name}".replace("JOB", job), "values": values}
+        for name, values in of.items()
+    ]
+
+
+def test_o3_each_alert_fires_for_the_job_that_is_meant(tmp_path: Path) -> None:
+    """Beside another one with which nothing is wrong, or not any more."""
+    prometheus = had(tmp_path)
+    firing = 'max by (alertname, training_job) (ALERTS{alertstate="firing"})'
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [*series(bad, "bad"), *series(HEALTHY, "healthy")],
+            "promql_expr_test": [
+                {
+                    "expr": firing,
+                    "eval_time": "40m",
+                    "exp_samples": [
+                        {"labels": f'{{alertname="{alert}", training_job="bad"}}', "value": 1}
+                    ],
+                }
+            ],
+        }
+        for alert, bad in FIRES.items()
+    ]
+    (tmp_path / "prometheus/tests.yml").write_text(
+        json.dumps({"rule_files": ["alerts.yml"], "tests": tests})
+    )
+    assert "SUCCESS" in prometheus.promtool("test", "rules", "tests.yml")
+    text = (EXAMPLES / "alerts.yml").read_text()
+    assert re.findall(r"alert: (\w+)", text) == list(FIRES)
+
+
+def had(folder: Path, *arguments: Any) -> Prometheus:
+    try:
+        return Prometheus(folder, *arguments)
+    except NotToBeHad as reason:
+        pytest.skip(str(reason))
+
+
 def have_data(prometheus: Prometheus, expressions: list[str]) -> None:
     left = expressions
     deadline = time.monotonic() + DEADLINE
@@ -42,21 +120,40 @@ def have_data(prometheus: Prometheus, expressions: list[str]) -> None:
         time.sleep(0.5)
 
 
-def test_a_job_that_is_watched(job: Job, tmp_path: Path) -> None:
+def test_a_job_that_is_watched(job: Job, etcd: EtcdServer, tmp_path: Path) -> None:
     script = (ELASTIC, "--dir", str(job.directory))
     n1, n2 = (job.start(n, script=script, metrics_addr=0) for n in ("n1", "n2"))
     g = job.trains(2, seconds=180)
     spare = job.start("n3", script=script, metrics_addr=0, start_method="exec")
     agents = [address_of(job, agent) for agent in (n1, n2, spare)]
-    try:
-        prometheus = Prometheus(tmp_path, agents)
-    except NotToBeHad as reason:
-        pytest.skip(str(reason))
+    etcd.ctl("put", f"{PREFIX}/left/history/1", encode(History(1, "r", "the job begins")))
+    over = Outcome("failed", "why", "r", 1, 3, at=datetime.now(UTC).isoformat())
+    etcd.ctl("put", f"{PREFIX}/over/outcome", encode(over))
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_etcd",
+        "serve",
+        "--listen=0",
+        f"--etcd={job.endpoint}",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serve:
+        try:
+            assert serve.stdout
+            address = serve.stdout.readline().split()[-1].removeprefix("http://").rstrip("/")
+            is_scraped(job, had(tmp_path, agents, address), [n1, n2, spare], agents, g)
+        finally:
+            serve.kill()
+
+
+def is_scraped(
+    job: Job, prometheus: Prometheus, started: list[Agent], agents: list[str], g: int
+) -> None:
     assert "SUCCESS" in prometheus.promtool("check", "config", "prometheus.yml")
     checked = prometheus.promtool("check", "rules", "alerts.yml")
     assert f"{len(compared())} rules found" in checked
     with prometheus.running():
-        have_data(prometheus, ['count(elastic_etcd_nodes{state="spare"} == 1)', "sum(up) == 3"])
+        have_data(prometheus, ['count(elastic_etcd_nodes{state="spare"} == 1)', "sum(up) == 4"])
         assert get(agents[2], "/readyz") == (200, "ok\n")
         os.kill(job.worker(g, rank=1).pid, signal.SIGKILL)
         job.trains(2, after=g, seconds=180)
@@ -76,4 +173,4 @@ def test_a_job_that_is_watched(job: Job, tmp_path: Path) -> None:
         assert seen["elastic_etcd_commit_seconds_count"] > seen["elastic_etcd_step"]
         assert 0 < seen["elastic_etcd_lease_ttl_remaining_seconds"] <= 2
     assert values(agents[2])["elastic_etcd_world_size"] == 0
-    job.finish(n1, n2, spare, seconds=120)
+    job.finish(*started, seconds=120)

@@ -118,6 +118,7 @@ def test_s13_a_drained_node_stays_out_until_it_is_undrained(
         last = {max(e.step for e in job.events("step") if e.node == n) for n in ("n1", "n2")}
         assert len(last) == 1, "all ranks have stopped at the same step"
     assert "is over: stopped" in steer(job, "drain", "n1", code=1)
+    assert steer(job, "wait", code=3)["state"] == "stopped"
 
 
 def is_shown(job: Job, etcd: EtcdServer) -> None:

@@ -35,7 +35,7 @@ SPOILT = {
     "kubernetes/job.yaml": ("podReplacementPolicy", "podReplacementPolicies"),
     "kubernetes/jobset.yaml": ("maxRestarts", "maxRestart"),
     "kubernetes/kueue.yaml": ("nominalQuota", "nominalQuotas"),
-    "kubernetes/monitoring.yaml": ("honorLabels", "honourLabels"),
+    "kubernetes/monitoring.yaml": ("podMetricsEndpoints", "podMetricEndpoints"),
     "kubeflow/runtime.yaml": ("livenessProbe", "livelinessProbe"),
     "kubeflow/trainjob.yaml": ("resourcesPerNode:", "resourcesByNode:"),
 }

@@ -43,7 +43,7 @@ def address_of(job: Job, agent: Agent) -> str:
 
 
 def values(address: str) -> dict[str, float]:
-    """All that an agent shows: by name, with the labels that are not job and node."""
+    """All that an agent shows: by name, with the labels that are not training_job and node."""
     status, text = get(address, "/metrics")
     assert status == 200, text
     lines = (line.rpartition(" ") for line in text.splitlines() if line[0] != "#")
@@ -52,22 +52,23 @@ def values(address: str) -> dict[str, float]:
 
 def _own_labels(name: str) -> str:
     labels = re.findall(r'(\w+="[^"]*")', name)
-    kept = [label for label in labels if not label.startswith(("job=", "node="))]
+    kept = [label for label in labels if not label.startswith(("training_job=", "node="))]
     return name.partition("{")[0] + ("{" + ",".join(kept) + "}" if kept else "")
 
 
 class Prometheus:
     """One that runs with the files of examples/prometheus. Raises NotToBeHad."""
 
-    def __init__(self, folder: Path, targets: Sequence[str]) -> None:
+    def __init__(self, folder: Path, agents: Sequence[str] = (), serves: str = "") -> None:
         programs = unpacked("prometheus", "bookworm", "prometheus-bookworm") / "usr/bin"
         self._program, self._promtool = programs / "prometheus", str(programs / "promtool")
         self._folder = folder / "prometheus"
         shutil.copytree(EXAMPLES, self._folder)
         config = self._folder / "prometheus.yml"
         text = config.read_text().replace("15s", "1s")
-        text, count = re.subn(r"targets: .*", f"targets: {json.dumps(list(targets))}", text)
-        assert count == 1
+        given = iter((list(agents), [serves] if serves else []))
+        text = re.sub(r"targets: .*", lambda _: f"targets: {json.dumps(next(given))}", text)
+        assert not list(given)
         config.write_text(text)
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
 

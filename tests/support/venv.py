@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # Of what `FRAMEWORKS` names one environment is made, which is large.
 FRAMEWORKS = (
     *("torch==2.13.0", "accelerate==1.15.*", "lightning==2.6.*", "transformers==5.23.*"),
-    *("grpcio", "protobuf", "tenacity", "msgspec", "rich", "xxhash", "tensorboard"),
+    *("grpcio", "protobuf", "tenacity", "msgspec", "xxhash", "tensorboard"),
 )
 
 

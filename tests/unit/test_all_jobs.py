@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 
 import pytest
 
@@ -19,7 +21,7 @@ from elastic_etcd.core.schema import Drain, Keys, Member, Requests, decode, enco
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
 from tests.support.etcd import EtcdServer
-from tests.support.jobs import KEYS, OVER, RUNNING
+from tests.support.jobs import KEYS, OUTCOME, OVER, RUNNING
 
 DRAINED = Requests((Drain("n1"),))
 LEFT = {KEYS.member(0xA), KEYS.member(0xB), KEYS.wanted}
@@ -87,8 +89,8 @@ def test_status(shell: Shell) -> None:
     assert [row.split()[:2] for row in rows] == [
         ["a", "training"],
         ["b", "training"],
-        ["c", "succeeded"],
         ["d", "deserted"],
+        ["c", "succeeded"],
     ]
     assert "2 training " in rows[0]
     states = objects(shell.ok("status", "--all", "--json"))
@@ -103,7 +105,7 @@ def test_status(shell: Shell) -> None:
 
 def test_top(shell: Shell) -> None:
     rows = shell.ok("top", "--all").splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["a", "b", "c", "d"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "d", "c"], "those that go on come first"
     found = objects(shell.ok("top", "--all", "--json"))
     assert [(f["job"], f["nodes"]) for f in found[:2]] == [
         ("a", {"training": 2}),
@@ -142,10 +144,10 @@ def test_report(shell: Shell) -> None:
     assert code == 0
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert heads == [
-        "job a, run r: going on",
-        "job b, run r: going on",
-        "job c, run r: succeeded",
-        "job d, run r",
+        "job a: training, run r",
+        "job b: training, run r",
+        "job c: succeeded, run r",
+        "job d: deserted, run r",
     ]
     assert err == "note: job none has had no world yet\n"
     assert [found["job"] for found in objects(shell.ok("report", "--all", "--json"))] == [*"abcd"]
@@ -202,6 +204,19 @@ def test_a_node_that_no_job_knows(shell: Shell, command: str) -> None:
 def test_a_machine_leaves_all_jobs(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NODE_NAME", "n1")
     assert shell.ok("drain", "--all", "--self").count("node n1 of job") == 2
+
+
+def test_o7_all_jobs_that_are_long_over_are_forgotten(shell: Shell) -> None:
+    age = time.time() - datetime.fromisoformat(OUTCOME.at).timestamp()
+    code, out, err = shell("forget", "--all", "--yes", "--older-than", str(age + 3600))
+    assert (code, out) == (0, "")
+    assert f"note: no job under {shell.prefix} was over " in err
+    code, out, err = shell("forget", "--all", "--older-than", "1")
+    assert (code, "asks first" in err) == (2, True)
+    code, out, err = shell("forget", "--all", "--yes", "--older-than", "1")
+    assert (code, out) == (0, "job c is forgotten\n")
+    assert err == f"to forget: 1 job under {shell.prefix}: c\n"
+    assert [s["job"] for s in objects(shell.ok("status", "--all", "--json"))] == ["a", "b", "d"]
 
 
 def test_all_jobs_are_stopped(shell: Shell) -> None:

@@ -10,6 +10,7 @@ import pytest
 from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
+ONE_JOB = ("scale", "wait")
 NOT_OF_A_JOB = ("launch", "accelerate")
 OF_A_JOB = [name for name in COMMANDS if name not in NOT_OF_A_JOB]
 # What bash does when somebody presses the tab key after these words.
@@ -34,10 +35,46 @@ def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str])
     if command in OF_A_JOB:
         assert "--json" in told
         assert "130" in told
-        assert ("--all" in told.partition("\n\n")[0]) == (command != "scale")
+        assert ("--all" in told.partition("\n\n")[0]) == (command not in ONE_JOB)
 
 
-@pytest.mark.parametrize("command", [name for name in OF_A_JOB if name not in ("scale", "serve")])
+@pytest.mark.parametrize("typed", ["stauts", "stat", "foget", "lunch"])
+def test_a_command_that_is_mistyped(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    meant = {"stauts": "status", "stat": "status", "foget": "forget", "lunch": "launch"}[typed]
+    assert main([typed, "j"]) == 2
+    told = f"error: {typed}: no such command (did you mean {meant}?)\nSee elastic-etcd --help.\n"
+    assert capsys.readouterr().err == told
+    assert main(["zebra"]) == 2
+    assert capsys.readouterr().err.startswith("error: zebra: no such command\n")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "accelerate"])
+@pytest.mark.parametrize("flag", ["--etcd", "--rdzv-endpoint", "--prefix", "--user", "--cacert"])
+def test_n3_an_empty_value_is_an_error(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a variable that is not set: without --etcd each node would train alone."""
+    assert main([command, f"{flag}=", "j", "n"]) == 2
+    told = capsys.readouterr().err
+    assert f"error: {flag.replace('rdzv-endpoint', 'etcd')}" in told
+    assert "is empty" in told or "a prefix is" in told
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "accelerate"])
+@pytest.mark.parametrize("name", ["ETCDCTL_ENDPOINTS", "PET_ETCD", "PET_RDZV_ENDPOINT"])
+def test_n3_an_empty_variable_is_an_error(
+    command: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, "")
+    second = {"scale": ["2:4"], "timeline": ["--json"], "drain": ["n"], "undrain": ["n"]}
+    assert main([command, "j", *second.get(command, [])]) == 2
+    assert f"error: {name} is in the environment, and empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in OF_A_JOB if name not in (*ONE_JOB, "serve")])
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
@@ -53,12 +90,6 @@ def test_a_job_or_all_of_them(
         more = []
     assert main([command, *argv, *more]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--all", "2:4"], ["2:4", "--all"], ["j", "2:4", "--all"]])
-def test_numbers_of_nodes_are_one_jobs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scale", *argv]) == 2
-    assert "how many nodes a job needs is its own affair" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", OF_A_JOB)

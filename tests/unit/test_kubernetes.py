@@ -290,12 +290,19 @@ def test_all_is_watched() -> None:
     monitor, rules = only("monitoring", "PodMonitor"), only("monitoring", "PrometheusRule")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in [each["name"] for each in agent("job")["ports"]]
-    assert endpoint["honorLabels"]
     matched = monitor["spec"]["selector"]["matchLabels"]
     for name in WITH_A_JOB:
         assert matched.items() <= job_spec(name)["template"]["metadata"]["labels"].items()
     alerts = yaml.safe_load((ROOT / "examples/prometheus/alerts.yml").read_text())
     assert rules["spec"] == alerts
+
+
+def test_o3_each_alert_names_its_runbook() -> None:
+    alerts = yaml.safe_load((ROOT / "examples/prometheus/alerts.yml").read_text())
+    for rule in alerts["groups"][0]["rules"]:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        heads = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert anchor in [head.lower().replace(" ", "-") for head in heads], rule["alert"]
 
 
 def test_exit_codes_are_the_documented_ones() -> None:
@@ -309,6 +316,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
     assert by_code == {143: "Ignore", 2: "FailJob", 3: "FailJob", stopped: "FailJob"}
     assert str(stopped) not in rows, "only a stopped job's agents give it"
     assert "wrong usage" in rows["2"]
+    assert "newer elastic_etcd" in rows["7"], "which counts: a pod with a newer image may do better"
     assert "--max-restarts" in rows["3"]
     assert "143 for SIGTERM" in rows["128 + n"]
     assert configured("job").leave_exit_code is None

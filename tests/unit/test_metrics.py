@@ -21,8 +21,19 @@ from elastic_etcd.agent.followers.metrics_server import serving
 from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick, WorkersDiverged
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Limits, Master, Member, Page, Participant, Phase, Round
+from elastic_etcd.core.schema import (
+    Hang,
+    Limits,
+    Master,
+    Member,
+    Outcome,
+    Page,
+    Participant,
+    Phase,
+    Round,
+)
 from elastic_etcd.core.view import Everything, Narrow, View
+from elastic_etcd.protocol.messages import UNCOUNTED
 from tests.support.aio import elapse
 from tests.support.prometheus import get, values
 
@@ -235,8 +246,11 @@ def test_many_metrics_and_few_labels() -> None:
     metrics = Metrics(CONFIG)
     metrics.requests.observe(0.004)
     lines = [line for line in metrics.text().decode().splitlines() if line[0] != "#"]
-    assert all('job="j"' in line and 'node="n1"' in line for line in lines)
-    assert 'elastic_etcd_etcd_request_seconds_bucket{job="j",le="0.005",node="n1"} 1.0' in lines
+    assert all('training_job="j"' in line and 'node="n1"' in line for line in lines)
+    assert (
+        'elastic_etcd_etcd_request_seconds_bucket{le="0.005",node="n1",training_job="j"} 1.0'
+        in lines
+    )
     assert len(lines) < 150
 
 
@@ -244,5 +258,51 @@ def test_t6_workers_that_differ_are_counted_where_they_are() -> None:
     metrics = Metrics(CONFIG)
     for named in (True, False, True):
         metrics.see(SPARE, WorkersDiverged(3, 0, "replicas differ", named, alone=False), SPARE)
-    line = 'elastic_etcd_divergences_total{job="j",node="n1"} 2.0'
+    line = 'elastic_etcd_divergences_total{node="n1",training_job="j"} 2.0'
     assert line in metrics.text().decode().splitlines()
+
+
+def told(seen: State) -> dict[str, float]:
+    metrics = Metrics(CONFIG)
+    metrics.see(seen, Tick(), seen)
+    lines = (line.rpartition(" ") for line in metrics.text().decode().splitlines())
+    return {name: float(value) for name, _, value in lines if name.startswith("elastic_etcd_")}
+
+
+def test_o3_how_many_failures_are_left_and_how_it_ended() -> None:
+    """No `job`, which is Prometheus' own label: all jobs would be one."""
+    of, view = 'node="n1",training_job="j"', IN_WORLD.view
+    assert view
+    now = replace(FINAL, restarts=2)
+    left = f"elastic_etcd_restart_budget_left{{{of}}}"
+    limits = {most: Limits(1, 2, max_restarts=most) for most in (0, 3, UNCOUNTED)}
+    seen = {
+        most: told(replace(IN_WORLD, view=replace(view, round=now), limits=limits[most]))
+        for most in limits
+    }
+    assert [seen[most].get(left) for most in limits] == [None, 1.0, None]
+    assert not any(name.startswith(("elastic_etcd_job{", 'job="')) for name in seen[3])
+    outcome = Outcome("failed", "why", "r", 3, 3, at="2026-11-21T10:00:00+00:00")
+    ended = told(replace(IN_WORLD, view=replace(view, outcome=outcome)))
+    assert (
+        ended['elastic_etcd_outcome_timestamp_seconds{node="n1",state="failed",training_job="j"}']
+        == 1795255200
+    )
+    assert told(replace(IN_WORLD, view=replace(view, outcome=replace(outcome, at="soon"))))
+
+
+def test_o3_a_hang_counts_once() -> None:
+    metrics = Metrics(CONFIG)
+    assert IN_WORLD.view
+    asked = Hang(3, 1, 60.0)
+    for hang in (
+        None,
+        asked,
+        replace(asked, alarm=True),
+        replace(asked, alarm=True),
+        asked,
+        replace(asked, number=2, alarm=True),
+    ):
+        seen = replace(IN_WORLD, view=replace(IN_WORLD.view, hang=hang))
+        metrics.see(seen, Tick(), seen)
+    assert 'elastic_etcd_hangs_total{node="n1",training_job="j"} 2.0' in metrics.text().decode()

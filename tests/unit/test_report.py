@@ -65,7 +65,7 @@ def test_only_who_had_rank_0_in_the_last_world_says_it() -> None:
 
 def test_a_run_that_goes_on() -> None:
     found = describe("j", view(RUNNING), BEGAN + 100)
-    assert (found["state"], found["going_on"], found["worlds"]) == ("going on", 100.0, 2)
+    assert (found["state"], found["going_on"], found["worlds"]) == ("training", 100.0, 2)
     assert found["trained"] == 60.0 - 0.9 + 100.0
     early = describe("j", view(RUNNING), BEGAN - 5)  # this machine's clock is late
     assert early["going_on"] == 0.0
@@ -108,8 +108,9 @@ def test_from_a_real_etcd(etcd: EtcdServer, prefix: str) -> None:
         where = ("--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60")
         return subprocess.run([*command, *where], capture_output=True, text=True, check=False)
 
-    assert json.loads(call("j", "--json").stdout) == describe("j", view(OVER), 0.0)
-    assert call("j").stdout.startswith("job j, run r: succeeded\n  goodput 95.8 %: trained")
+    told = {"version": 1, **describe("j", view(OVER), 0.0)}
+    assert json.loads(call("j", "--json").stdout) == told
+    assert call("j").stdout.startswith("job j: succeeded, run r\n  goodput 95.8 %: trained")
     nobody = call("k")
     assert nobody.returncode == 1
     assert nobody.stderr.startswith(f"error: {etcd.endpoint} has no job at {prefix}/k; ")

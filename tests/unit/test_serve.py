@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_etcd.cli.live.jobs import MOST_POINTS, Jobs, Series
+from elastic_etcd.agent.followers.metrics import Metrics
+from elastic_etcd.cli.live.jobs import Jobs
 from elastic_etcd.cli.live.web import MOST_STREAMS
 from elastic_etcd.core.schema import (
     Failure,
@@ -44,6 +46,7 @@ from elastic_etcd.etcd.mirror import Mirror
 from tests.support.chromium import chromium
 from tests.support.debian import NotToBeHad
 from tests.support.etcd import EtcdServer
+from tests.unit.test_metrics import CONFIG
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -151,6 +154,36 @@ def waits_for(what: str, look: Any) -> None:
         time.sleep(0.05)
 
 
+async def test_o3_prometheus_reads_how_each_job_is(etcd: EtcdServer, prefix: str) -> None:
+    """Also what agents can't tell, that they are gone."""
+    j, over, left = (Keys(f"{prefix}/{job}") for job in ("j", "over", "left"))
+    odd = replace(ended(over)[over.outcome], state='"odd"\\\n\x1b')
+    await write(etcd, running(j, 3, ATTACK) | {over.outcome: odd})
+    await write(etcd, {left.history(1): History(1, "r", "the job begins")})
+    with serving(etcd, prefix) as server:
+        status, text = server.get("/metrics")
+    assert status == 200
+    found = {
+        (sample.name.removeprefix("elastic_etcd_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found == {
+        ("job_state", "j", "training"): 1,
+        ("job_state", "left", "deserted"): 1,
+        ("job_state", "over", '"odd"\\ \\x1b'): 1,
+        ("generation", "j"): 2,
+        ("world_size", "j"): 3,
+        ("nodes", "j", "training"): 3,
+        ("restart_budget_left", "j"): 3,
+        ("outcome_timestamp_seconds", "over", '"odd"\\ \\x1b'): 1795341960,
+    }
+    of_agents = Metrics(CONFIG).text().decode()
+    for line in text.splitlines():
+        name = line.split()[2] if line.startswith("# TYPE") else ""
+        assert f"# TYPE {name} gauge" in of_agents or name in ("", "elastic_etcd_job_state")
+
+
 async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
     keys, other = Keys(f"{prefix}/j"), Keys(f"{prefix}/over")
     garbage = {
@@ -166,7 +199,7 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
         state = server.json("/api/jobs/j")
         assert state["nodes"][0]["node"] == ATTACK
         assert state["nodes"][0]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
-        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost (0.5 s)"
+        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost; 0.5 s later"
         assert server.json("/api/jobs/over")["outcome"]["failure"]["message"] == TRACEBACK
         assert server.get("/api/jobs/none")[0] == server.get("/jobs/none")[0] == 404
         assert server.get("/api/jobs/a%20b/events")[0] == 404
@@ -197,8 +230,8 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
             assert len(next(events)[1]["jobs"]) == 2
             assert not etcd.ctl("get", keys.watched), "nobody looks at a job"
         with server.stream("/api/jobs/j/events") as events:
-            names = {next(events)[0] for _ in range(3)}
-            assert names == {"etcd", "job", "chart"}
+            names = {next(events)[0] for _ in range(2)}
+            assert names == {"etcd", "job"}
             waits_for("it says that somebody looks", lambda: etcd.ctl("get", keys.watched))
             lost = History(3, "r", "node9 is lost")
             await write(etcd, {keys.history(3): lost})
@@ -342,17 +375,6 @@ async def test_a_mistake_in_telling_the_nodes_ends_it(etcd: EtcdServer, prefix: 
             assert jobs.over.is_set(), "as for a page that is opened while the server ends"
         with pytest.raises(KeyError, match="a mistake"):
             jobs.keeper.result()
-
-
-def test_a_chart_has_a_bound() -> None:
-    series = Series()
-    for second in range(100_000):
-        series.add(second, second % 7, None if second % 2 else 1.5)
-    points = series.points()
-    assert len(points) < MOST_POINTS
-    gaps = {b[0] - a[0] for a, b in pairwise(points)}
-    assert len(gaps) == 1, "as far from each other"
-    assert points[-1][0] > 99_000 * 1000
 
 
 @pytest.mark.nightly(part="chromium")

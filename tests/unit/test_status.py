@@ -5,14 +5,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.__main__ import main
-from elastic_etcd.cli import status
+from elastic_etcd.cli import events, query, status
 from elastic_etcd.core.schema import (
+    Failure,
     History,
     Ledger,
     Limits,
@@ -69,6 +70,13 @@ RUNNING = {
     KEYS.history(4): encode(History(4, nodes=("node1", "node3"), world_size=3)),
 }
 OUTCOME = Outcome("failed", "no restarts left", "r", 4, 3, at="2026-11-21T09:00:00Z")
+
+
+def shown(values: Mapping[str, str]) -> str:
+    """What `status` prints of a job with these keys, where there is no terminal."""
+    seen = view(values)
+    lines = status._lines_of(status.describe("j", seen), events.lines("j", seen))
+    return "".join(f"{query.in_one_line(line)}\n" for line in lines)
 
 
 def test_a_running_job() -> None:
@@ -132,21 +140,19 @@ def test_why_each_spare_waits() -> None:
     assert rare["nodef"] == "waiting to be taken in, once in 600 s at most (--join-interval)"
 
 
-def test_suspects_are_told_also_while_they_are_away(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suspects_are_told_also_while_they_are_away() -> None:
     ledger = Ledger(5, 4, suspects=SUSPECTS)
-    state = status.describe("j", view({KEYS.spec: RUNNING[KEYS.spec], KEYS.ledger: encode(ledger)}))
+    values = {KEYS.spec: RUNNING[KEYS.spec], KEYS.ledger: encode(ledger)}
+    state = status.describe("j", view(values))
     assert [s["node"] for s in state["suspects"]] == ["noded", "nodee", "gone"]
-    status._show_one(state)
-    out = capsys.readouterr().out
-    assert "gone is left out for 10 s of training, it went 2 times lately (--suspect-after)" in out
+    told = "gone is left out for 10 s of training, it went 2 times lately (--suspect-after)"
+    assert told in shown(values)
 
 
-def test_a_job_that_asks_for_a_newer_format(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = encode(Spec("r", Limits(1, 2), min_version=2))
-    state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
-    assert state["newer"] == 2
-    status._show_one(state)
-    assert "(format 2); this one knows format 1" in capsys.readouterr().out
+def test_a_job_that_asks_for_a_newer_format() -> None:
+    newer = RUNNING | {KEYS.spec: encode(Spec("r", Limits(1, 2), min_version=2))}
+    assert status.describe("j", view(newer))["newer"] == 2
+    assert "(format 2); this one knows format 1" in shown(newer)
 
 
 def test_a_finished_job() -> None:
@@ -164,18 +170,73 @@ def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
     assert "  1 to 2 nodes, 1 restarts used" in list(status.summary(state))
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    status._show_one(status.describe("j", view(RUNNING | {KEYS.outcome: encode(OUTCOME)})))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+def test_o1_its_first_lines_say_what_it_does_since_when_and_why() -> None:
+    lines = [" ".join(line.split()) for line in shown(RUNNING).splitlines()]
     assert lines[:3] == [
-        "job j: failed, generation 4",
+        "job j: training, generation 4",
         "because node2 left",
         "1 to 2 nodes, 1 of 3 restarts used",
     ]
-    assert "failed at 2026-11-21T09:00:00Z: no restarts left" in lines
     assert "node1 training 0 0-1 2 10.0.0.1" in lines
     assert "node4 spare - - 1 10.0.0.4" in lines
-    assert lines[-1] == "generation 4: world of 3 on node1, node3 goes on"
+    assert lines[-2:] == [
+        "08:00:00 generation 3: first formation; world of 3 on node1, node2",
+        "- generation 3: node2 left",
+    ]
+
+
+CAUSE = Failure("n2", 1, 0, 7, 1, 1.9, "Traceback:\n  x\nValueError: batch 17\n", "")
+KILLED = replace(CAUSE, code=-9, message="out of memory: the kernel has killed it\nlast line")
+FAILED = replace(OUTCOME, failure=CAUSE)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            {KEYS.outcome: encode(FAILED)},
+            (
+                "job j: failed since 2026-11-21T09:00:00Z, generation 4\n"
+                "  because no restarts left\n  last words: ValueError: batch 17\n"
+            ),
+        ),
+        (
+            {
+                KEYS.round: encode(replace(FINAL, reason=str(KILLED))),
+                KEYS.history(3): encode(History(3, ended=str(KILLED), failures=(CAUSE, KILLED))),
+                KEYS.history(4): encode(History(4, began_at="2026-11-21T10:00:00.5+01:00")),
+            },
+            (
+                "job j: training since 2026-11-21T09:00:00Z, generation 4\n"
+                f"  because {KILLED}\n  last words: out of memory: the kernel has killed it\n"
+            ),
+        ),
+        (
+            {
+                KEYS.spec: encode(Spec("r", Limits(3, 4))),
+                KEYS.round: encode(Round(5, Phase.JOINABLE, 0xA, "node2 is lost", "r")),
+                KEYS.ack(5, 0xA): encode(Ready(0xA)),
+                KEYS.history(4): encode(History(4, ended_at="2026-11-21T09:00:00Z")),
+            },
+            (
+                "job j: forming (joinable) since 2026-11-21T09:00:00Z, generation 5\n"
+                "  because node2 is lost; 1 of at least 3 nodes are ready, node4 not\n"
+            ),
+        ),
+    ],
+    ids=["failed", "after a failure", "forming"],
+)
+def test_o1_the_cause_has_its_last_words(more: dict[str, str], told: str) -> None:
+    assert shown(RUNNING | more).startswith(told)
+    of_all = status.jobs_table([status.in_short(status.describe("j", view(RUNNING | more)))], 200)
+    assert (
+        told.splitlines()[-1].removeprefix("  last words: ").removeprefix("  because ") in of_all[1]
+    )
+
+
+def test_o1_who_has_gone_without_a_word_is_told() -> None:
+    gone = {key: value for key, value in RUNNING.items() if not key.startswith(KEYS.members)}
+    assert "job j: deserted, generation 4\n  because no node is there any more" in shown(gone)
 
 
 @pytest.mark.parametrize(
@@ -185,18 +246,13 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (Limits(4, 64, multiple_of=4), "4 to 64 (multiples of 4) nodes"),
     ],
 )
-def test_how_many_nodes_may_train(
-    limits: Limits, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status._show_one(status.describe("j", view({KEYS.spec: encode(Spec("r", limits))})))
-    assert told in capsys.readouterr().out
+def test_how_many_nodes_may_train(limits: Limits, told: str) -> None:
+    assert told in shown({KEYS.spec: encode(Spec("r", limits))})
 
 
 @pytest.mark.parametrize("odd", ["[/red]", "[bold]x", "\x1b[2Jx", "\r\n\x07", "\u202e"])
-def test_what_others_call_themselves_is_shown_as_it_is(
-    odd: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Neither as rich's markup nor as what steers a terminal."""
+def test_what_others_call_themselves_is_shown_as_it_is(odd: str) -> None:
+    """Nothing of it steers a terminal."""
     entry = encode(History(4, nodes=(odd,), world_size=3, ended=odd))
     named = {
         KEYS.member(0xC): encode(Member(0xC, odd, 1, odd, run="r")),
@@ -205,8 +261,7 @@ def test_what_others_call_themselves_is_shown_as_it_is(
         KEYS.members + "\x1b[3J\udcff": "{}",
     }
     state = status.describe("j", view(RUNNING | named))
-    status._show_one(state)
-    out = capsys.readouterr().out
+    out = shown(RUNNING | named)
     assert {c for c in out if not c.isprintable()} == {"\n"}
     assert odd in out or "\\x" in out
     json.dumps(state).encode()
@@ -229,7 +284,7 @@ def test_a_malformed_entry_is_said_to_be(entry: dict[str, object]) -> None:
     state = status.describe("j", view({KEYS.history(4): text}))
     assert state["history"][0]["ended"].startswith("unreadable: ")
     assert state["restarts"] == 0
-    status._show_one(state)
+    assert "generation 4: unreadable: " in shown({KEYS.history(4): text})
 
 
 @pytest.fixture
@@ -274,10 +329,10 @@ async def test_from_a_real_etcd() -> None:
 
     async with EmbeddedEtcd() as etcd, Client(EtcdConfig((etcd.endpoint,))) as client:
         await client.txn(Txn((), tuple(Put(key, value) for key, value in RUNNING.items())), 5)
-        shown, nobody = await call("j", "--json"), await call("k")
-    assert shown.returncode == 0, shown.stderr
-    state = json.loads(shown.stdout)
-    assert state | {"revision": 17} == status.describe("j", view(RUNNING))
+        there, nobody = await call("j", "--json"), await call("k")
+    assert there.returncode == 0, there.stderr
+    state = json.loads(there.stdout)
+    assert state | {"revision": 17} == {"version": 1, **status.describe("j", view(RUNNING))}
     assert nobody.returncode == 1
     told = f"error: {etcd.endpoint} has no job at /elastic_etcd/k; elastic-etcd status --all shows"
     assert nobody.stderr.startswith(told)

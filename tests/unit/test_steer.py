@@ -14,6 +14,7 @@ from elastic_etcd.__main__ import main
 from elastic_etcd.core.schema import (
     Drain,
     Halt,
+    History,
     Keys,
     Ledger,
     Limits,
@@ -76,9 +77,8 @@ def shell(etcd: EtcdServer, prefix: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_drains_come_and_go(shell: Shell) -> None:
     assert shell.ok("drain", "j", "b") == "node b of job j is to leave within 20 s\n"
-    told = json.loads(shell.ok("drain", "j", "c", "--deadline", "120", "--json"))
+    told = json.loads(shell.ok("drain", "j", "c", "--deadline", "120", "--json", "--force"))
     assert (told["node"], told["changed"], told["deadline"]) == ("c", True, 120.0)
-    assert "1 of at least 2 nodes are left" in told["note"]
     assert shell.wanted == Requests((Drain("b"), Drain("c", 120.0)))
     assert "it was drained before" in shell.ok("drain", "j", "b")
     assert "still leaving" in shell("undrain", "j", "b")[1]
@@ -95,12 +95,52 @@ def test_flags_stand_where_one_likes(shell: Shell) -> None:
     assert "2:8" in shell.ok("scale", "j", "--nodes-multiple-of", "1", "2:8")
 
 
+def test_o6_what_would_stop_training_is_refused(shell: Shell) -> None:
+    shell.ok("drain", "j", "b")
+    code, told = shell("drain", "j", "c")
+    assert (code, told.splitlines()) == (
+        1,
+        [
+            (
+                "error: nothing is done, as 1 of at least 2 nodes are left: training stops until "
+                "more come, or ends after 600 s"
+            ),
+            "Give --force if that is meant.",
+        ],
+    )
+    assert shell.wanted == Requests((Drain("b"),))
+    assert shell("drain", "j", "b")[0] == 0, "which it is"
+    code, told = shell("scale", "j", "3:8")
+    assert (code, "as 2 of at least 3 nodes are there" in told) == (1, True)
+    assert shell.wanted == Requests((Drain("b"),))
+
+
+def test_o7_a_job_that_is_over_is_forgotten(shell: Shell) -> None:
+    code, told = shell("forget", "j", "--force")
+    assert (code, told) == (1, "error: job j has nodes: a, b, c. Stop it, and wait for its end\n")
+    for member in (A, B, C):
+        shell.etcd.ctl("del", shell.keys.member(member.lease))
+    shell.put(shell.keys.history(1), encode(History(1)))
+    code, told = shell("forget", "j")
+    assert (code, "is deserted, not over" in told) == (1, True)
+    outcome = Outcome("succeeded", "all are done", "r", 1, 0, at="2026-11-22T10:00:00Z")
+    shell.put(shell.keys.outcome, encode(outcome))
+    other = shell.keys.root + "2/outcome"
+    shell.put(other, encode(outcome))
+    assert shell.ok("forget", "j") == "job j is forgotten\n"
+    assert not shell.etcd.ctl("get", "--prefix", shell.keys.root + "/")
+    assert shell.etcd.ctl("get", other), "another job is left alone"
+    shell.put(shell.keys.history(1), encode(History(1)))
+    assert shell.ok("forget", "j", "--force") == "job j is forgotten\n"
+
+
 def test_a_machine_drains_the_agent_that_is_there(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "c")
     monkeypatch.setenv("PET_NODE_NAME", "b")
-    shell.ok("drain", "j", "--self")
+    shell.put(shell.keys.spec, encode(Spec("r", Limits(3, 3, leave_deadline=20.0))))
+    shell.ok("drain", "j", "--self")  # it goes anyway, whatever is left
     assert shell.wanted == Requests((Drain("b", lease="000000000000000b"),))
     shell.etcd.ctl("del", shell.keys.member(B.lease))
     assert shell("drain", "j", "--self") == (
@@ -118,17 +158,17 @@ def test_an_order_to_stop_does_not_outlive_its_run(shell: Shell) -> None:
     shell.ok("stop", "j")
     shell.put(shell.keys.spec, encode(Spec("another", Limits(2, 3))))
     shell.put(shell.keys.member(A.lease), encode(replace(A, run="another")))
-    shell.ok("drain", "j", "a")
+    shell.ok("drain", "j", "a", "--force")
     assert shell.wanted == Requests((Drain("a"),))
 
 
 def test_a_job_is_scaled_and_back(shell: Shell) -> None:
-    told = "job j is to train on 4:8 nodes\nnote: 3 of at least 4 nodes are there: training stops"
-    assert shell.ok("scale", "j", "4:8").startswith(told)
+    told = "job j is to train on 4:8 nodes\n"
+    assert shell.ok("scale", "j", "4:8", "--force") == told
     scale = Scale(4, 8, run="r", instead_of="2:3")
     assert shell.wanted == Requests(scale=scale)
     assert "it was scaled so before" in shell.ok("scale", "j", "4:8")
-    shell.ok("scale", "j", "4:8", "--nodes-multiple-of", "4")
+    shell.ok("scale", "j", "4:8", "--nodes-multiple-of", "4", "--force")
     assert shell.wanted == Requests(scale=replace(scale, multiple_of=4))
     shell.ok("scale", "j", "2:3")
     assert shell.wanted is None
@@ -136,9 +176,10 @@ def test_a_job_is_scaled_and_back(shell: Shell) -> None:
 
 def test_a_scale_is_of_what_the_run_was_begun_with(shell: Shell) -> None:
     shell.ok("scale", "j", "3:8")
-    assert "2 of at least 3 nodes are left" in shell.ok("drain", "j", "a")
+    assert "2 of at least 3 nodes are left" in shell("drain", "j", "a")[1]
+    shell.ok("drain", "j", "a", "--force")
     shell.put(shell.keys.spec, encode(Spec("r", Limits(2, 4))))  # all had left, and came with that
-    assert "1 of at least 2 nodes are left" in shell.ok("drain", "j", "b")
+    assert "1 of at least 2 nodes are left" in shell("drain", "j", "b")[1]
 
 
 def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:

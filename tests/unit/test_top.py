@@ -112,8 +112,14 @@ def terminal(argv: list[str]) -> Iterator[Screen]:
 
 def test_a_job_on_a_terminal(etcd: EtcdServer, keys: Keys) -> None:
     with terminal(command(etcd, keys)) as top:
-        top.shows("job j: training, generation 2", "node1 ", "4.50", "commit", "of 30 nodes")
-        top.shows("10:05:04 generation 2: node7 is lost (0.5 s)", "q: quit")
+        top.shows(
+            "job j: training since 2026-11-22T10:05:04Z, generation 2",
+            "node1 ",
+            "4.50",
+            "commit",
+            "of 30 nodes",
+        )
+        top.shows("10:05:04 generation 2: node7 is lost; 0.5 s later", "q: quit")
         lines = SEQUENCE.sub("\n", top.text).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) <= 80
         assert "node30" not in top.text
@@ -154,22 +160,13 @@ def printed(etcd: EtcdServer, keys: Keys, *flags: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
-def test_how_long_leases_still_are(etcd: EtcdServer, keys: Keys) -> None:
-    lease = etcd.ctl("lease", "grant", "500").split()[1]
-    member = Member(int(lease, 16), "spare1", 1, run="r")
-    etcd.ctl("put", keys.member(member.lease), encode(member), "--lease", lease)
-    assert re.search(r"spare1 +spare +- +- +- +- +[45]\d\d/500 s", printed(etcd, keys))
+def test_how_fast_nodes_are(etcd: EtcdServer, keys: Keys) -> None:
     nodes = {n["node"]: n for n in json.loads(printed(etcd, keys, "--json"))["nodes"]}
-    assert nodes["spare1"]["lease"] == lease
-    left = nodes["spare1"]["lease_left"]
-    assert 400 < left["seconds"] <= left["granted"] == 500
-    assert nodes["node1"]["lease_left"] is None, "there is none of that id"
     assert nodes["node1"]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
     with terminal(command(etcd, keys)) as top:
         top.shows("node1 ")
         top.press("\x1b[A" + 40 * "j")
-        top.shows("spare1", "/500 s")
-    etcd.ctl("lease", "revoke", lease)
+        top.shows("node30")
 
 
 def test_a_mistake_of_its_own_is_shown(etcd: EtcdServer, keys: Keys) -> None:
@@ -177,10 +174,10 @@ def test_a_mistake_of_its_own_is_shown(etcd: EtcdServer, keys: Keys) -> None:
     breaks = """
 import sys
 from elastic_etcd import __main__
-from elastic_etcd.etcd.client import Client
-async def left_of(*_):
+from elastic_etcd.cli.live import jobs
+async def keep(*_):
     raise KeyError("a mistake")
-Client.left_of = left_of
+jobs.Viewer.view = keep
 sys.exit(__main__.main(sys.argv[1:]))
 """
     argv = command(etcd, keys)
@@ -211,7 +208,7 @@ def test_a_long_reason_leaves_room_for_the_rest(etcd: EtcdServer, keys: Keys) ->
         top.press(40 * "j")
         top.shows("a-node-w", "spare")
         shown = SEQUENCE.sub("", top.text)
-        for head in ("node", "state", "ranks", "step", "steps/s", "doing", "lease", "why"):
+        for head in ("node", "state", "ranks", "step", "steps/s", "doing", "why"):
             assert re.search(rf"\b{head}\b", shown), head
 
 
@@ -220,7 +217,7 @@ def test_a_job_that_is_over(etcd: EtcdServer, keys: Keys) -> None:
     etcd.ctl("put", keys.outcome, encode(OVER))
     lines = printed(etcd, keys).splitlines()
     assert "  no node is there" in map(str.rstrip, lines)
-    assert not any("lease" in line for line in lines)
+    assert not any("steps/s" in line for line in lines)
 
 
 def test_a_job_without_a_terminal(etcd: EtcdServer, keys: Keys) -> None:

@@ -8,6 +8,7 @@ the workers'.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 
 from prometheus_client.core import (
     CollectorRegistry,
@@ -32,6 +33,7 @@ from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.protocol.activity import Activity
+from elastic_etcd.protocol.messages import UNCOUNTED
 from elastic_etcd.version import __version__
 
 _REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -84,13 +86,15 @@ class Metrics(Collector):
         self.address = ""
         self.requests = Histogram(_REQUESTS)
         self._config = config
-        self._own = {"job": config.job, "node": config.node}
+        self._own = {"training_job": config.job, "node": config.node}
         self._watchdog: Watchdog | None = None
         self._membership: Membership | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
         self._steps: StepCounts | None = None
         self._divergences = 0
+        self._hang = (0, 0)  # that was told last: its generation and number
+        self._hangs = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -111,6 +115,10 @@ class Metrics(Collector):
         self._state = state
         if isinstance(event, WorkersDiverged) and event.named:
             self._divergences += 1
+        hang = state.view.hang if state.view else None
+        if hang and hang.alarm and (hang.generation, hang.number) > self._hang:
+            self._hang = hang.generation, hang.number
+            self._hangs += 1
         if self._steps:
             self._steps.follow(state.local.running)
 
@@ -156,6 +164,16 @@ class Metrics(Collector):
         counts = nodes(state.view) if state.view else {}
         text = "Nodes by state; the coordinator tells all of them."
         yield self._gauge("nodes", text, counts, "state")
+        most = state.limits.max_restarts if state.limits else 0
+        left = {"": most - now.restarts} if now and 0 < most < UNCOUNTED else {}
+        text = (
+            "Failures that the job still survives; absent where it may be started again for ever."
+        )
+        yield self._gauge("restart_budget_left", text, left)
+        outcome = state.view.outcome if state.view else None
+        ended = {outcome.state: _seconds(outcome.at)} if outcome else {}
+        text = "When the job has ended, by its outcome, in seconds since 1970."
+        yield self._gauge("outcome_timestamp_seconds", text, ended, "state")
 
     def _of_changes(self) -> Iterator[Metric]:
         recovery = self._recovery
@@ -180,6 +198,8 @@ class Metrics(Collector):
         commit = SummaryMetricFamily(f"{_PREFIX}commit_seconds", text, labels=self._names(""))
         commit.add_metric([*self._own.values()], commits, seconds)
         yield commit
+        text = "Hangs of the job that were told while this agent was there."
+        yield self._counter("hangs", text, {"": self._hangs})
         text = "Workers here whose values were found to differ from the other replicas'."
         yield self._counter("divergences", text, {"": self._divergences})
 
@@ -213,6 +233,13 @@ class Metrics(Collector):
 
 
 _PREFIX = "elastic_etcd_"
+
+
+def _seconds(at: str) -> float:
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except (ValueError, OverflowError):  # anybody may have written it
+        return 0.0
 
 
 def unready(state: State) -> str:

@@ -1,7 +1,7 @@
 """The jobs under a prefix, as `serve` and `top` show them: a copy of etcd's keys that follows them.
 
-All that is kept has a bound: the keys of the copy, the jobs with a chart, a chart's points. Nodes
-say how fast they are only while a job is viewed, which a Viewer tells them.
+The keys of the copy have a bound. Nodes say how fast they are only while a job is viewed, which a
+Viewer tells them.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import time
-from array import array
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from msgspec import Struct
 
-from elastic_etcd.cli import query, status
+from elastic_etcd.cli import events, query, status
 from elastic_etcd.cli.query import MOST_KEYS, by_job, is_known
 from elastic_etcd.core.schema import Keys, Pace, Watched, decode, encode
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.etcd.retry import now
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import LOOK_PERIOD, LOOK_TTL
 
@@ -36,50 +32,16 @@ if TYPE_CHECKING:
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
-MOST_CHARTS = 1000  # jobs that have one
-MOST_POINTS = 400  # of a chart
-_SAMPLE = 2.0  # seconds between two points, as long as there is room
-_ASK = 2.0  # seconds between two questions whether etcd is there
 _AGAIN = 30.0  # seconds until what etcd has refused is tried again
 _RECONCILE = 120.0  # there may be many keys
 _PATIENCE = 1.0  # with an etcd that is to know that nobody views a job any more
-
-
-class Series:
-    """The world sizes and steps/s of a job, since this program knows it.
-
-    When there are MOST_POINTS every other one goes, and from then on half as many are taken.
-    """
-
-    def __init__(self) -> None:
-        self._times, self._sizes, self._rates = array("d"), array("d"), array("d")
-        self._every, self._turn = 1, 0
-
-    def add(self, at: float, size: int, rate: float | None) -> None:
-        """At `at`, in seconds, so many ranks train so fast, None: nobody knows how fast."""
-        self._turn += 1
-        if self._turn % self._every:
-            return
-        self._times.append(at)
-        self._sizes.append(size)
-        self._rates.append(-1.0 if rate is None else rate)
-        if len(self._times) == MOST_POINTS:
-            self._every *= 2
-            for kept in (self._times, self._sizes, self._rates):
-                del kept[::2]
-
-    def points(self) -> list[tuple[int, int, float | None]]:
-        """The milliseconds since 1970, the ranks, and steps/s at each of them."""
-        every = zip(self._times, self._sizes, self._rates, strict=True)
-        return [
-            (int(at * 1000), int(size), rate if rate >= 0 else None) for at, size, rate in every
-        ]
 
 
 class Known(Struct, frozen=True):
     """A job as it was described."""
 
     mark: tuple[int, int, str]  # of its keys the number and the newest revision, and the note
+    there: bool  # else there is only garbage
     state: dict[str, Any]
     text: bytes  # the same as JSON
 
@@ -100,15 +62,12 @@ class Jobs:
         self._snapshot = Snapshot(0, {})
         self._jobs: dict[str, dict[str, KeyValue]] = {}
         self._known: dict[str, Known] = {}
-        self._series: dict[str, Series] = {}
         self._viewers: Counter[str] = Counter()  # by job, how many people view it
         self._tellers: dict[str, asyncio.Task[Never]] = {}  # by job, what tells its nodes so
         self._notes: dict[str, str] = {}  # by job, why its nodes do not hear of viewers
-        self._charts: dict[str, bytes] = {}
         self._overview = b""
-        self._answered = _timestamp()
-        self._away: dict[str, str] | None = None
-        self._refused: dict[str, str] | None = None
+        self._away: query.Away | None = None
+        self._refused: query.Away | None = None
 
     async def __aenter__(self) -> Self:
         some = Get(self._root, prefix=True, limit=1)
@@ -141,9 +100,11 @@ class Jobs:
         return self._overview
 
     def in_short(self) -> list[dict[str, Any]]:
-        """All jobs, each in short."""
+        """All jobs, each in short, those that go on first."""
         found = [known.state for known in map(self.known, self._jobs) if known]
-        return [status.in_short(s) | {"steps_per_second": s["steps_per_second"]} for s in found]
+        return status.by_urgency(
+            status.in_short(s) | {"steps_per_second": s["steps_per_second"]} for s in found
+        )
 
     def known(self, job: str) -> Known | None:
         """A job; None if there is none of that name."""
@@ -155,23 +116,16 @@ class Jobs:
         known = self._known.get(job)
         if known is None or known.mark != mark:
             state = _state_of(job, Snapshot(self._snapshot.revision, kvs), self._keys(job), note)
-            known = self._known[job] = Known(mark, state, _json(state))
-        return known if known.state["known"] else None
-
-    def chart(self, job: str) -> bytes:
-        """World size and steps/s of a job over time, as JSON."""
-        if job not in self._series:
-            return b'{"points":[]}'
-        if job not in self._charts:
-            self._charts[job] = _json({"points": self._series[job].points()})
-        return self._charts[job]
+            there = state.pop("known")
+            known = self._known[job] = Known(mark, there, state, _json(state))
+        return known if known.there else None
 
     def etcd(self) -> bytes:
         """Whether etcd is there, as JSON: since when not, and what is wrong."""
         return _json({"away": self.away})
 
     @property
-    def away(self) -> dict[str, str] | None:
+    def away(self) -> query.Away | None:
         """Since when etcd is not there, and why, if so."""
         return self._away or self._refused
 
@@ -183,7 +137,7 @@ class Jobs:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for work in (self._follow_etcd, self._ask, self._sample):
+                for work in (self._follow_etcd, self._ask):
                     self._tasks.create_task(self._until_it_fails(work), name=work.__name__)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -212,7 +166,7 @@ class Jobs:
             error = mirror.failed.exception()
             if not isinstance(error, EtcdError) or not read:
                 mirror.failed.result()
-            self._refused = {"since": _timestamp(), "why": str(error)}
+            self._refused = {"since": query.timestamp(), "why": str(error)}
             self._tell_news()
             await asyncio.sleep(_AGAIN)
 
@@ -221,7 +175,6 @@ class Jobs:
         self._snapshot = snapshot
         self._jobs = by_job(snapshot.kvs, self.prefix)
         self._known = {job: known for job, known in self._known.items() if job in self._jobs}
-        self._series = {job: kept for job, kept in self._series.items() if job in self._jobs}
         self._tell_news()
 
     def _tell_news(self) -> None:
@@ -230,33 +183,14 @@ class Jobs:
         news.set()
 
     async def _ask(self) -> Never:
-        """Find out whether etcd is there; a watch alone may be silent for long."""
-        some = Get(self._root, prefix=True, limit=1)
-        while True:
-            was = self._away
-            try:
-                await self._client.range(some, timeout=self._timeout)
-                self._answered, self._away = _timestamp(), None
-            except EtcdError as error:
-                why = str(error).partition("\n")[0]
-                self._away = was or {"since": self._answered, "why": why}
-            if was is not self._away:
-                self._tell_news()
-            await asyncio.sleep(_ASK)
+        """Find out whether etcd is there."""
 
-    async def _sample(self) -> Never:
-        """Add a point to each chart again and again."""
-        while True:
-            await asyncio.sleep(_SAMPLE)
-            for job in self._jobs:
-                known = self.known(job)
-                if known and (job in self._series or len(self._series) < MOST_CHARTS):
-                    series = self._series.setdefault(job, Series())
-                    series.add(
-                        time.time(), known.state["world_size"], known.state["steps_per_second"]
-                    )
-            self._charts.clear()
+        def tell(away: query.Away | None) -> None:
+            self._away = away
             self._tell_news()
+
+        some = Get(self._root, prefix=True)
+        await query.ask_whether_there(self._client, some, self._timeout, tell)
 
     # --- telling the nodes ----------------------------------------------------------------
 
@@ -276,7 +210,9 @@ class Jobs:
             self._viewers[job] -= 1
             if not self._viewers[job]:
                 del self._viewers[job]
-                self._tellers.pop(job).cancel()
+                teller = self._tellers.pop(job)
+                teller.cancel()
+                await asyncio.wait({teller}, timeout=_PATIENCE)
 
     async def _tell_nodes(self, job: str) -> Never:
         keys = self._keys(job)
@@ -286,7 +222,9 @@ class Jobs:
                     news = self.news
                     if (known := self.known(job)) and known.state["nodes"]:
                         await viewer.view(Snapshot(self._snapshot.revision, self._jobs[job]))
-                    await news.wait()
+                    with suppress(TimeoutError):  # then etcd may have been in trouble
+                        async with asyncio.timeout(LOOK_PERIOD):
+                            await news.wait()
                 self._notes[job] = viewer.refused
                 self._tell_news()
                 try:
@@ -299,13 +237,11 @@ class Viewer:
     """`async with Viewer(...) as viewer`: tells a job's nodes that it is viewed.
 
     They then say how fast they are. It is told by a key under a lease of its own, with which the
-    key goes. `is_heard` is set once they know, and `refused` says why etcd does not let it.
+    key goes. `refused` says why etcd does not let it.
     """
 
     def __init__(self, client: Client, keys: Keys, timeout: float) -> None:
-        self.is_heard = False
         self.refused = ""
-        self._trouble = ""
         self._client, self._keys, self._timeout = client, keys, timeout
         self._session: Session | None = None
         self._scope = AsyncExitStack()
@@ -317,12 +253,13 @@ class Viewer:
         await self._scope.aclose()
 
     async def view(self, seen: Snapshot) -> None:
-        """Say so, if no other viewer does."""
+        """Say so, if no other viewer does; next time, where etcd is in trouble."""
         if self._keys.watched in seen.kvs:
-            self.is_heard, self.refused = True, ""
             return
-        if self.refused:
-            return
+        with suppress(EtcdError):
+            await self._say()
+
+    async def _say(self) -> None:
         try:
             if self._session is None or self._session.lost.done():
                 session = Session(self._client, LOOK_TTL, timeout=self._timeout)
@@ -330,30 +267,8 @@ class Viewer:
             value = encode(Watched(LOOK_PERIOD, by=query.user()))
             put = Put(self._keys.watched, value, self._session.lease)
             await self._client.txn(Txn((), (put,)), self._timeout)
-            self.is_heard = True
         except EtcdDenied as error:
             self.refused = f"steps are not shown: {error}"
-        except EtcdError as error:
-            self._trouble = f"etcd: {error}"
-        else:
-            self._trouble = ""
-
-    @property
-    def note(self) -> str:
-        """A warning for people, about what they see."""
-        since = self._session.silent_since if self._session else None
-        if since is not None:
-            return f"no answer from etcd for {now() - since:.0f} s: this may be old"
-        return self.refused or self._trouble
-
-
-def describe(job: str, view: View, seen: Snapshot, keys: Keys) -> dict[str, Any]:
-    """A job as `status --json` has it, and each node's own word of its workers."""
-    state = status.describe(job, view)
-    paces = _paces(view, seen, keys)
-    for node in state["nodes"]:
-        node["pace"] = paces.get(node["node"])
-    return state
 
 
 def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
@@ -372,22 +287,20 @@ def _paces(view: View, seen: Snapshot, keys: Keys) -> dict[str, dict[str, Any]]:
 
 
 def _state_of(job: str, seen: Snapshot, keys: Keys, note: str) -> dict[str, Any]:
-    """A job as pages and `top --all` show it."""
+    """A job as pages and `top` show it: as status does, and each node's own word of its workers."""
     view = view_of(seen, keys, Everything())
-    state = describe(job, view, seen, keys)
-    paces = {node["node"]: node["pace"] for node in state["nodes"] if node["pace"]}
+    state = status.describe(job, view)
+    paces = _paces(view, seen, keys)
+    for node in state["nodes"]:
+        node["pace"] = paces.get(node["node"])
     rates = [pace["per_second"] for pace in paces.values()]
     return state | {
         "known": is_known(view),
         "steps_per_second": statistics.median(rates) if rates else None,
         "summary": [*status.summary(state), *filter(None, [note])],
-        "events": status.events(state),
+        "events": events.lines(job, view),
     }
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -134,11 +134,15 @@ def _bounded() -> type[asyncio.Protocol]:
 
 def _say(listener: socket.socket, args: Namespace) -> None:
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    url = f"http://{query.address(host, port)}/"
     shown = args.prefix
     if args.job:
         url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
-    line = json.dumps({"url": url, "shown": shown}) if args.json else f"{shown} is shown at {url}"
+    line = (
+        json.dumps({"version": query.JSON_VERSION, "url": url, "shown": shown})
+        if args.json
+        else f"{shown} is shown at {url}"
+    )
     print(line, flush=True)
 
 
@@ -170,4 +174,5 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"--listen {host}:{port}: {reason}; port 0 is any that is free") from error
+        at = query.address(host, port)
+        raise UsageError(f"--listen {at}: {reason}; port 0 is any that is free") from error

@@ -5,54 +5,43 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 import termios
 import tty
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from elastic_etcd.cli import query, status, write_requests
-from elastic_etcd.cli.live.jobs import Jobs, Viewer, describe
-from elastic_etcd.core.schema import unhexed
-from elastic_etcd.core.view import Everything, view_of
-from elastic_etcd.errors import EtcdError
-from elastic_etcd.etcd.mirror import Mirror
-from elastic_etcd.times import LOOK_ASK, LOOK_PERIOD
+from elastic_etcd.cli import query, status, tables, write_requests
+from elastic_etcd.cli.live.jobs import Jobs
+from elastic_etcd.times import LOOK_PERIOD
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from rich.console import RenderableType
-
     from elastic_etcd.cli import parsers
-    from elastic_etcd.core.schema import Keys
-    from elastic_etcd.core.txn import Snapshot
-    from elastic_etcd.etcd.client import Client, TimeToLive
+    from elastic_etcd.etcd.client import Client
 
 _EVENTS = 10  # lines of the history
 _ONCE = 10.0  # seconds at most, until it is printed once
-_MOST_ASKED = 64  # where it is printed once
 _KEYS = "up/down: a node   d: drain it   u: undrain it   q: quit"
 _QUIT, _QUITS = "q: quit", ("q", "Q", "\x03")
 _UP, _DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 _PAUSE = 0.1  # seconds between two frames, at least
 _FRAME = 1.0  # seconds between two frames, where nothing happens
 _KEY = re.compile(r"\x1b[\[O][A-Z]|.", re.DOTALL)
-_ASKED = 8  # leases at a time
+# What a terminal is told: another screen without a cursor, its upper left, and the way back.
+_ENTER, _HOME, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[H", "\x1b[?25h\x1b[?1049l"
+_END_OF_LINE, _END_OF_SCREEN = "\x1b[K", "\x1b[J"
 _EPILOG = f"""\
 keys: {_KEYS}. Draining asks first.
 
 Nodes say how fast they are as long as somebody views the job, which takes the right to write
-JOB/watched; all else is only read. "lease" is how long a node's lease still is, of how long: it is
-renewed each third of that, and without that the node is lost at 0. Without a terminal, or with
---once or --json, the job is printed once. With --all there is a line for each job, and q: quit.
+JOB/watched; all else is only read. Without a terminal, on one that is dumb (TERM), or with --once
+or --json, the job is printed once. With --all there is a line for each job, those that go on
+first, and q: quit.
 
 examples:
   elastic-etcd top resnet-7 --etcd etcd1:2379
@@ -65,7 +54,7 @@ def parser() -> parsers.Parser:
     """The command line of `elastic-etcd top`."""
     text = "Shows a job's nodes, their ranks and steps, and its last events, live."
     every = "each job under --prefix, in a line"
-    as_json = "print one JSON object, that of status and paces and leases; with --all, one a line"
+    as_json = "print one JSON object, that of status and paces; with --all, one a line"
     made = query.parser("top", text, _EPILOG, every=every, as_json=as_json)
     made.add_argument("--once", action="store_true", help="print it once")
     return made
@@ -77,146 +66,96 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _show(client: Client, args: Namespace) -> None:
-    if args.all:
-        await _all_jobs(client, args)
-    else:
-        await _one_job(write_requests.SteeredJob(client, args), args)
+    if args.job:
+        await query.Job(client, args).read()  # if there is none, it says so
+    async with Jobs(client, args.prefix, args.timeout, args.job or "") as known:
+        if args.all:
+            await _all_jobs(known, args)
+        else:
+            async with known.viewed(args.job):
+                await _one_job(known, write_requests.SteeredJob(client, args), args)
 
 
 def _is_once(args: Namespace) -> bool:
-    return args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    return args.once or args.json or is_dumb or not is_terminal
 
 
-async def _one_job(job: write_requests.SteeredJob, args: Namespace) -> None:
-    once = _is_once(args)
-    screen = Screen(job.name, once=once)
-    seen = await job.read()
-    screen.see(seen, job.keys)
-    changed = asyncio.Event()
-    async with (
-        Mirror(job.client, job.ranges, changed.set) as mirror,
-        Viewer(job.client, job.keys, job.timeout) as viewer,
-    ):
-        if not once:
-            await _follow_job(screen, mirror, changed, viewer, job)
-            return
-        await viewer.view(seen)
-        await asyncio.sleep(
-            min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE) if viewer.is_heard else 0
-        )
-        if snapshot := mirror.snapshot():
-            screen.see(snapshot, job.keys)
-        screen.note = viewer.note
-        with suppress(EtcdError):
-            leases = [unhexed(node["lease"]) for node in screen.nodes[:_MOST_ASKED]]
-            screen.lefts = await _lefts(job.client, leases)
-        if args.json:
-            query.print_json(screen.as_json(), args)
-        else:
-            query.console().print(screen.render(1 << 20))
-
-
-async def _all_jobs(client: Client, args: Namespace) -> None:
-    async with Jobs(client, args.prefix, args.timeout) as known:
-        if not _is_once(args):
-            await _follow_all(known)
-        elif args.json:
-            for job in known.in_short():
-                query.print_json(job, args)
-        else:
-            query.console().print(status.jobs_table(known.in_short()))
-
-
-async def _follow_all(known: Jobs) -> None:
-    def draw(height: int) -> Group:
+async def _all_jobs(known: Jobs, args: Namespace) -> None:
+    def draw(width: int, height: int) -> list[str]:
         found, room = known.in_short(), height - 3
-        table = status.jobs_table(found[:room])
-        return Group(_line(_of_all(known, len(found), room)), table, _line(_QUIT))
+        jobs = "1 job" if len(found) == 1 else f"{len(found)} jobs"
+        some = f", {room} of them shown" if len(found) > room else ""
+        head = f"{jobs} under {known.prefix}{some}"
+        return [head, *_away(known), *status.jobs_table(found[:room], width), _QUIT]
 
     async def press(key: str) -> bool:
         return key in _QUITS
 
-    async def refresh() -> None:
-        if known.keeper.done():
-            known.keeper.result()
-
-    await _run_screen(asyncio.Event(), draw, press, refresh)
-
-
-def _of_all(known: Jobs, count: int, room: int) -> str:
-    jobs = "1 job" if count == 1 else f"{count} jobs"
-    some = f", {room} of them shown" if count > room else ""
-    away = f"; no answer from etcd since {known.away['since']}" if known.away else ""
-    return f"{jobs} under {known.prefix}{some}{away}"
+    if not _is_once(args):
+        await _run_screen(known, draw, press)
+    elif args.json:
+        for job in known.in_short():
+            query.print_json(job, args)
+    else:
+        query.say(status.jobs_table(known.in_short(), tables.width()))
 
 
-async def _follow_job(
-    screen: Screen,
-    mirror: Mirror,
-    changed: asyncio.Event,
-    viewer: Viewer,
-    job: write_requests.SteeredJob,
-) -> None:
-    mirror.failed.add_done_callback(lambda _: changed.set())
+def _away(known: Jobs) -> list[str]:
+    return [f"no answer from etcd since {known.away['since']}"] if known.away else []
 
-    async def refresh() -> None:
-        if mirror.failed.done():
-            mirror.failed.result()
-        if snapshot := mirror.snapshot():
-            await viewer.view(snapshot)
-            screen.see(snapshot, job.keys)
-        screen.note = viewer.note
 
-    async def press(key: str) -> bool:
-        return await screen.press(key, job)
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(_follow_leases(job.client, screen), name="leases")
-            await _run_screen(changed, screen.render, press, refresh)
-            asking.cancel()
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+async def _one_job(known: Jobs, job: write_requests.SteeredJob, args: Namespace) -> None:
+    screen = Screen(known, job, once=_is_once(args))
+    if not _is_once(args):
+        await _run_screen(known, screen.render, screen.press)
+        return
+    if screen.nodes:  # they are about to say how fast they are
+        await asyncio.sleep(min(2 * LOOK_PERIOD + len(screen.nodes) / 20, _ONCE))
+    screen.look()
+    if args.json:
+        query.print_json(screen.state, args)
+    else:
+        query.say(screen.render(tables.width(), 1 << 20))
 
 
 class Screen:
     """The screen of one job, and the node that keys are about."""
 
-    def __init__(self, job: str, *, once: bool) -> None:
-        self.note = ""
-        self.lefts: dict[int, TimeToLive] = {}
-        self.visible: list[int] = []  # leases of the nodes that are shown
+    def __init__(self, known: Jobs, job: write_requests.SteeredJob, *, once: bool) -> None:
         self._once = once
-        self._job = job
-        self._state: dict[str, Any] = {}
+        self._known, self._job = known, job
+        self.state: dict[str, Any] = {"nodes": []}
         self._chosen = 0
         self._asks = ("", "")  # what is to be done to which node, if the next key says so
         self._message = ""
+        self.look()
 
-    def see(self, snapshot: Snapshot, keys: Keys) -> None:
-        """Take note of the job's new state."""
-        view = view_of(snapshot, keys, Everything())
-        self._state = describe(self._job, view, snapshot, keys)
+    def look(self) -> None:
+        """Take note of the job's new state, if it is not forgotten."""
+        if job := self._known.known(self._job.name):
+            self.state = job.state
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes, as status has them."""
-        nodes: list[dict[str, Any]] = self._state["nodes"]
+        nodes: list[dict[str, Any]] = self.state["nodes"]
         return nodes
 
-    async def press(self, key: str, job: write_requests.SteeredJob) -> bool:
+    async def press(self, key: str) -> bool:
         """Do what the key means; gives whether to quit."""
         (command, asked), self._asks = self._asks, ("", "")
         if command:
             self._message = "nothing is done"
             if key == "y":
-                self._message = await write_requests.ask(job, command, asked)
+                self._message = await write_requests.ask(self._job, command, asked)
             return False
         self._chosen += (key in _DOWN) - (key in _UP)
         self._chosen = max(0, min(self._chosen, len(self.nodes) - 1))
         node = self.nodes[self._chosen]["node"] if self.nodes else ""
-        drains = (self._state["wanted"] or {}).get("drains", ())
+        drains = (self.state["wanted"] or {}).get("drains", ())
         drained = [drain["node"] for drain in drains if not drain["lease"]]
         if key == "d" and node:
             self._asks = "drain", node
@@ -224,28 +163,18 @@ class Screen:
             self._asks = "undrain", node if node in drained else drained[0]
         return key in _QUITS
 
-    def as_json(self) -> dict[str, Any]:
-        """That of status, with what is known of each node's pace and lease."""
-        nodes = [node | {"lease_left": self._left_of(node)} for node in self.nodes]
-        return self._state | {"nodes": nodes, "note": self.note}
-
-    def _left_of(self, node: dict[str, Any]) -> dict[str, int] | None:
-        left = self.lefts.get(unhexed(node["lease"]))
-        if left is None or left.seconds < 0:
-            return None
-        return {"seconds": left.seconds, "granted": left.granted}
-
-    def render(self, height: int) -> Group:
+    def render(self, width: int, height: int) -> list[str]:
         """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
-        head = [*status.summary(self._state), *filter(None, [self.note])]
+        self.look()
+        head = [*self.state["summary"], *_away(self._known)]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2
-        events = status.events(self._state)[-_EVENTS:]
-        rows = max(1, min(len(self.nodes), room - min(len(events), 3) - 1))
-        shown_events = events[-max(0, room - rows - 1) :] if room > rows + 1 else []
-        nodes = self._table(rows) if self.nodes else _line("  no node is there")
-        return Group(*map(_line, head), nodes, *map(_line, ["", *shown_events, *foot]))
+        told = self.state["events"][-_EVENTS:]
+        rows = max(1, min(len(self.nodes), room - min(len(told), 3) - 1))
+        shown_events = told[-max(0, room - rows - 1) :] if room > rows + 1 else []
+        nodes = self._table(rows, width) if self.nodes else ["  no node is there"]
+        return [*head, *nodes, "", *shown_events, *foot]
 
     def _foot(self) -> list[str]:
         if self._once:
@@ -254,78 +183,49 @@ class Screen:
             return [f"{' '.join(self._asks)}? y: yes, any other key: no"]
         return [self._message, _KEYS] if self._message else [_KEYS]
 
-    def _table(self, rows: int) -> Table:
-        table = Table(box=None, pad_edge=False, expand=False)
-        for name in ("", "node", "state", "ranks", "step", "steps/s", "doing", "lease", "why"):
-            justify: Literal["right", "left"] = "right" if name.startswith("step") else "left"
-            # Only these give way where there is no room.
-            table.add_column(name, justify=justify, no_wrap=name not in ("node", "why"))
+    def _table(self, rows: int, width: int) -> list[str]:
         first = max(0, min(self._chosen - rows + 1, len(self.nodes) - rows))
-        shown_rows = list(enumerate(self.nodes))[first : first + rows]
-        self.visible = [unhexed(node["lease"]) for _, node in shown_rows]
-        for number, node in shown_rows:
-            pace, left = node["pace"], self._left_of(node)
-            cells = [
-                ">" if number == self._chosen and not self._once else "",
-                node["node"],
-                node["state"],
-                status.span(node["ranks"]),
-                str(pace["step"]) if pace else "-",
-                f"{pace['per_second']:.2f}" if pace else "-",
-                pace["doing"] if pace else "-",
-                f"{left['seconds']}/{left['granted']} s" if left else "-",
-                node["why"],
-            ]
-            table.add_row(*map(_line, cells))
-        if len(self.nodes) > rows:
-            table.caption = f"{rows} of {len(self.nodes)} nodes"
-        return table
+        shown = self.nodes[first : first + rows]
+        heads = ("node", "state", "ranks", "step", "steps/s", "doing", "why")
+        found = [self._row(node) for node in shown]
+        lines = tables.table(heads, found, width - len("> "), soft=(6,), right=(3, 4))
+        chosen = None if self._once else self._chosen - first + 1
+        lines = [f"{'>' if at == chosen else ' '} {line}" for at, line in enumerate(lines)]
+        more = [f"  {rows} of {len(self.nodes)} nodes"] if len(self.nodes) > rows else []
+        return [*lines, *more]
 
-
-def _line(text: str) -> Text:
-    return Text(query.in_one_line(text), no_wrap=True, overflow="ellipsis")
-
-
-async def _lefts(client: Client, leases: Sequence[int]) -> dict[int, TimeToLive]:
-    """How long these leases still are. Raises EtcdError."""
-    found = await asyncio.gather(*(client.left_of(lease, LOOK_ASK) for lease in leases))
-    return dict(zip(leases, found, strict=True))
-
-
-async def _follow_leases(client: Client, screen: Screen) -> Never:
-    """Ask etcd for the leases that are visible, some at a time, in turn."""
-    at = 0
-    while True:
-        leases = screen.visible
-        at = at + _ASKED if at + _ASKED < len(leases) else 0
-        try:
-            known = screen.lefts | await _lefts(client, leases[at : at + _ASKED])
-            screen.lefts = {lease: known[lease] for lease in leases if lease in known}
-        except EtcdError:
-            screen.lefts = {}
-        await asyncio.sleep(LOOK_ASK)
+    def _row(self, node: dict[str, Any]) -> tuple[str, ...]:
+        pace = node["pace"]
+        return (
+            node["node"],
+            node["state"],
+            status.span(node["ranks"]),
+            str(pace["step"]) if pace else "-",
+            f"{pace['per_second']:.2f}" if pace else "-",
+            pace["doing"] if pace else "-",
+            node["why"],
+        )
 
 
 # --- the terminal -------------------------------------------------------------------------
 
 
 async def _run_screen(
-    changed: asyncio.Event,
-    draw: Callable[[int], RenderableType],
+    known: Jobs,
+    draw: Callable[[int, int], list[str]],
     press: Callable[[str], Awaitable[bool]],
-    refresh: Callable[[], Awaitable[None]],
 ) -> None:
-    """Draw a screen again and again when something has `changed`, until `press` ends it."""
-    console = Console(highlight=False)
+    """Draw a screen again and again, until `press` ends it."""
     pressed: asyncio.Queue[str] = asyncio.Queue()
-    with (
-        _keys_of(pressed, changed),
-        _signals(pressed, changed),
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
+    changed = asyncio.Event()
+    with _keys_of(pressed, changed), _signals(pressed, changed):
         while True:
-            await refresh()
-            live.update(draw(console.height), refresh=True)
+            if known.keeper.done():
+                known.keeper.result()
+            width, height = shutil.get_terminal_size()
+            lines = (tables.cut(query.in_one_line(line), width) for line in draw(width, height))
+            text = "\n".join(f"{line}{_END_OF_LINE}" for line in lines)
+            print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
             await asyncio.sleep(_PAUSE)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FRAME):
@@ -341,7 +241,7 @@ async def _run_screen(
 
 @contextmanager
 def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[None]:
-    """Put each key that is pressed into the queue, as the terminal sends it."""
+    """Another screen, whose keys are put into the queue as the terminal sends them."""
     loop, terminal = asyncio.get_running_loop(), sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
 
@@ -355,9 +255,11 @@ def _keys_of(pressed: asyncio.Queue[str], changed: asyncio.Event) -> Iterator[No
 
     tty.setcbreak(terminal)
     loop.add_reader(terminal, read)
+    print(_ENTER, end="", flush=True)
     try:
         yield
     finally:
+        print(_LEAVE, end="", flush=True)
         loop.remove_reader(terminal)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 

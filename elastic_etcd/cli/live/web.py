@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from elastic_etcd.cli.live.exposition import exposition
 from elastic_etcd.core.schema import valid_job
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from elastic_etcd.cli.live.jobs import Jobs
 
 MOST_STREAMS = 64
+_METRICS = "text/plain; version=0.0.4"
 _SOONEST = 0.4  # seconds between two messages of a stream, for each _PER_MESSAGE bytes of them
 _PER_MESSAGE = 200_000
 _QUIET = 15.0  # seconds, then a stream says that it is there
@@ -56,6 +58,7 @@ def application(jobs: Jobs, hosts: Iterable[str]) -> ASGIApp:
         Route("/", pages.page),
         Route("/jobs/{job}", pages.page),
         *(Route(f"/{name}", _file(name, kind)) for name, kind in _FILES.items()),
+        Route("/metrics", pages.metrics),
         Route("/api/jobs", pages.api_jobs),
         Route("/api/events", pages.api_events),
         Route("/api/jobs/{job}", pages.api_job),
@@ -134,6 +137,10 @@ class _Pages:
         found = 404 if job and not self._jobs.known(job) else 200
         return Response(html, found, media_type="text/html")
 
+    async def metrics(self, request: Request) -> Response:
+        del request
+        return Response(exposition(self._jobs.in_short()), media_type=_METRICS)
+
     async def api_jobs(self, request: Request) -> Response:
         del request
         return Response(self._jobs.overview(), media_type="application/json")
@@ -183,7 +190,7 @@ class _Pages:
             return {"etcd": jobs.etcd(), "jobs": jobs.overview()}
         known = jobs.known(job)
         state = known.text if known else b"null"
-        return {"etcd": jobs.etcd(), "job": state, "chart": jobs.chart(job)}
+        return {"etcd": jobs.etcd(), "job": state}
 
 
 class _Stream(StreamingResponse):

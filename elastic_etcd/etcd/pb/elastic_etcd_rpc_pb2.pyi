@@ -178,24 +178,6 @@ class LeaseRevokeResponse(_message.Message):
     header: Header
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
-class LeaseTimeToLiveRequest(_message.Message):
-    __slots__ = ("id",)
-    ID_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
-
-class LeaseTimeToLiveResponse(_message.Message):
-    __slots__ = ("header", "id", "ttl", "granted_ttl")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    TTL_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_TTL_FIELD_NUMBER: _ClassVar[int]
-    header: Header
-    id: int
-    ttl: int
-    granted_ttl: int
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., id: _Optional[int] = ..., ttl: _Optional[int] = ..., granted_ttl: _Optional[int] = ...) -> None: ...
-
 class LeaseKeepAliveRequest(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]

@@ -92,7 +92,7 @@ function drawJobs({prefix, jobs}) {
     cell("n", rate(state.steps_per_second), "steps/s"),
     cell("n", state.generation, "generation"),
     cell("n", budget(state), "restarts"),
-    cell("rest quiet", state.reason)));
+    cell("rest quiet", [state.why, state.last_words].filter(Boolean).join(": "))));
   show(el("section", {}, el("h1", {}, jobs.length === 1 ? "1 job" : `${jobs.length} jobs`),
     jobs.length
       ? table("wide", [["job"], ["state"], ["nodes", "n"], ["world size", "n"], ["steps/s", "n"],
@@ -102,7 +102,7 @@ function drawJobs({prefix, jobs}) {
 
 // --- one job ----------------------------------------------------------------------------
 
-const parts = {};  // of a job's page, by name; the charts keep their place
+const parts = {};  // of a job's page, by name
 
 function drawJob(state) {
   document.title = state ? `${shown(job)}: ${shown(state.state)}` : shown(job);
@@ -113,9 +113,8 @@ function drawJob(state) {
     return;
   }
   if (!parts.head) {
-    for (const name of ["head", "cause", "charts", "nodes", "events", "timeline"]) parts[name] = el("div");
+    for (const name of ["head", "cause", "nodes", "events", "timeline"]) parts[name] = el("div");
     show(...Object.values(parts));
-    if (told.chart) drawCharts(told.chart);
   }
   parts.head.replaceChildren(head(state));
   parts.cause.replaceChildren(...cause(state));
@@ -130,7 +129,7 @@ function head(state) {
   const tile = (name, value, more) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, ` ${more}`) : null));
   return el("section", {},
     el("div", {class: "title"}, el("h1", {}, job), badge(state)),
-    el("ul", {class: "lines"}, state.summary.slice(1).map((line) => el("li", {}, line.trim()))),
+    el("ul", {class: "lines"}, state.summary.map((line) => el("li", {}, line.trim()))),
     el("dl", {class: "tiles"},
       tile("world size", state.world_size, "ranks"),
       tile("nodes that train", training.length, state.limits ? `of ${sizes(state.limits)}` : ""),
@@ -166,7 +165,7 @@ function nodes(state) {
 }
 
 function events(state) {
-  return el("section", {}, el("h2", {}, "Events ", el("span", {class: "quiet"}, "the newest first; in brackets the seconds without a world")),
+  return el("section", {}, el("h2", {}, "Events ", el("span", {class: "quiet"}, "the newest first")),
     state.events.length
       ? el("ul", {class: "events", tabindex: "0"}, [...state.events].reverse().map((line) => el("li", {}, line)))
       : el("p", {class: "quiet"}, "None yet."));
@@ -228,59 +227,6 @@ function bars(worlds, now) {
     svg("line", {class: "axis", x1: LEFT, x2: width - RIGHT, y1: 44.5, y2: 44.5}), boxes, times(from, to, width, 60));
 }
 
-function drawCharts({points}) {
-  if (!parts.charts) return;
-  parts.charts.replaceChildren(el("section", {},
-    el("h2", {}, "World size and steps/s ", el("span", {class: "quiet"}, "since this page's server was started")),
-    points.length > 1
-      ? [chart("world size", points, 1, true), chart("steps/s", points, 2, false)]
-      : el("p", {class: "quiet"}, "The first points come in some seconds.")));
-}
-
-function scale(most) {
-  if (most <= 0) return 1;
-  const unit = 10 ** Math.floor(Math.log10(most));
-  return [1, 2, 5, 10].map((times) => times * unit).find((top) => top >= most);
-}
-
-function chart(name, points, column, steps) {
-  const height = 120, low = height - 18, width = wide();
-  const from = points[0][0], to = points[points.length - 1][0];
-  const known = points.filter((point) => point[column] !== null);
-  const top = scale(Math.max(0, ...known.map((point) => point[column])));
-  const x = (at) => LEFT + (width - LEFT - RIGHT) * (at - from) / Math.max(1, to - from);
-  const y = (value) => low - (low - 8) * value / top;
-  const at = (point) => `${x(point[0]).toFixed(1)},${y(point[column]).toFixed(1)}`;
-  const runs = [[]];  // where nothing is known the line has a gap
-  for (const point of points) {
-    if (point[column] === null) runs.push([]);
-    else runs[runs.length - 1].push(point);
-  }
-  const path = (run) => "M" + run.map((point, i) => (steps && i ? `H${x(point[0]).toFixed(1)}V${y(point[column]).toFixed(1)}` : at(point))).join(steps ? "" : "L");
-  const lines = runs.filter((run) => run.length).map((run) => (run.length === 1
-    ? svg("circle", {class: "dot", cx: x(run[0][0]), cy: y(run[0][column]), r: 2})
-    : [steps ? svg("path", {class: "area", d: `${path(run)}V${low}H${x(run[0][0]).toFixed(1)}Z`}) : null,
-       svg("path", {class: "line", d: path(run)})]));
-  const last = points[points.length - 1][column];
-  const read = el("span", {class: "read"}, last === null ? "now: not known" : `now: ${last}`);
-  const hair = svg("line", {class: "hair", y1: 4, y2: low, visibility: "hidden"});
-  const number = (value) => String(Number(value.toPrecision(3)));
-  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${name} over time`},
-    [0, top / 2, top].filter((value) => !steps || Number.isInteger(value)).map((value) => [
-      svg("line", {class: "axis", x1: LEFT, x2: width - RIGHT, y1: y(value) + .5, y2: y(value) + .5}),
-      svg("text", {x: LEFT - 6, y: y(value) + 4, "text-anchor": "end"}, number(value))]).flat(),
-    lines.flat(), hair, times(from, to, width, height - 3));
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const there = from + (to - from) * ((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT);
-    const near = points.reduce((a, b) => (Math.abs(b[0] - there) < Math.abs(a[0] - there) ? b : a));
-    put(hair, {x1: x(near[0]), x2: x(near[0]), visibility: "visible"}, []);
-    read.textContent = `${clock(near[0])}: ${near[column] === null ? "not known" : number(near[column])}`;
-  });
-  return el("div", {class: "chart"}, read, el("b", {}, name),
-    known.length ? null : el("span", {class: "quiet"}, " nodes have not said how fast they are"), known.length ? drawing : null);
-}
-
 // --- what comes -------------------------------------------------------------------------
 
 function show(...sections) {
@@ -299,7 +245,7 @@ function live(on, text) {
   line.textContent = text;
 }
 
-const drawn = {jobs: drawJobs, job: drawJob, chart: drawCharts, etcd: drawAway};
+const drawn = {jobs: drawJobs, job: drawJob, etcd: drawAway};
 let stream = null, again = 0;
 
 function follow() {
@@ -329,7 +275,6 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("pagehide", leave);
 window.addEventListener("resize", () => {
-  if (told.chart) drawCharts(told.chart);
   if (told.job) keepOpen(parts.timeline, () => parts.timeline.replaceChildren(timeline(told.job)));
 });
 if (inJob) document.getElementById("where").textContent = shown(job);
