@@ -133,7 +133,7 @@ class ElasticState:
             for value in self._samplers().values():
                 # Alike on all ranks, which loop over the same kinds of loaders.
                 if isinstance(value, ElasticIterable) or (
-                    value.varies and value.world_size == rank_and_size(launched=False)[1]
+                    value._varies and value.world_size == rank_and_size(launched=False)[1]
                 ):
                     value.agree()
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
@@ -204,7 +204,7 @@ class ElasticState:
         self._loops.ranks_before = version.world_size if newest is not None else 0
         for sampler in self._samplers().values():
             if isinstance(sampler, ElasticSampler):
-                sampler.varies = False  # a newcomer has not begun its loop yet
+                sampler._varies = False  # a newcomer has not begun its loop yet
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
