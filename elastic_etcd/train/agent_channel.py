@@ -2,7 +2,7 @@
 
 Requests are answered in the calling thread. A thread reads only in `listening`, which ee.run uses,
 and hands on the messages that nobody has asked for. A process that is forked from a worker, such as
-a DataLoader's, has no channel. docs/channel.md has the messages.
+a DataLoader's, has no channel. docs/contributing/channel.md has the messages.
 """
 
 import multiprocessing
@@ -295,7 +295,7 @@ def leaving() -> bool:
 
     In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. Any thread,
     a signal's handler and a worker's child may ask it. False without our launcher. Raises
-    AgentGone. docs/channel.md has the messages.
+    AgentGone. docs/contributing/channel.md has the messages.
     """
     if _channel is not None and _channel.listens:
         return _channel.leaving()

@@ -49,7 +49,8 @@ EXCEPTIONS = """\
 
 `ee.` has those that a script's calls raise: `AgentGone`, `EtcdUnreachable`, `MalformedState`,
 `StaleGeneration`, `UsageError`. The others belong to the launcher, and are in
-`elastic_etcd.errors`. [WorldChanged](python.md#worldchanged) is no error: leave it to `ee.run`.
+`elastic_etcd.errors`. [WorldChanged](python.md#elastic_etcd.train.sync_point.WorldChanged) is no
+error: leave it to `ee.run`.
 
 | raised | by | to do |
 |---|---|---|

@@ -56,7 +56,7 @@ from elastic_etcd.train import agent_channel as worker_end
 from elastic_etcd.train.agent_channel import Channel, leaving
 from tests.support.channels import opened
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "contributing" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
 Heard: TypeAlias = FromWorker | Disconnected
 H = TypeVar("H", bound=Heard)

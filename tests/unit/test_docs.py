@@ -15,8 +15,8 @@ from scripts.docs_lib import picture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
+ARCHITECTURE = (ROOT / "docs" / "contributing" / "architecture.md").read_text()
 GLOSSARY = ARCHITECTURE.partition("## Glossary")[2]
 ROOMS = {
     str(folder.relative_to(PACKAGE))
@@ -108,15 +108,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_links_to_a_function_name_one_that_is_there() -> None:
-    links = re.findall(r"\[`(\w+)`\]\((\.\./[\w/]+\.py)\)", ARCHITECTURE)
+    links = re.findall(r"\[`(\w+)`\]\((\.\./\.\./[\w/]+\.py)\)", ARCHITECTURE)
     assert len(links) >= 5
     for named, file in links:
-        text = (ROOT / "docs" / file).read_text()
+        text = (ROOT / "docs" / "contributing" / file).read_text()
         assert re.search(rf"^ *(async def|def|class) {named}\b", text, re.MULTILINE), named
 
 
 def test_each_room_has_its_line() -> None:
-    """A new one gets it under "Rooms" in docs/architecture.md."""
+    """A new one gets it under "Rooms" in docs/contributing/architecture.md."""
     rooms = re.findall(r"^\| `([\w/]+)/` \|", ARCHITECTURE.partition("## Rooms")[2], re.MULTILINE)
     outside = {"tests", "scripts", "examples", "protos"}
     assert set(rooms) - outside == {"elastic_etcd", *ROOMS}
@@ -125,7 +125,7 @@ def test_each_room_has_its_line() -> None:
 def test_the_keys_that_everybody_mirrors_are_named() -> None:
     keys = Keys("/p/j")
     mirrored = covered(keys, Narrow(coordinator=5), lease=7)
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (ROOT / "docs" / "contributing" / "design.md").read_text()
     (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", design, re.DOTALL)
     others = {keys.page(0), keys.member(5), keys.member(7)}
     whole = {get.key.removeprefix("/p/j/") for get in mirrored if get.key not in others}

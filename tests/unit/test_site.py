@@ -44,12 +44,17 @@ def _built() -> None:
 
 def test_what_leads_nowhere_and_what_the_contents_leave_out_fail_it(tmp_path: Path) -> None:
     pages = shutil.copytree(ROOT / "build" / "docs", tmp_path / "pages")
-    with (pages / "docs" / "start.md").open("a") as page:
-        page.write("[a](nowhere.md) [b](keys.md#nothing) [c](/docs/keys.md)\n")
+    with (pages / "docs" / "contributing" / "chaos.md").open("a") as page:
+        page.write("[a](nowhere.md) [b](keys.md#nothing) [c](/docs/contributing/keys.md)\n")
     (pages / "docs" / "another.md").write_text("# Another\n")
     done = build(PAGES=str(pages), SITE=str(tmp_path / "site"))
     assert done.returncode == 1
-    for fault in ("'nowhere.md'", "'keys.md#nothing'", "'/docs/keys.md'", "docs/another.md"):
+    for fault in (
+        "'nowhere.md'",
+        "'keys.md#nothing'",
+        "'/docs/contributing/keys.md'",
+        "docs/another.md",
+    ):
         assert fault in done.stderr
     assert "Aborted with 4 warnings in strict mode" in done.stderr
 
@@ -81,8 +86,9 @@ class Shown(HTMLParser):
 def test_a_page_shows_what_its_document_says() -> None:
     """As CommonMark reads it; the site's own reader has other rules for lists and emphasis."""
     markdown = MarkdownIt("commonmark").enable("table")
-    pages = {file: f"docs/{file.stem}.html" for file in (ROOT / "docs").glob("*.md")}
-    for document, page in {**pages, ROOT / "README.md": "index.html"}.items():
+    documents = (ROOT / "docs").rglob("*.md")
+    pages = {file: file.relative_to(ROOT).with_suffix(".html") for file in documents}
+    for document, page in {**pages, ROOT / "README.md": Path("index.html")}.items():
         article = re.findall(r"<article.*?>(.*)</article>", (SITE / page).read_text(), re.DOTALL)[0]
         meant, shown = Shown(markdown.render(document.read_text())), Shown(article)
         assert shown.text == meant.text, document
