@@ -14,6 +14,7 @@ from . import reference
 ROOT = Path(__file__).parents[2]
 AT_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 ROW = re.compile(r"^\|.*$", re.MULTILINE)
+LANDING = "---\ntemplate: home.html\n---\n"
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 SOURCE = re.compile(r"\]\(((?:\.\./)+elastic_etcd/[\w/]+\.py)\)")
 
@@ -21,7 +22,8 @@ SOURCE = re.compile(r"\]\(((?:\.\./)+elastic_etcd/[\w/]+\.py)\)")
 def main(to: Path) -> None:
     shutil.rmtree(to, ignore_errors=True)
     (to / "docs" / "contributing").mkdir(parents=True)
-    write(to / "index.md", (ROOT / "README.md").read_text())
+    shutil.copytree(Path(__file__).with_name("site"), to / "site")
+    write(to / "index.md", LANDING + (ROOT / "README.md").read_text())
     for file in (*map(ROOT.joinpath, AT_ROOT), *(ROOT / "docs").rglob("*.*")):
         if file.suffix == ".md":
             document(file, to)

@@ -26,7 +26,17 @@ pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
 
 SITE = ROOT / "build" / "site"
 DESKTOP, PHONE = 1280, 390  # pixels
-SHOWN = ("index", "docs/tutorial_nodes", "docs/flags", "reference/launch", "reference/python")
+SHOWN = (
+    "index",
+    "docs/cookbook",
+    "docs/tutorial_nodes",
+    "docs/flags",
+    "reference/launch",
+    "reference/python",
+)
+
+
+FITS = "code => code.scrollWidth <= code.clientWidth"
 
 
 def build(**env: str) -> "subprocess.CompletedProcess[str]":
@@ -157,9 +167,27 @@ def test_in_a_browser(tmp_path: Path) -> None:
                     f"document.readyState === 'complete' && location.href.endsWith('{name}.html')"
                 )
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+                assert page.evaluate(f"[...document.querySelectorAll('pre>code')].every({FITS})"), (
+                    name
+                )
         page.open(f"{site}index.html?q=undrain")
         page.shows("!!document.querySelector('.md-search-result__item')")
         assert page.complaints() == []
         asked = {url for url in page.requests() if not url.startswith(("data:", "about:"))}
         assert len(asked) > len(SHOWN)
         assert [url for url in asked if not url.startswith(site)] == []
+
+
+@pytest.mark.nightly(part="chromium")
+def test_n10_the_search_works_from_a_disk(tmp_path: Path) -> None:
+    with ExitStack() as scope:
+        try:
+            page = scope.enter_context(chromium(tmp_path))
+        except NotToBeHad as reason:
+            pytest.skip(str(reason))
+        page.open(f"{(SITE / 'index.html').as_uri()}?q=undrain")
+        page.shows("document.readyState === 'complete'")
+        page.evaluate("document.querySelector('.md-search__input').focus()")
+        page.shows("!!document.querySelector('.md-search-result__item')")
+        assert page.complaints() == []
+        assert [url for url in page.requests() if url.startswith("http")] == []
