@@ -1,5 +1,7 @@
 """The documents name files, functions and words that are there."""
 
+import html
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,7 +13,7 @@ import elastic_etcd
 from elastic_etcd.cli.parsers import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
-from scripts.docs_lib import picture
+from scripts.docs_lib import picture, recording
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
@@ -159,6 +161,15 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
 
 def test_the_picture_is_the_one_that_its_program_draws() -> None:
     assert picture.FILE.read_text() == picture.picture()
+
+
+def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:
+    text = recording.FILE.read_text()
+    lines = json.loads(html.unescape(text.partition("<metadata>")[2].partition("</metadata>")[0]))
+    assert recording.drawn(lines) == text
+    told = "\n".join(line for _, line in lines)
+    for said in ("generation 2 (green is lost)", "generation 3 (green joins)", "exited 0 and 0"):
+        assert said in told
 
 
 def test_the_architecture_is_read_in_half_an_hour() -> None:
