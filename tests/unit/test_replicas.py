@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,60 @@ def test_t6_moments_that_are_parted_are_refused_at_the_first_commit(tmp_path: Pa
         "the ranks keep different parts: rank 1 has no optimizer.state.momentum_buffer of 0.weight "
         "and has optimizer.state.momentum_buffer of 0.bias, which rank 0 has not. A state keeps"
     )
+
+
+def flipped_at_random(rank: int, flips: int) -> list[tuple[str, list[Any]]]:
+    """Each flip and what was said of it, all in worlds of their own, the ranks' draws the same."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ELASTIC_ETCD_COMPARE_EVERY", "1")
+    told = Told(patch)
+    draws, model = random.Random(1), Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = ElasticState(model=model, optimizer=optimizer)
+    state.sync()
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=True)
+    ddp(torch.randn(8, 40, generator=torch.Generator().manual_seed(1))).sum().backward()
+    optimizer.step()
+    found: list[tuple[str, list[Any]]] = []
+    for _ in range(flips):
+        state.commit()  # the first of its world: all are alike
+        moments = {
+            f"{name} of {of}": moment
+            for of, parameter in model.named_parameters()
+            for name, moment in optimizer.state[parameter].items()
+        }
+        newest = state._snapshots.newest()
+        assert newest
+        places = dict(model.named_parameters()) | dict(model.named_buffers()) | moments
+        places["its last commit in memory"] = newest.body
+        victim, name = draws.randrange(3), draws.choice(sorted(places))
+        words = places[name].detach().view(-1).view(torch.uint8)
+        place, bit = draws.randrange(len(words)), draws.randrange(8)
+        assert told.messages == [], found
+        if rank == victim:
+            words[place] ^= 1 << bit
+        state.commit()
+        found.append((f"rank {victim}: {name}", told.messages[:]))
+        told.messages.clear()
+        if rank == victim and name != "its last commit in memory":
+            words[place] ^= 1 << bit
+        state.sync()
+    return found
+
+
+@pytest.mark.parametrize("flips", [50, pytest.param(1000, marks=pytest.mark.nightly(part="users"))])
+def test_t6_each_bit_that_flips_is_found_and_its_rank_named(tmp_path: Path, flips: int) -> None:
+    for rank, found in enumerate(ranks(3, tmp_path, flipped_at_random, flips)):
+        assert len(found) == flips
+        for flip, messages_ in found:
+            victim, name = flip.split(": ")
+            if rank not in {0, int(victim[5:])}:
+                assert messages_ == [], flip
+                continue
+            (message,) = messages_
+            assert victim in message.line, flip
+            assert name.rpartition(" of ")[2] in message.line, (flip, message.line)
+            assert message.alone is message.named is (str(rank) == victim[5:]), flip
 
 
 # --- how often ----------------------------------------------------------------------------

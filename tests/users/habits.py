@@ -3,7 +3,8 @@
 python -m elastic_etcd.launch --nnodes 2 habits.py --output runs/1 nanogpt gan
 
 With FAULT=worker each of them loses both its workers, one at a time; with FAULT=node rank 0 waits
-once in each for a file, so that whoever tests it can do something to its node.
+once in each for a file, so that whoever tests it can do something to its node. STEPS says how many
+steps each of them has, 16 by default.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import elastic_etcd as ee
 
 RANK = int(os.environ.get("RANK", "-1"))  # as YOLO has it: of the world in which a process began
-STEPS, BATCH = 16, 4
+STEPS, BATCH = int(os.environ.get("STEPS", "16")), 4
 Values = dict[str, Any]
 
 

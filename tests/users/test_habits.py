@@ -4,13 +4,14 @@ To the last bit. Each training of habits.py meets every fault; they share a job 
 """
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.job import Agent, Job
-from tests.users.habits import HABITS
+from tests.users.habits import HABITS, STEPS
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly(part="users")]
 
@@ -18,28 +19,43 @@ SCRIPT = str(Path(__file__).with_name("habits.py"))
 PATIENCE = 600
 AGAIN = 6  # steps at most that one failure costs: the longest time between two commits
 
+CALM = 2_000  # steps of each training in which nothing is to be said; as many more by hand
+RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "reinforce", "warmup")
+
 Curve = dict[tuple[str, int], list[str]]  # of each step of a training, all losses that it had
 
 
 def curve(job: Job) -> Curve:
     found: Curve = {}
-    for line in (job.directory / "curve.csv").read_text().splitlines():
-        name, step, loss, world = line.split(",")
+    for name, step, loss, world in lines(job):
         assert world == "2"
         found.setdefault((name, int(step)), []).append(loss)
     return found
 
 
-def start(job: Job, fault: str, nproc: int = 1) -> Agent:
+def lines(job: Job) -> list[list[str]]:
+    """Of the curve. No alarm was raised: the replicas were compared at each commit."""
+    assert not [agent.node for agent in job.agents if "replicas differ" in agent.output]
+    return [line.split(",") for line in (job.directory / "curve.csv").read_text().splitlines()]
+
+
+def start(
+    job: Job, fault: str, nproc: int = 1, *, nnodes: str = "", names: tuple[str, ...] = ()
+) -> Agent:
     return job.start(
         f"n{len(job.agents) + 1}",
-        nnodes="1" if nproc == 2 else "2",
+        nnodes=nnodes or ("1" if nproc == 2 else "2"),
         nproc=nproc,
-        script=(SCRIPT, f"--output={job.directory}"),
+        script=(SCRIPT, f"--output={job.directory}", *names),
+        compare_every=1,
         max_restarts=100,
         min_uptime=0,  # they are killed on purpose: nobody is to wait
         lease_ttl=20,  # the machine may be busy
-        env={"FAULT": fault, "OMP_NUM_THREADS": "1"},  # sums of one order, on any node
+        env={
+            "FAULT": fault,
+            "OMP_NUM_THREADS": "1",
+            "STEPS": str(CALM if names else STEPS),
+        },  # sums of one order, on any node
     )
 
 
@@ -99,3 +115,27 @@ def test_a_node_goes_and_another_one_joins(
     for node in nodes:
         job.exits(node, 0, PATIENCE)
     check(curve(job), whole, again=0 if planned else AGAIN)
+
+
+def test_a_node_joins_and_the_world_grows(jobs: Callable[..., Job]) -> None:
+    """Steps are of more samples then; every training goes on to its end in the larger world."""
+    job = jobs()
+    nodes = [start(job, "node", nnodes="2:3") for _ in range(2)]
+    first, *others = HABITS
+    job.wait(f"step 4 of {first}", (job.directory / f"{first}-waits").exists, PATIENCE)
+    nodes.append(start(job, "node", nnodes="2:3"))
+    job.said(nodes[0], "n3 joins", PATIENCE)
+    for name in (first, *others):
+        (job.directory / f"{name}-goes-on").touch()
+    for node in nodes:
+        job.exits(node, 0, PATIENCE)
+    worlds = {name: [world for of, *_, world in lines(job) if of == name] for name in HABITS}
+    assert set(worlds[first]) == {"2", "3"}
+    assert [name for name in others if set(worlds[name]) != {"3"}] == []
+
+
+def test_t6_trainings_that_are_right_raise_no_alarm(jobs: Callable[..., Job]) -> None:
+    job = jobs()
+    job.exits(start(job, "", nproc=2, names=RIGHT), 0, 3 * PATIENCE)
+    steps = Counter(name for name, *_ in lines(job))
+    assert steps == dict.fromkeys(RIGHT, CALM)
