@@ -33,31 +33,12 @@ if TYPE_CHECKING:
     from elastic_etcd.train.state.steps import steps_per_epoch
     from elastic_etcd.train.sync_point import WorldChanged
 
-__all__ = [
-    "AgentGone",
-    "ElasticBatchSampler",
-    "ElasticIterable",
-    "ElasticSampler",
-    "ElasticState",
-    "EtcdUnreachable",
-    "MalformedState",
-    "StaleGeneration",
-    "UsageError",
-    "WorldChanged",
-    "accumulation_steps",
-    "ddp",
-    "heartbeat",
-    "latest_checkpoint",
-    "leaving",
-    "memory_checkpoint",
-    "quiet",
-    "raise_if_stale",
-    "run",
-    "scale_lr",
-    "seed_all",
-    "steps_per_epoch",
-    "store",
-]
+__all__ = ["ElasticState", "WorldChanged", "ddp", "run"]
+__all__ += ["ElasticBatchSampler", "ElasticIterable", "ElasticSampler"]
+__all__ += ["accumulation_steps", "scale_lr", "seed_all", "steps_per_epoch"]
+__all__ += ["latest_checkpoint", "memory_checkpoint"]
+__all__ += ["heartbeat", "leaving", "quiet", "raise_if_stale", "store"]
+__all__ += ["AgentGone", "EtcdUnreachable", "MalformedState", "StaleGeneration", "UsageError"]
 _HOMES = {
     "ElasticBatchSampler": "train.data.batch_sampler",
     "ElasticIterable": "train.data.iterable",

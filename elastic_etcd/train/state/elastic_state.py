@@ -116,6 +116,8 @@ class ElasticState:
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
 
+            state.commit()  # after the step of the optimizer, on all ranks
+
         All ranks must call it alike: at some commits they compare what they have, and an
         ElasticIterable among the values gathers what the others have read, as does a sampler whose
         batches are of any size. The snapshot counts once this returns; until then the one before
@@ -250,6 +252,8 @@ class ElasticState:
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Set all values to those of a file that save() wrote.
 
+            state.load("model.safetensors")  # before the training
+
         For sync() the file is older than any commit of this job, and newer than no snapshot at all;
         commit() makes its values the newest. Modules keep their modes until sync(): an evaluation
         may have chosen its own. If not `strict`, values that the file lacks stay as
@@ -278,7 +282,10 @@ class ElasticState:
 
     @staticmethod
     def register(kind: type, codec: codecs.Codec) -> None:
-        """Let `codec` save and load the values of `kind` and of its subclasses; see Codec."""
+        """Let `codec` save and load the values of `kind` and of its subclasses; see Codec.
+
+            ee.ElasticState.register(Words, Vocabulary())
+        """
         codecs.register(kind, codec)
 
     # For ee.run. Each begins with an underscore, since no value can have the name of a method.
