@@ -284,7 +284,7 @@ class ElasticState:
     def register(kind: type, codec: codecs.Codec) -> None:
         """Let `codec` save and load the values of `kind` and of its subclasses; see Codec.
 
-            ee.ElasticState.register(Words, Vocabulary())
+        ee.ElasticState.register(Words, Vocabulary())
         """
         codecs.register(kind, codec)
 
