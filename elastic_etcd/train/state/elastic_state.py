@@ -282,9 +282,11 @@ class ElasticState:
 
     @staticmethod
     def register(kind: type, codec: codecs.Codec) -> None:
-        """Let `codec` save and load the values of `kind` and of its subclasses; see Codec.
+        """Let `codec` save and load the values of `kind` and of its subclasses.
 
-        ee.ElasticState.register(Words, Vocabulary())
+            ee.ElasticState.register(Words, Vocabulary())
+
+        codec: see Codec.
         """
         codecs.register(kind, codec)
 
