@@ -278,7 +278,7 @@ WORKERS = Section(
             "MODULE,...",
             repeated=True,
             default=[],
-            more="See [performance.md](performance.md#what-a-script-imports).",
+            more="See [performance.md](contributing/performance.md#what-a-script-imports).",
         ),
         Flag(
             "--virtual-local-rank",
