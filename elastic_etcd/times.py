@@ -14,7 +14,6 @@ REVOKE_TIMEOUT = 2.0
 PUBLISH_TIMEOUT = 2.0  # of what is only told
 OPEN_TIMEOUT = 2.0  # for the first answer of a watch
 REFUSED_PAUSE = 5.0  # at most, between two tries of what an administrator has to make possible
-SEEN_LOST = 5.0  # for a member whose lease has ended to see so, before it is told by other means
 LOOK_UP = 8.0  # of a name; resolvers repeat a question after 5 s
 LEASE_TTL = 5  # the default; etcd may grant more
 

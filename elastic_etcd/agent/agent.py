@@ -372,13 +372,13 @@ class Agent:
         return Error(str(self._error))
 
     async def _step(self, event: Event) -> None:
-        if isinstance(event, LeaseLost):
-            log.warning("the lease is lost: %s", event.reason)
         if isinstance(event, Relisted) and event.created:
             log.warning("this node's key is back; others have %.0f s for theirs", event.patience)
         before, now = self._state, self._loop.time()
         step = self._recorder.record(before, now, event)
         self._state, step.actions = lifecycle.step(before, event, now)
+        if isinstance(event, LeaseLost) and self._state.life is not Life.UNLISTED:
+            log.warning("the lease is lost: %s", event.reason)
         if self._state.local.leaving and not before.local.leaving:
             self._note_departure()
         self._tell_failure()

@@ -68,7 +68,6 @@ from elastic_etcd.times import (
     PUBLISH_TIMEOUT,
     REFUSED_PAUSE,
     REVOKE_TIMEOUT,
-    SEEN_LOST,
 )
 from elastic_etcd.version import __version__
 
@@ -169,7 +168,7 @@ class Membership:
             return False, f"the job has left generation {generation}"
         if view.members:
             return True, ""
-        if self._session is None or self._session.lost.done():
+        if self._session is None:
             return None, "this node's lease has ended, and its key is not back yet"
         return False, "this node has lost its lease"
 
@@ -398,6 +397,8 @@ class Membership:
             raise
         self._session = session
         created = result.gets[0][0].create if result.succeeded else 0
+        await self._mirror_scope.aclose()  # it may be behind, and show that the key is gone
+        self._mirror = None
         self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))
 
     async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
@@ -544,23 +545,12 @@ class Membership:
         self._inbox.put(WriteDone(result.succeeded))
 
     def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
-        """Tell it, but where workers may train on without a lease: the mirror is asked first.
-
-        A view in which the key is gone says whether its world stands; etcd's word does not.
-        """
         if session is not self._session or lost.cancelled():
             return
         if lost.exception():
             self._inbox.put_error(lost)
-        elif self._limits.cut_off is None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(SEEN_LOST, self._tell_lost, session, lost.result())
         else:
-            self._tell_lost(session, lost.result())
-
-    def _tell_lost(self, session: Session, reason: str) -> None:
-        if session is self._session:
-            self._inbox.put(LeaseLost(reason))
+            self._inbox.put(LeaseLost(lost.result()))
 
     def _silent(self, seconds: float, error: Exception) -> None:
         train_on = self._limits.cut_off is None

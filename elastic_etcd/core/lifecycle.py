@@ -45,7 +45,7 @@ from elastic_etcd.core.schema import (
     Round,
 )
 from elastic_etcd.core.txn import Txn
-from elastic_etcd.core.view import Coverage, Everything, Narrow, View
+from elastic_etcd.core.view import Coverage, Everything, Narrow, View, without
 from elastic_etcd.times import HOLD, KILLED
 
 # When workers that must be gone with the lease are stopped, as a share of its time to live: the
@@ -355,7 +355,7 @@ class Life(Enum):
     """How far an agent's life has come.
 
     JOINING ──Joined──> MEMBER ──lease lost──> LOST ──no worker is left──> JOINING
-    MEMBER ──key gone, its world stands──> UNLISTED ──Relisted──> MEMBER, or LOST
+    MEMBER ──key or lease gone, its world stands──> UNLISTED ──Relisted──> MEMBER, or LOST
     any of these ──Signalled, an order, Fatal, Leave──> LEAVING ──no worker is left──> ENDED
     """
 
@@ -472,7 +472,7 @@ def _absorb(state: State, event: Event, now: float) -> State:
         case Joined():
             return _become_member(state, event)
         case LeaseLost():
-            return _hear_of_lost_lease(state)
+            return _hear_of_lost_lease(state, now)
         case Relisted():
             return _hear_relisted(state, event, now)
         case WriteDone(ok):
@@ -671,10 +671,15 @@ def _hear_relisted(state: State, event: Relisted, now: float) -> State:
     )
 
 
-def _hear_of_lost_lease(state: State) -> State:
-    """A view that is older than the lease's end is no proof that its world stands."""
+def _hear_of_lost_lease(state: State, now: float) -> State:
+    """It is as a view in which the own key is gone: the fence of `relist` finds out the rest.
+
+    The views may be behind, and none come where etcd refuses them, too.
+    """
+    if state.life is Life.MEMBER and state.view:
+        state = _see(state, without(state.view, state.local.lease), now)
     if state.life is Life.UNLISTED:
-        return state  # that is known, by a newer view
+        return state
     lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
     return replace(lost, life=Life.LEAVING) if state.ending else lost
 

@@ -130,6 +130,13 @@ class View(Struct, frozen=True):
         return next((p for p in known if p.lease == lease), None)
 
 
+def without(view: View, lease: int) -> View:
+    """The view as it is once the key of this member is gone."""
+    leads = view.coordinator is not None and view.coordinator.lease == lease
+    members = tuple(member for member in view.members if member.lease != lease)
+    return replace(view, members=members, coordinator=None if leads else view.coordinator)
+
+
 def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     """The keys that the member with `lease` mirrors: a constant number, unless everything."""
     if isinstance(coverage, Everything):

@@ -77,6 +77,23 @@ def test_e2_a_permission_that_is_taken_away_ends_leases_and_no_training(
     job.finish(n1, n2)
 
 
+def test_e2_nor_does_it_where_nothing_of_the_job_is_seen_meanwhile(
+    job: TickingJob, guarded: EtcdServer
+) -> None:
+    """The watches end, and no other is allowed: the end of the lease is all that they are told."""
+    n1, n2, g = job.pair(lease_ttl=4, user="me", env=GIVEN)
+    guarded.ctl("user", "revoke-role", "me", "training")
+    restart(guarded)
+    for agent in (n1, n2):
+        job.said(agent, "denies user 'me' access to /elastic_etcd/")
+        job.said(agent, "this node's key is gone, its world is not")
+    guarded.ctl("user", "grant-role", "me", "training")
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is back")
+    job.undisturbed(g)
+    job.finish(n1, n2)
+
+
 def test_r3_a_permission_that_is_taken_away_ends_no_training(
     job: TickingJob, guarded: EtcdServer
 ) -> None:
@@ -97,9 +114,10 @@ def test_r3_a_permission_that_is_taken_away_ends_no_training(
     job.finish(n1)
 
 
-def test_r3_a_node_that_joins_again_waits_for_its_permission(
+def test_r3_a_node_whose_lease_has_ended_waits_for_its_permission(
     job: TickingJob, guarded: EtcdServer
 ) -> None:
+    """Then its key is put back, or it joins again, if the other one has begun a world meanwhile."""
     n1, n2, g = job.pair(lease_ttl=TTL, user="me", env=GIVEN)
     lease = member(guarded, job.name, "n2")
     guarded.ctl("user", "revoke-role", "me", "training")
@@ -107,7 +125,9 @@ def test_r3_a_node_that_joins_again_waits_for_its_permission(
     for agent in (n1, n2):
         job.said(agent, "denies user 'me' access")
     guarded.ctl("user", "grant-role", "me", "training")
-    job.trains(2, after=g)
+    back = ("this node's key is back", "joining again as another member")
+    job.wait("n2 is a member", lambda: any(text in n2.output for text in back))
+    job.trains(2, after=g - 1)
     job.finish(n1, n2)
 
 

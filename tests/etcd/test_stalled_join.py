@@ -12,7 +12,16 @@ import pytest
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import FatalError, MirrorChanged
 from elastic_etcd.core import lifecycle
-from elastic_etcd.core.lifecycle import Answered, Joined, LeaseLost, Life, Rejoin, Silent, State
+from elastic_etcd.core.lifecycle import (
+    Answered,
+    Joined,
+    LeaseLost,
+    Life,
+    Rejoin,
+    Relist,
+    Silent,
+    State,
+)
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Phase, Round, encode
 from elastic_etcd.core.txn import Put, Txn
@@ -111,34 +120,46 @@ class Busy(Client):
 
 
 @asynchronous
-async def test_e2_a_member_that_is_told_of_its_lease_first_looks_at_its_world(
+async def test_e2_a_member_that_is_told_of_its_lease_first_puts_its_key_back(
     etcd: EtcdServer, prefix: str
 ) -> None:
-    """Else its workers would be stopped: only a view shows that their world stands."""
+    """Its world stands, which no view shows: the watch is late, or refused as the lease was."""
     one = Limits(1, 1)
     config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, one, prefix=prefix, lease_ttl=2)
     client = Busy(etcd.config)
     async with joining(client, config) as (inbox, membership):
-        joined = await asyncio.wait_for(inbox.get(), 60)
-        assert isinstance(joined, Joined)
-        stands = Round(1, Phase.FINAL, joined.lease, "", joined.run, "n1", 1, 1, Master("h", 1))
-        await client.txn(Txn((), (Put(membership.keys.round, encode(stands)),)))
+
+        async def heard() -> Any:
+            return await asyncio.wait_for(inbox.get(), 60)
+
+        joined = await heard()
+        own, run, keys = joined.lease, joined.run, membership.keys
+        stands = Round(1, Phase.FINAL, own, "it begins", run, "n1", 1, 1, Master("h", 1))
+        await client.txn(Txn((), (Put(keys.round, encode(stands)),)))
+        await membership.cover(Narrow(own))
+        assert await heard() == MirrorChanged()
+        local = Local(run, own, joined.created, joined.spec, acked=1, running=1, ran=1)
+        state = State(local, 1, Life.MEMBER, view=membership.view(), limits=joined.limits, alive=1)
         assert await membership.current(1) == (True, "")
-        await membership.cover(Narrow())
-        assert isinstance(await asyncio.wait_for(inbox.get(), 60), MirrorChanged)
-        await client.revoke(joined.lease)
-        while membership.lease_left:
-            await elapse(0.1)
+        await client.revoke(own)
+        lost = await heard()
+        assert isinstance(lost, LeaseLost), "the watch has not told it"
+        assert await membership.current(1) == (False, "this node has lost its lease")
+        state, actions = lifecycle.step(state, lost, 0.0)
+        assert Relist() in actions
+        membership.relist(state)
         ended = "this node's lease has ended, and its key is not back yet"
         assert await membership.current(1) == (None, ended)
         assert await membership.current(2) == (False, "the job has left generation 2")
+        relisted = await heard()
+        assert relisted.created > joined.created
         client.late.set()
-        assert isinstance(await asyncio.wait_for(inbox.get(), 60), MirrorChanged)
+        await membership.cover(Narrow(own))
+        assert await heard() == MirrorChanged()
         view = membership.view()
         assert view is not None
-        assert not view.members
-        told = await asyncio.wait_for(inbox.get(), 60)
-        assert isinstance(told, LeaseLost), "where nobody puts the key back"
+        assert [member.lease for member in view.members] == [own], "nothing older is seen"
+        assert await membership.current(1) == (True, "")
 
 
 def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

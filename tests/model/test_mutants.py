@@ -239,7 +239,7 @@ def a_lost_lease_is_not_heeded(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(state: State, event: Event, now: float) -> State:
         after = absorb(state, event, now)
-        heeded = state.life is Life.MEMBER and after.life is Life.LOST
+        heeded = state.life is Life.MEMBER and after.life in {Life.LOST, Life.UNLISTED}
         return structs.replace(after, life=Life.MEMBER) if heeded else after
 
     patch.setattr(lifecycle, "_absorb", mutant)
@@ -506,7 +506,7 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I4", any_number_trains, LISTED, Faults(), ""),
     ("I4", newcomers_end_a_world_that_gets_no_larger, LISTED, Faults(), ""),
     ("I5", rounds_are_not_fenced, TWO, Faults(), ""),
-    ("I5", an_old_view_is_believed, TWO, Faults(crash=1, stop=1), "stop"),
+    ("I5", an_old_view_is_believed, TWO, Faults(expire=1, stop=1), "stop"),
     ("I6", a_lost_coordinator_is_not_replaced, TWO, Faults(crash=1), "crash"),
     ("I6", who_waits_for_the_first_ranks_waits_for_ever, TWO, Faults(crash=1), "crash"),
     ("I7", a_lost_coordinator_ends_its_world, TWO, Faults(crash=1, done=1), "done"),

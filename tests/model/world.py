@@ -217,7 +217,7 @@ class System:
             yield self._event("hears etcd again", store, node, Answered())
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
-        if state.life is Life.UNLISTED and not node.unread:
+        if state.life is Life.UNLISTED:
             yield self._relist(store, node, state)
         ending = state.local.stopping or not state.alive
         if node.workers and ending and not in_endless_step(store, state):

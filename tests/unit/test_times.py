@@ -68,7 +68,6 @@ from elastic_etcd.times import (
     REFUSED_PAUSE,
     REVOKE_TIMEOUT,
     SCALE_PATIENCE,
-    SEEN_LOST,
     SIGTERM_TWICE,
     STOP_PATIENCE,
     STUCK,
@@ -164,8 +163,6 @@ ATTEMPT = ATTEMPT_TIMEOUT[1]
             ("leases are asked of in turn, so more often", LOOK_ASK, LOOK_PERIOD),
             ("a password is read sooner than etcd has looked at it",
              PASSWORD_FILE, LOGIN_TIMEOUT),
-            ("a watch that is opened anew shows that a lease has ended before it is told otherwise",
-             OPEN_TIMEOUT, SEEN_LOST),
             ("who is refused asks more seldom than who is not answered", ATTEMPT, REFUSED_PAUSE),
         )
     ],
