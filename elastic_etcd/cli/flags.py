@@ -302,7 +302,7 @@ WORKERS = Section(
             "NAMES",
             to="signals",
             more="On SIGUSR2 it leaves, too, and the next of these does not hurry it "
-            "([operate.md](operate.md)).",
+            "([slurm.md](slurm.md)).",
         ),
         Flag(
             "--memory-dir",
@@ -529,7 +529,7 @@ OUTPUT = Section(
             "[HOST:]PORT",
             to="metrics_addr",
             by_default="nowhere; extra [metrics]",
-            more="See [operate.md](operate.md).",
+            more="See [prometheus.md](prometheus.md).",
         ),
     ),
 )

@@ -22,7 +22,7 @@ METRICS = """\
 # Metrics
 
 What `--metrics-addr` answers at `/metrics`, made from the program's own registry. Each has the
-labels `job` and `node`. [Operating a job](../docs/operate.md#metrics) says what the values mean and
+labels `job` and `node`. [Prometheus](../docs/prometheus.md#metrics) says what the values mean and
 when they begin anew.
 
 | metric | type | more labels | |

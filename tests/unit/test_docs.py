@@ -26,6 +26,7 @@ ROOMS = {
     if (folder / "__init__.py").exists() and folder.name != "pb"
 }
 DOTTED = "|".join(sorted((room.replace("/", r"\.") for room in ROOMS), key=len, reverse=True))
+WORDS = 31_000  # of the users' pages, code included
 AT_ROOT = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
 
 
@@ -77,8 +78,8 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 
 def test_each_nothing_in_the_table_of_neighbours_names_a_test() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
-    table = page.partition("### What a neighbour may do")[2].partition("\n\nSo: ")[0]
+    page = (ROOT / "docs" / "contributing" / "security.md").read_text()
+    table = page.partition("## What a neighbour may do")[2].partition("\n\nSo: ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     head, *neighbours = rows
     assert len(neighbours) == 6
@@ -170,6 +171,15 @@ def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:
     told = "\n".join(line for _, line in lines)
     for said in ("generation 2 (green is lost)", "generation 3 (green joins)", "exited 0 and 0"):
         assert said in told
+
+
+def test_the_users_pages_are_not_more_than_a_person_reads() -> None:
+    """Without the flags, whose page is made from their table; `pytest -s` prints the sizes."""
+    pages = (ROOT / "docs").glob("*.md")
+    words = {name(page): len(page.read_text().split()) for page in pages}
+    del words["docs/flags.md"]
+    print("\n".join(f"{count:6} {page}" for page, count in sorted(words.items())))
+    assert sum(words.values()) <= WORDS
 
 
 def test_the_architecture_is_read_in_half_an_hour() -> None:
