@@ -194,6 +194,9 @@ class Client:
         self._pid = os.getpid()
         self._at = jitter.randrange(len(config.endpoints))  # agents spread over the members
         self._connection: Connection | None = None
+        # gRPC ends its threads with its last channel, and makes none ever again if it is refused
+        # some at the next (1.85): this one is never used, and open.
+        self._idle: Connection | None = None
         self._retired: set[Connection] = set()
         self._answered = False
         self._untrusted: set[str] = set()
@@ -204,8 +207,8 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         if os.getpid() != self._pid:  # gRPC's threads did not come along
             return
-        connections = {*self._retired, *filter(None, [self._connection])}
-        self._connection = None
+        connections = {*self._retired, *filter(None, [self._connection, self._idle])}
+        self._connection = self._idle = None
         self._retired.clear()
         for connection in connections:
             await connection.close()
@@ -318,6 +321,7 @@ class Client:
         if self._connection is None and self._config.tls:
             await self._read_certificates()
         if self._connection is None:
+            self._idle = self._idle or Connection(self.endpoint, self._credentials)
             self._connection = Connection(self.endpoint, self._credentials)
         return self._connection
 

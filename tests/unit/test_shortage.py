@@ -12,6 +12,7 @@ import pytest
 from elastic_etcd.agent import failures
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
+from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 from tests.unit.watched import Watched
 
@@ -111,6 +112,31 @@ else:
 
 def test_m10_an_agent_that_starts_where_no_thread_is_to_be_had() -> None:
     run_with_limits(M10_START)
+
+
+M10_ETCD = """
+from elastic_etcd.core.txn import Get
+from elastic_etcd.etcd.client import Client
+from tests.support.aio import elapse
+
+async def main():
+    async with Client(config) as client:
+        await client.range(Get("/"))
+        let_have(False)
+        client.give_up(await client.connected())
+        asked = asyncio.create_task(client.range(Get("/")))
+        await elapse(3)  # gRPC asks for threads, if it has to, all the time
+        let_have(True)
+        await asked
+
+obey_limits()
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+def test_m10_etcd_is_reached_again_where_no_thread_was_to_be_had(etcd: EtcdServer) -> None:
+    head = f"from elastic_etcd.etcd.access import EtcdConfig\nconfig = {etcd.config!r}\n"
+    run_with_limits(head + M10_ETCD)
 
 
 MEMORY = 64 << 20
