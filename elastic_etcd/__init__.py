@@ -4,62 +4,69 @@ Each name is loaded when a training script asks for it: the launcher imports thi
 never loads torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 from elastic_etcd.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from elastic_etcd.train.agent_channel import current as current
-    from elastic_etcd.train.agent_channel import leaving as leaving
-    from elastic_etcd.train.checkpoint.latest_checkpoint import (
-        latest_checkpoint as latest_checkpoint,
+    from elastic_etcd.errors import (
+        AgentGone,
+        EtcdUnreachable,
+        MalformedState,
+        StaleGeneration,
+        UsageError,
     )
-    from elastic_etcd.train.checkpoint.memory_checkpoint import (
-        memory_checkpoint as memory_checkpoint,
-    )
-    from elastic_etcd.train.collectives import store as store
-    from elastic_etcd.train.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
-    from elastic_etcd.train.data.batch_sampler import accumulation_steps as accumulation_steps
-    from elastic_etcd.train.data.iterable import ElasticIterable as ElasticIterable
-    from elastic_etcd.train.data.sampler import ElasticSampler as ElasticSampler
-    from elastic_etcd.train.data.seed import seed_all as seed_all
-    from elastic_etcd.train.ddp import ddp as ddp
-    from elastic_etcd.train.heartbeat import heartbeat as heartbeat
-    from elastic_etcd.train.heartbeat import quiet as quiet
-    from elastic_etcd.train.run import run as run
-    from elastic_etcd.train.scale_lr import scale_lr as scale_lr
-    from elastic_etcd.train.state.elastic_state import ElasticState as ElasticState
-    from elastic_etcd.train.state.steps import steps_per_epoch as steps_per_epoch
-    from elastic_etcd.train.sync_point import WorldChanged as WorldChanged
+    from elastic_etcd.train.agent_channel import leaving, raise_if_stale
+    from elastic_etcd.train.checkpoint.latest_checkpoint import latest_checkpoint
+    from elastic_etcd.train.checkpoint.memory_checkpoint import memory_checkpoint
+    from elastic_etcd.train.collectives import store
+    from elastic_etcd.train.data.batch_sampler import ElasticBatchSampler, accumulation_steps
+    from elastic_etcd.train.data.iterable import ElasticIterable
+    from elastic_etcd.train.data.sampler import ElasticSampler
+    from elastic_etcd.train.data.seed import seed_all
+    from elastic_etcd.train.ddp import ddp
+    from elastic_etcd.train.heartbeat import heartbeat, quiet
+    from elastic_etcd.train.run import run
+    from elastic_etcd.train.scale_lr import scale_lr
+    from elastic_etcd.train.state.elastic_state import ElasticState
+    from elastic_etcd.train.state.steps import steps_per_epoch
+    from elastic_etcd.train.sync_point import WorldChanged
 
+__all__ = ["ElasticState", "WorldChanged", "ddp", "run"]
+__all__ += ["ElasticBatchSampler", "ElasticIterable", "ElasticSampler"]
+__all__ += ["accumulation_steps", "scale_lr", "seed_all", "steps_per_epoch"]
+__all__ += ["latest_checkpoint", "memory_checkpoint"]
+__all__ += ["heartbeat", "leaving", "quiet", "raise_if_stale", "store"]
+__all__ += ["AgentGone", "EtcdUnreachable", "MalformedState", "StaleGeneration", "UsageError"]
 _HOMES = {
-    "ElasticBatchSampler": "data.batch_sampler",
-    "ElasticIterable": "data.iterable",
-    "ElasticSampler": "data.sampler",
-    "ElasticState": "state.elastic_state",
-    "WorldChanged": "sync_point",
-    "accumulation_steps": "data.batch_sampler",
-    "current": "agent_channel",
-    "ddp": "ddp",
-    "heartbeat": "heartbeat",
-    "latest_checkpoint": "checkpoint.latest_checkpoint",
-    "leaving": "agent_channel",
-    "memory_checkpoint": "checkpoint.memory_checkpoint",
-    "quiet": "heartbeat",
-    "run": "run",
-    "scale_lr": "scale_lr",
-    "seed_all": "data.seed",
-    "steps_per_epoch": "state.steps",
-    "store": "collectives",
+    "ElasticBatchSampler": "train.data.batch_sampler",
+    "ElasticIterable": "train.data.iterable",
+    "ElasticSampler": "train.data.sampler",
+    "ElasticState": "train.state.elastic_state",
+    "WorldChanged": "train.sync_point",
+    "accumulation_steps": "train.data.batch_sampler",
+    "ddp": "train.ddp",
+    "heartbeat": "train.heartbeat",
+    "latest_checkpoint": "train.checkpoint.latest_checkpoint",
+    "leaving": "train.agent_channel",
+    "memory_checkpoint": "train.checkpoint.memory_checkpoint",
+    "quiet": "train.heartbeat",
+    "raise_if_stale": "train.agent_channel",
+    "run": "train.run",
+    "scale_lr": "train.scale_lr",
+    "seed_all": "train.data.seed",
+    "steps_per_epoch": "train.state.steps",
+    "store": "train.collectives",
 }
 
+if not TYPE_CHECKING:  # a checker would take every name for there
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.train.{_HOMES[name]}"), name)
+    def __getattr__(name):  # noqa: ANN001, ANN202 - checkers do not read it
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

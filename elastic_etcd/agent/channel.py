@@ -2,7 +2,7 @@
 
 No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. A worker
 that sends what it must not, sends too much or does not read loses its connection, with a warning,
-and nothing else happens. The messages are described in docs/channel.md.
+and nothing else happens. The messages are described in docs/contributing/channel.md.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ def worker_env(
     *,
     error_file: str,
     interface: str = "",  # which has this node's address for the others; "" is not known
-    socket: str = "",  # at which it finds the agent (docs/channel.md)
+    socket: str = "",  # at which it finds the agent (docs/contributing/channel.md)
     held_socket: str = "",  # the same where that path has been removed
     activity: str = "",  # where it says what it does (protocol/activity.py)
     mark: str = "",  # by which what it leaves behind is found (system/leftovers.py)

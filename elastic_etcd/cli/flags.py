@@ -278,7 +278,7 @@ WORKERS = Section(
             "MODULE,...",
             repeated=True,
             default=[],
-            more="See [performance.md](performance.md#what-a-script-imports).",
+            more="See [performance.md](contributing/performance.md#what-a-script-imports).",
         ),
         Flag(
             "--virtual-local-rank",
@@ -303,7 +303,7 @@ WORKERS = Section(
             "NAMES",
             to="signals",
             more="On SIGUSR2 it leaves, too, and the next of these does not hurry it "
-            "([operate.md](operate.md)).",
+            "([slurm.md](slurm.md)).",
         ),
         Flag(
             "--memory-dir",
@@ -539,7 +539,7 @@ OUTPUT = Section(
             "[HOST:]PORT",
             to="metrics_addr",
             by_default="nowhere; extra [metrics]",
-            more="See [operate.md](operate.md).",
+            more="See [prometheus.md](prometheus.md).",
         ),
     ),
 )

@@ -3,8 +3,8 @@
 Every value is a JSON object with "v": 1 and sorted keys, so that
 `etcdctl get --prefix /elastic_etcd/JOB` reads well. Anybody with the right to write may have
 written it: `decode` ignores fields that it does not know and refuses what is not as described
-here, by the field's path. docs/keys.md shows each value with an example; times in them are for
-people to read only.
+here, by the field's path. docs/contributing/keys.md shows each value with an example; times in them
+are for people to read only.
 """
 
 import json

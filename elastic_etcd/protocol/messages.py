@@ -1,9 +1,9 @@
 """The messages between an agent and its workers, its fork server, and torch's agent beside it.
 
 Each message is one packet of a SOCK_SEQPACKET socket: a JSON object of at most LONGEST bytes, whose
-"type" says which message it is. docs/channel.md shows each. Both ends check what they read: a field
-that is missing, of another type or out of its bounds is refused by its name, and a field that is
-not known is ignored.
+"type" says which message it is. docs/contributing/channel.md shows each. Both ends check what they
+read: a field that is missing, of another type or out of its bounds is refused by its name, and a
+field that is not known is ignored.
 """
 
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar, cast

@@ -2,7 +2,7 @@
 
 Requests are answered in the calling thread. A thread reads only in `listening`, which ee.run uses,
 and hands on the messages that nobody has asked for. A process that is forked from a worker, such as
-a DataLoader's, has no channel. docs/channel.md has the messages.
+a DataLoader's, has no channel. docs/contributing/channel.md has the messages.
 """
 
 import multiprocessing
@@ -91,10 +91,10 @@ class Channel:
             raise AgentGone(f"the agent at {self._path} did not send {name!r}")
         return shared
 
-    def current(self) -> None:
-        """Return if this generation is still the job's: the agent asks etcd, linearizably.
+    def raise_if_stale(self) -> None:
+        """Raise StaleGeneration if this generation is not the job's any more, as etcd says now.
 
-        Raises StaleGeneration if it is not, EtcdUnreachable without an answer in time.
+        The agent asks, linearizably. Raises EtcdUnreachable without an answer in time.
         """
         try:
             answer, _ = self._request(messages.AskCurrent(0), messages.Current)
@@ -295,7 +295,7 @@ def leaving() -> bool:
 
     In ee.run it costs nothing, elsewhere a question to the agent, about a millisecond. Any thread,
     a signal's handler and a worker's child may ask it. False without our launcher. Raises
-    AgentGone. docs/channel.md has the messages.
+    AgentGone. docs/contributing/channel.md has the messages.
     """
     if _channel is not None and _channel.listens:
         return _channel.leaving()
@@ -309,23 +309,22 @@ def leaving() -> bool:
         channel.close()
 
 
-def current() -> bool:
-    """True if the world of this process is still the job's: its agent asks etcd, linearizably.
+def raise_if_stale() -> None:
+    """Raise StaleGeneration if the job has gone on without this worker: its agent asks etcd.
 
-        if ee.current():
-            os.replace("model.pt.new", "model.pt")
+        ee.raise_if_stale()
+        os.replace("model.pt.new", "model.pt")
 
-    For a script that is about to replace a file that newer worlds write, too. Raises
-    StaleGeneration if the job has gone on without this worker, EtcdUnreachable without an answer
-    in time, AgentGone, and UsageError where no agent of ours has started this process. About a
-    millisecond; see "Files" in docs/state.md.
+    For a script that is about to replace a file that newer worlds write, too. The read is
+    linearizable, and takes about a millisecond. Raises EtcdUnreachable without an answer in time,
+    AgentGone, and UsageError where no agent of ours has started this process. See "Files" in
+    docs/state.md.
     """
     channel = agent()
     if channel is None:
-        text = "ee.current(): this process is no worker of `python -m elastic_etcd.launch`"
+        text = "ee.raise_if_stale(): this process is no worker of `python -m elastic_etcd.launch`"
         raise UsageError(f"{text}, or was started by one: call it in the worker itself")
-    channel.current()
-    return True
+    channel.raise_if_stale()
 
 
 def _leave_channel_to_parent() -> None:

@@ -14,26 +14,28 @@ from . import reference
 ROOT = Path(__file__).parents[2]
 AT_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 ROW = re.compile(r"^\|.*$", re.MULTILINE)
+LANDING = "---\ntemplate: home.html\n---\n"
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
-SOURCE = re.compile(r"\]\((\.\./elastic_etcd/[\w/]+\.py)\)")
+SOURCE = re.compile(r"\]\(((?:\.\./)+elastic_etcd/[\w/]+\.py)\)")
 
 
 def main(to: Path) -> None:
     shutil.rmtree(to, ignore_errors=True)
-    (to / "docs").mkdir(parents=True)
-    write(to / "index.md", (ROOT / "README.md").read_text())
-    for file in (*map(ROOT.joinpath, AT_ROOT), *(ROOT / "docs").iterdir()):
+    (to / "docs" / "contributing").mkdir(parents=True)
+    shutil.copytree(Path(__file__).with_name("site"), to / "site")
+    write(to / "index.md", LANDING + (ROOT / "README.md").read_text())
+    for file in (*map(ROOT.joinpath, AT_ROOT), *(ROOT / "docs").rglob("*.*")):
         if file.suffix == ".md":
             document(file, to)
         else:
-            shutil.copy(file, to / "docs")  # a picture
+            shutil.copy(file, to / file.relative_to(ROOT).parent)  # a picture
     for name, text in reference.pages():
         write(to / "reference" / name, text)
 
 
 def document(file: Path, to: Path) -> None:
     """A page, and one for each source file that it links to."""
-    text = file.read_text()
+    text = re.sub(r"\]\((?:\.\./)+README\.md", "](../index.md", file.read_text())
     write(to / file.relative_to(ROOT), SOURCE.sub(r"](\1.md)", ROW.sub(row, text)))
     for link in SOURCE.findall(text):
         source = (file.parent / link).resolve()

@@ -5,12 +5,13 @@
 import argparse
 import html
 import re
+import textwrap
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
 import elastic_etcd
-from elastic_etcd import launcher
+from elastic_etcd import errors, launcher
 from elastic_etcd.__main__ import command_parsers
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics import Metrics
@@ -21,7 +22,7 @@ METRICS = """\
 # Metrics
 
 What `--metrics-addr` answers at `/metrics`, made from the program's own registry. Each has the
-labels `job` and `node`. [Operating a job](../docs/operate.md#metrics) says what the values mean and
+labels `job` and `node`. [Prometheus](../docs/prometheus.md#metrics) says what the values mean and
 when they begin anew.
 
 | metric | type | more labels | |
@@ -30,10 +31,34 @@ when they begin anew.
 PYTHON = """\
 # Python API
 
-Made from the docstrings. `import elastic_etcd as ee` has all of the first part, which is what a
-training script uses. What it is for stands in [ElasticState](../docs/state.md),
-[ElasticSampler](../docs/sampler.md), [ElasticIterable](../docs/stream.md),
-[checkpoints in memory](../docs/memory.md) and [from Python](../docs/python.md).
+`import elastic_etcd as ee` has every name of a training script, here by task. This page is made
+from the docstrings. A program that starts jobs imports `elastic_etcd.launcher`.
+[Exceptions](exceptions.md) have a page of their own.
+"""
+TASKS = {
+    "Train on in the process": ("run", "ElasticState", "WorldChanged", "ddp"),
+    "Use each sample once": ("ElasticSampler", "ElasticBatchSampler", "ElasticIterable"),
+    "Keep the batch, the rate and the seeds in any world": (
+        *("accumulation_steps", "steps_per_epoch", "scale_lr", "seed_all"),
+    ),
+    "Keep checkpoints in memory": ("memory_checkpoint", "latest_checkpoint"),
+    "Ask and tell the agent": ("leaving", "raise_if_stale", "heartbeat", "quiet", "store"),
+}
+EXCEPTIONS = """\
+# Exceptions
+
+`ee.` has those that a script's calls raise: `AgentGone`, `EtcdUnreachable`, `MalformedState`,
+`StaleGeneration`, `UsageError`. The others belong to the launcher, and are in
+`elastic_etcd.errors`. [WorldChanged](python.md#elastic_etcd.train.sync_point.WorldChanged) is no
+error: leave it to `ee.run`.
+
+| raised | by | to do |
+|---|---|---|
+| `UsageError` | any call | mend what it names; the job ends with exit code 2 |
+| `StaleGeneration` | `raise_if_stale`, `state.save` | write nothing: the others go on without it |
+| `EtcdUnreachable` | `raise_if_stale`, `state.save` | write later, or under another name |
+| `AgentGone` | any call that asks the agent | end: the guardian ends this worker, too |
+| `MalformedState` | `state.load`, `state.sync`, `latest_checkpoint` | take an older file |
 """
 
 
@@ -43,6 +68,7 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"{parser.prog.split()[-1]}.md", command(parser)
     yield "metrics.md", metrics()
     yield "python.md", python()
+    yield "exceptions.md", exceptions()
 
 
 def command(parser: parsers.Parser) -> str:
@@ -80,18 +106,24 @@ def row(family: Metric) -> str:
 
 def python() -> str:
     """What mkdocstrings makes pages of: all that scripts and programs may import."""
-    homes = elastic_etcd._HOMES
-    parts = {
-        "elastic_etcd": [f"elastic_etcd.train.{homes[name]}.{name}" for name in sorted(homes)],
-        "elastic_etcd.launcher": [f"elastic_etcd.launcher.{name}" for name in launcher.__all__],
-        "elastic_etcd.errors": ["elastic_etcd.errors"],
+    shown = {
+        title: [getattr(elastic_etcd, name) for name in names] for title, names in TASKS.items()
     }
-    return PYTHON + "".join(part(title, names) for title, names in parts.items())
+    shown["Start jobs"] = [getattr(launcher, name) for name in launcher.__all__]
+    return PYTHON + "".join(
+        f"\n## {title}\n" + "".join(map(described, made)) for title, made in shown.items()
+    )
 
 
-def part(title: str, names: list[str]) -> str:
-    shown = "".join(f"\n::: {name}\n" for name in names)
-    return f"\n## `{title}`\n{shown}"
+def exceptions() -> str:
+    """The tree of errors, and each of them."""
+    tree = block(textwrap.dedent((errors.__doc__ or "").split("\n\n")[1]))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return f"{EXCEPTIONS}\n{tree}\n" + "".join(map(described, kinds))
+
+
+def described(made: type) -> str:
+    return f"\n::: {made.__module__}.{made.__qualname__}\n"
 
 
 def block(text: str) -> str:

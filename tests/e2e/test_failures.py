@@ -1,4 +1,4 @@
-"""Workers and nodes that fail, one test for each row of docs/failures.md."""
+"""Workers and nodes that fail, one test for each row of docs/contributing/failures.md."""
 
 import os
 import re

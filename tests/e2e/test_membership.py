@@ -1,4 +1,4 @@
-"""Nodes that come and go as planned, one test for each row of docs/failures.md."""
+"""Nodes that come and go as planned, one test for each row of docs/contributing/failures.md."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Traps into which other elastic trainers fell; docs/failures.md lists all of them by name."""
+"""Traps into which other elastic trainers fell; docs/contributing/failures.md lists them."""
 
 import asyncio
 import base64

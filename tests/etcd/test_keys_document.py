@@ -1,4 +1,4 @@
-"""docs/keys.md shows what is really written: every key, every field, every lease, no more."""
+"""docs/contributing/keys.md shows what is really written: keys, fields, leases, and no more."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ from elastic_etcd.core.schema import hexed
 from tests.support.etcd import EtcdServer, tool
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "keys.md").read_text()
+DOCUMENT = (ROOT / "docs" / "contributing" / "keys.md").read_text()
 SHOWN = "/elastic_etcd/resnet-7"  # the job of the document's examples
 WORKER = """
 import os, signal

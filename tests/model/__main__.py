@@ -1,4 +1,4 @@
-"""python -m tests.model [large]: searches everything and prints the table of docs/model.md."""
+"""python -m tests.model [large]: searches all, and prints docs/contributing/model.md's table."""
 
 import resource
 import sys

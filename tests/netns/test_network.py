@@ -1,4 +1,4 @@
-"""Bad networks, one test for each row of docs/failures.md that has to do with one."""
+"""Bad networks, one test for each row of docs/contributing/failures.md that has to do with one."""
 
 import pytest
 

@@ -56,7 +56,7 @@ from elastic_etcd.train import agent_channel as worker_end
 from elastic_etcd.train.agent_channel import Channel, leaving
 from tests.support.channels import opened
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "channel.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "contributing" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
 Heard: TypeAlias = FromWorker | Disconnected
 H = TypeVar("H", bound=Heard)
@@ -206,23 +206,23 @@ async def test_workers_of_other_local_ranks_have_their_own(
 async def test_a_generation_is_current_or_not_or_nobody_knows(
     agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await asyncio.to_thread(worker.current)
+    await asyncio.to_thread(worker.raise_if_stale)
     agent.answer = False, "the job is in generation 8"
     with pytest.raises(StaleGeneration, match="generation 7: the job is in generation 8"):
-        await asyncio.to_thread(worker.current)
+        await asyncio.to_thread(worker.raise_if_stale)
     agent.answer = None, "etcd is away"
     with pytest.raises(EtcdUnreachable, match="etcd is away"):
-        await asyncio.to_thread(worker.current)
+        await asyncio.to_thread(worker.raise_if_stale)
     agent.answer = None
     monkeypatch.setattr(worker_end, "ANSWER_TIMEOUT", 0.01)
     with pytest.raises(EtcdUnreachable, match=r"within 0\.01 s"):
-        await asyncio.to_thread(worker.current)
+        await asyncio.to_thread(worker.raise_if_stale)
 
 
 def test_r7_who_is_no_worker_can_t_ask_for_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTIC_ETCD_SOCKET", raising=False)
     with pytest.raises(UsageError, match="this process is no worker of"):
-        ee.current()
+        ee.raise_if_stale()
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -233,12 +233,12 @@ async def test_an_answer_that_comes_too_late_is_no_other_s(
         with pytest.MonkeyPatch.context() as impatient:
             impatient.setattr(worker_end, "ANSWER_TIMEOUT", 0.01)
             with pytest.raises(EtcdUnreachable):
-                worker.current()
+                worker.raise_if_stale()
         agent.answer = True, ""
         channel = next(iter(agent.server.channels))
         stale = Current(worker._number, False, "stale")
         loop.call_soon_threadsafe(channel.send, stale)
-        worker.current()
+        worker.raise_if_stale()
 
     loop = asyncio.get_running_loop()
     agent.answer = None
@@ -254,7 +254,7 @@ async def test_an_answer_to_another_question_is_refused(agent: Agent, worker: Ch
     (channel,) = agent.server.channels
     channel.send(Leaving(worker._number + 1, leaving=False))
     with pytest.raises(AgentGone, match="answered something else"):
-        await asyncio.to_thread(worker.current)
+        await asyncio.to_thread(worker.raise_if_stale)
 
 
 async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> None:
@@ -284,7 +284,7 @@ async def test_a_worker_hears_while_it_asks(agent: Agent, worker: Channel) -> No
         assert await heard.get() == world
         assert channel.generation == 8
     assert not [t for t in threading.enumerate() if t.name.startswith("elastic_etcd")]
-    await asyncio.to_thread(worker.current)
+    await asyncio.to_thread(worker.raise_if_stale)
 
 
 async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
@@ -297,7 +297,7 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
     with worker.listening(hear):
         agent.server.close()
         assert isinstance(await heard.get(), Gone)
-        for ask in (worker.current, partial(worker.send, Elastic())):
+        for ask in (worker.raise_if_stale, partial(worker.send, Elastic())):
             with pytest.raises(AgentGone, match="has hung up"):
                 await asyncio.to_thread(ask)
     with pytest.raises(AgentGone, match="no agent answers"):
@@ -318,7 +318,7 @@ async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Age
                 print(error, flush=True)
             os._exit(0)
         os.wait()
-        mine.current()
+        mine.raise_if_stale()
         mine.send(Elastic())
     """
     assert "this process was forked from a worker" in await process(forked)
@@ -472,7 +472,7 @@ async def test_the_document_shows_what_is_sent(
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
     await asyncio.to_thread(again.share, "state0.node0", memory(b""))
-    await asyncio.to_thread(again.current)
+    await asyncio.to_thread(again.raise_if_stale)
     await asyncio.to_thread(again.leaving)
     again.send(Elastic())
     again.send(Parked(again.generation, ""))
@@ -687,6 +687,6 @@ async def test_no_descriptors_are_left_for_a_call(
     agent.server._socket = Full()  # type: ignore[assignment]
     caplog.set_level(logging.WARNING)
     worker = await asyncio.to_thread(Channel, agent.path)
-    await asyncio.to_thread(worker.current)
+    await asyncio.to_thread(worker.raise_if_stale)
     worker._socket.close()
     assert "a worker's call can't be taken: Too many open files" in caplog.text

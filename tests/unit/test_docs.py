@@ -1,5 +1,7 @@
 """The documents name files, functions and words that are there."""
 
+import html
+import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,12 +13,12 @@ import elastic_etcd
 from elastic_etcd.cli.parsers import build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
-from scripts.docs_lib import picture
+from scripts.docs_lib import picture, recording
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("tests/*/*.md")])
+ARCHITECTURE = (ROOT / "docs" / "contributing" / "architecture.md").read_text()
 GLOSSARY = ARCHITECTURE.partition("## Glossary")[2]
 ROOMS = {
     str(folder.relative_to(PACKAGE))
@@ -24,6 +26,7 @@ ROOMS = {
     if (folder / "__init__.py").exists() and folder.name != "pb"
 }
 DOTTED = "|".join(sorted((room.replace("/", r"\.") for room in ROOMS), key=len, reverse=True))
+WORDS = 32_500  # of the users' pages, code included
 AT_ROOT = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
 
 
@@ -75,8 +78,8 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 
 def test_each_nothing_in_the_table_of_neighbours_names_a_test() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
-    table = page.partition("### What a neighbour may do")[2].partition("\n\nSo: ")[0]
+    page = (ROOT / "docs" / "contributing" / "security.md").read_text()
+    table = page.partition("## What a neighbour may do")[2].partition("\n\nSo: ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     head, *neighbours = rows
     assert len(neighbours) == 6
@@ -108,15 +111,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_links_to_a_function_name_one_that_is_there() -> None:
-    links = re.findall(r"\[`(\w+)`\]\((\.\./[\w/]+\.py)\)", ARCHITECTURE)
+    links = re.findall(r"\[`(\w+)`\]\((\.\./\.\./[\w/]+\.py)\)", ARCHITECTURE)
     assert len(links) >= 5
     for named, file in links:
-        text = (ROOT / "docs" / file).read_text()
+        text = (ROOT / "docs" / "contributing" / file).read_text()
         assert re.search(rf"^ *(async def|def|class) {named}\b", text, re.MULTILINE), named
 
 
 def test_each_room_has_its_line() -> None:
-    """A new one gets it under "Rooms" in docs/architecture.md."""
+    """A new one gets it under "Rooms" in docs/contributing/architecture.md."""
     rooms = re.findall(r"^\| `([\w/]+)/` \|", ARCHITECTURE.partition("## Rooms")[2], re.MULTILINE)
     outside = {"tests", "scripts", "examples", "protos"}
     assert set(rooms) - outside == {"elastic_etcd", *ROOMS}
@@ -125,7 +128,7 @@ def test_each_room_has_its_line() -> None:
 def test_the_keys_that_everybody_mirrors_are_named() -> None:
     keys = Keys("/p/j")
     mirrored = covered(keys, Narrow(coordinator=5), lease=7)
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (ROOT / "docs" / "contributing" / "design.md").read_text()
     (told,) = re.findall(r"Everybody mirrors .*? at most: (.*?)\. Only", design, re.DOTALL)
     others = {keys.page(0), keys.member(5), keys.member(7)}
     whole = {get.key.removeprefix("/p/j/") for get in mirrored if get.key not in others}
@@ -159,6 +162,24 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
 
 def test_the_picture_is_the_one_that_its_program_draws() -> None:
     assert picture.FILE.read_text() == picture.picture()
+
+
+def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:
+    text = recording.FILE.read_text()
+    lines = json.loads(html.unescape(text.partition("<metadata>")[2].partition("</metadata>")[0]))
+    assert recording.drawn(lines) == text
+    told = "\n".join(line for _, line in lines)
+    for said in ("generation 2 (green is lost)", "generation 3 (green joins)", "exited 0 and 0"):
+        assert said in told
+
+
+def test_the_users_pages_are_not_more_than_a_person_reads() -> None:
+    """Without the flags, whose page is made from their table; `pytest -s` prints the sizes."""
+    pages = (ROOT / "docs").glob("*.md")
+    words = {name(page): len(page.read_text().split()) for page in pages}
+    del words["docs/flags.md"]
+    print("\n".join(f"{count:6} {page}" for page, count in sorted(words.items())))
+    assert sum(words.values()) <= WORDS
 
 
 def test_the_architecture_is_read_in_half_an_hour() -> None:

@@ -28,6 +28,8 @@ import elastic_etcd as ee
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(320, 64), torch.randint(10, (320,)))
+model = torch.nn.Linear(64, 10)
+optimizer = torch.optim.Adam(model.parameters())
 """
 # In the page, in this order.
 PROGRAMS = ("horovod before", "horovod after", "torchrun before", "torchrun after", "own group")

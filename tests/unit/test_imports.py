@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
     "launcher": {"api", "cli", "protocol", "errors"},  # loaded into its user's program
     "api": {"api", "launch", "agent", *BELOW_AGENT},
-    "__init__": {"train", "version"},  # what a script uses, and loaded only when it does
+    "__init__": {"train", "errors", "version"},  # what a script uses, and loaded only when it does
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {

@@ -412,7 +412,7 @@ def test_ranks_end_together_only_where_there_is_a_process_group(
 
 def test_ranks_take_part_in_each_step_unless_one_may_have_fewer() -> None:
     shares = {
-        (tail, world): iterable(tail=tail, rank=0, world_size=world).shares_step()
+        (tail, world): iterable(tail=tail, rank=0, world_size=world)._shares_step()
         for tail in ("pad", "uneven")
         for world in (1, 2)
     }

@@ -12,7 +12,7 @@ import elastic_etcd
 PACKAGE = Path(elastic_etcd.__file__).parent
 ROOT = PACKAGE.parent
 SOURCES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "pb")
-DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 # Its subject would be far from its verb.
 ODD = re.compile(r"[\W\d_]*(What|Who|Where|One|Of)\b")
 

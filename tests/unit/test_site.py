@@ -26,7 +26,17 @@ pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
 
 SITE = ROOT / "build" / "site"
 DESKTOP, PHONE = 1280, 390  # pixels
-SHOWN = ("index", "docs/tutorial_nodes", "docs/flags", "reference/launch", "reference/python")
+SHOWN = (
+    "index",
+    "docs/cookbook",
+    "docs/tutorial_nodes",
+    "docs/flags",
+    "reference/launch",
+    "reference/python",
+)
+
+
+FITS = "code => code.scrollWidth <= code.clientWidth"
 
 
 def build(**env: str) -> "subprocess.CompletedProcess[str]":
@@ -44,12 +54,17 @@ def _built() -> None:
 
 def test_what_leads_nowhere_and_what_the_contents_leave_out_fail_it(tmp_path: Path) -> None:
     pages = shutil.copytree(ROOT / "build" / "docs", tmp_path / "pages")
-    with (pages / "docs" / "start.md").open("a") as page:
-        page.write("[a](nowhere.md) [b](keys.md#nothing) [c](/docs/keys.md)\n")
+    with (pages / "docs" / "contributing" / "chaos.md").open("a") as page:
+        page.write("[a](nowhere.md) [b](keys.md#nothing) [c](/docs/contributing/keys.md)\n")
     (pages / "docs" / "another.md").write_text("# Another\n")
     done = build(PAGES=str(pages), SITE=str(tmp_path / "site"))
     assert done.returncode == 1
-    for fault in ("'nowhere.md'", "'keys.md#nothing'", "'/docs/keys.md'", "docs/another.md"):
+    for fault in (
+        "'nowhere.md'",
+        "'keys.md#nothing'",
+        "'/docs/contributing/keys.md'",
+        "docs/another.md",
+    ):
         assert fault in done.stderr
     assert "Aborted with 4 warnings in strict mode" in done.stderr
 
@@ -81,8 +96,9 @@ class Shown(HTMLParser):
 def test_a_page_shows_what_its_document_says() -> None:
     """As CommonMark reads it; the site's own reader has other rules for lists and emphasis."""
     markdown = MarkdownIt("commonmark").enable("table")
-    pages = {file: f"docs/{file.stem}.html" for file in (ROOT / "docs").glob("*.md")}
-    for document, page in {**pages, ROOT / "README.md": "index.html"}.items():
+    documents = (ROOT / "docs").rglob("*.md")
+    pages = {file: file.relative_to(ROOT).with_suffix(".html") for file in documents}
+    for document, page in {**pages, ROOT / "README.md": Path("index.html")}.items():
         article = re.findall(r"<article.*?>(.*)</article>", (SITE / page).read_text(), re.DOTALL)[0]
         meant, shown = Shown(markdown.render(document.read_text())), Shown(article)
         assert shown.text == meant.text, document
@@ -151,9 +167,27 @@ def test_in_a_browser(tmp_path: Path) -> None:
                     f"document.readyState === 'complete' && location.href.endsWith('{name}.html')"
                 )
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+                assert page.evaluate(f"[...document.querySelectorAll('pre>code')].every({FITS})"), (
+                    name
+                )
         page.open(f"{site}index.html?q=undrain")
         page.shows("!!document.querySelector('.md-search-result__item')")
         assert page.complaints() == []
         asked = {url for url in page.requests() if not url.startswith(("data:", "about:"))}
         assert len(asked) > len(SHOWN)
         assert [url for url in asked if not url.startswith(site)] == []
+
+
+@pytest.mark.nightly(part="chromium")
+def test_n10_the_search_works_from_a_disk(tmp_path: Path) -> None:
+    with ExitStack() as scope:
+        try:
+            page = scope.enter_context(chromium(tmp_path))
+        except NotToBeHad as reason:
+            pytest.skip(str(reason))
+        page.open(f"{(SITE / 'index.html').as_uri()}?q=undrain")
+        page.shows("document.readyState === 'complete'")
+        page.evaluate("document.querySelector('.md-search__input').focus()")
+        page.shows("!!document.querySelector('.md-search-result__item')")
+        assert page.complaints() == []
+        assert [url for url in page.requests() if url.startswith("http")] == []

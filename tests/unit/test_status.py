@@ -220,7 +220,7 @@ FAILED = replace(OUTCOME, failure=CAUSE)
             },
             (
                 "job j: forming (joinable) since 2026-11-21T09:00:00Z, generation 5\n"
-                "  because node2 is lost; 1 of at least 3 nodes are ready, node4 not\n"
+                "  because node2 is lost; 1 node is ready, node4 is not yet; at least 3 must be"
             ),
         ),
     ],

@@ -276,7 +276,7 @@ def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> Non
             assert state.sampler.consumed == 10
         if state.step == 4:
             break
-    with state.sampler.length_of("rest"):
+    with state.sampler._length_of("rest"):
         assert len(state.sampler) == LENGTH - 20
     assert labels(next(iter(state.steps(loader))))[0] == 20
     state.restore()

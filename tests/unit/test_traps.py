@@ -1,4 +1,4 @@
-"""The table of traps in docs/failures.md stays true: each test that it names is there."""
+"""The traps in docs/contributing/failures.md stay true: each test that it names is there."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "failures.md").read_text().partition("\n## Traps\n")[2]
+SECTION = (ROOT / "docs" / "contributing" / "failures.md").read_text().partition("\n## Traps\n")[2]
 ROWS = re.findall(r"^\| (.+?) \| (.*?) ?\| (`.+`) \|$", SECTION.partition("\n## ")[0], re.MULTILINE)
 
 

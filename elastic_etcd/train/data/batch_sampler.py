@@ -145,7 +145,7 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         elastic = isinstance(self.sampler, ElasticSampler)
-        with self.sampler.length_of("rest") if elastic else nullcontext():
+        with self.sampler._length_of("rest") if elastic else nullcontext():
             steps = len(self.sampler) // sum(self.sizes)
         indices = iter(self.sampler)
         for _ in range(steps):

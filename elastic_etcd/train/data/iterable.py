@@ -86,7 +86,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._open, self._seed, self._epoch = open, seed, 0
         self._follows = rank is None
         self._warned = False
-        self.current: object = None  # the token of the loader that has begun last
+        self._current: object = None  # the token of the loader that has begun last
         self._begun: list[int] | None  # what each of its workers had to read
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
         self.rank, self.world_size = world
@@ -112,12 +112,12 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         own = self._split_own(workers)[number]
-        return (sample for _, sample in self.read(own))
+        return (sample for _, sample in self._read(own))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch; nothing changes if it is the current one, which may be half used."""
         if epoch != self._epoch:
-            self.settle()
+            self._settle()
             if self._ended and self._delivered and not self._warned:
                 self._warned = True
                 missed = f"{len(self._delivered)} batches of an epoch were not recorded"
@@ -141,21 +141,21 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             self._by_worker[worker] = from_position(self._by_worker[worker], position)
         self._agreed &= not count
 
-    def take(self) -> None:
+    def _take(self) -> None:
         """A loop of state.steps goes on to the batch that was given last: it is in hand now.
 
         The batch before counts as trained on.
         """
-        self.settle()
+        self._settle()
         self._in_hand = self._warned = True
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
         if self._in_hand:
             self._in_hand = False
             self.record()
 
-    def shares_step(self) -> bool:
+    def _shares_step(self) -> bool:
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self.tail != "uneven" or self.world_size == 1
 
@@ -165,7 +165,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         Collective, where there is a process group. Raises RuntimeError, on all ranks alike, if they
         are in different epochs.
         """
-        self.settle()
+        self._settle()
         own = self._layout.join([part for ranges in self._by_worker for part in ranges])
         if self.world_size == 1:
             self._remaining = self._layout.join([*own, *self._left_over])
@@ -210,33 +210,33 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         remaining = tuple(range(start, stop) for start, stop in state["remaining"])
         self._begin_shard(remaining, self.rank, self.world_size)
 
-    def begin(self, workers: int) -> object:
+    def _begin(self, workers: int) -> object:
         """A loader begins: its workers share what this rank has yet to read.
 
         The value is `current` as long as no other one has begun. Raises RuntimeError for an epoch
         that is used up.
         """
-        self.settle()
+        self._settle()
         self._follow()
         if self._ended:
             used_up = f"epoch {self._epoch} has been used up"
             raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
-        self._begun = self.sizes(workers, running=False)
+        self._begun = self._sizes(workers, running=False)
         self._by_worker = self._split_own(max(workers, 1))
         self._delivered.clear()
-        self.current = object()
-        return self.current
+        self._current = object()
+        return self._current
 
-    def deliver(self, mark: _Mark) -> None:
+    def _deliver(self, mark: _Mark) -> None:
         """A loader gives a batch to its loop."""
         self._delivered.append(mark)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """A loader, or a loop of state.steps, has no more batches."""
-        self.settle()
+        self._settle()
         self._ended = True
 
-    def sizes(self, workers: int, *, running: bool) -> list[int] | None:
+    def _sizes(self, workers: int, *, running: bool) -> list[int] | None:
         """How many samples each worker would read from now on; None if nobody knows.
 
         `running`: those of the loader that has begun last, if there is one.
@@ -248,11 +248,11 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             return self._begun
         return [sum(map(len, ranges)) for ranges in self._split_own(max(workers, 1))]
 
-    def ranges_of(self, worker: int) -> Ranges:
+    def _ranges_of(self, worker: int) -> Ranges:
         """The positions that this worker has to read."""
         return self._by_worker[worker]
 
-    def read(self, ranges: Ranges) -> Iterator[tuple[int, Any]]:
+    def _read(self, ranges: Ranges) -> Iterator[tuple[int, Any]]:
         """The samples at these positions, each with the position after it."""
         for part in self._layout.file_ranges(ranges):
             yield from _with_positions(part, self._read_file(part))
@@ -303,7 +303,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self._remaining, self._agreed = remaining, True
         self._by_worker = [parts[rank]]
         self._delivered: deque[_Mark] = deque()
-        self.current, self._begun = None, None
+        self._current, self._begun = None, None
         self._ended = self._in_hand = False
 
     def _split_own(self, workers: int) -> list[Ranges]:
@@ -315,7 +315,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
     def _settled(self) -> Ranges:
         """The remaining positions, of all ranks. Raises RuntimeError if they are not known."""
-        self.settle()
+        self._settle()
         if not self._agreed and self.world_size == 1:
             self.agree()
         if not self._agreed:
@@ -371,7 +371,7 @@ class StreamLoader:
         return self._batches(running=False)
 
     def _batches(self, *, running: bool) -> int:
-        sizes = self.data.sizes(self.loader.num_workers, running=running)
+        sizes = self.data._sizes(self.loader.num_workers, running=running)
         if sizes is None:
             raise TypeError("the number of batches is not known: give ElasticIterable lengths")
         batch = self.loader.batch_size or 1
@@ -380,18 +380,18 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Go on after what is recorded. Another iterator makes the one before void."""
-        begun = self.data.begin(self.loader.num_workers)
+        begun = self.data._begin(self.loader.num_workers)
         return self._deliver(begun, iter(self.loader))
 
     def _deliver(self, begun: object, batches: Iterator[Any]) -> Iterator[Any]:
         """A generator: the data has begun anew before its first batch is asked for."""
         for mark, batch in self._together(batches):
-            if self.data.current is not begun:
+            if self.data._current is not begun:
                 raise RuntimeError("this iterator is void: the data has begun anew since")
-            self.data.deliver(mark)
+            self.data._deliver(mark)
             yield batch
-        if self.data.current is begun:
-            self.data.finish()
+        if self.data._current is begun:
+            self.data._finish()
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """As many on each rank as on the one that has the fewest, where lengths don't see to it."""
@@ -414,7 +414,7 @@ class _Marked(IterableDataset[Any]):  # type: ignore[misc]  # torch is not read 
         self._data = data
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self._data.read(self._data.ranges_of(_worker()))
+        return self._data._read(self._data._ranges_of(_worker()))
 
 
 def _collate_marked(
@@ -439,11 +439,11 @@ def _as_without_workers(samples: Iterator[Any]) -> Iterator[Any]:
     """
     more = True
     while more:
-        info, torch_worker._worker_info = torch_worker._worker_info, None  # noqa: SLF001 - no other way
+        info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
             batch = list(islice(samples, 1))
         finally:
-            torch_worker._worker_info = info  # noqa: SLF001
+            torch_worker._worker_info = info
         more = bool(batch)
         yield from batch
 

@@ -79,8 +79,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._order: tuple[tuple[int, int], Order] | None = None  # for (seed, epoch)
         self._dataset_length, self._digest = self.length, 0
         self._warned = False
-        self.varies = False  # ranks take different numbers in a step: state.commit() has them agree
-        self.in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
+        self._varies = False  # ranks take different numbers in a step: commit() has them agree
+        self._in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
         self._cursor: Cursor | None = None
@@ -88,7 +88,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
         self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
         self._first: int | None = None  # of the latest iteration: how many were trained on before
-        self._length_of: Length = "iteration"
+        self._length_part: Length = "iteration"
         self._progress: Progress
         self._take_length()
         world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
@@ -110,9 +110,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         Until another one begins, or an epoch, a world: then it is what remains of the epoch.
         """
         self._follow()
-        if self._length_of == "epoch":
+        if self._length_part == "epoch":
             return replace(self._shards, remaining=(range(self.length),)).size
-        if self._length_of == "iteration" and self._first is not None:
+        if self._length_part == "iteration" and self._first is not None:
             return self._shards.size - self._first
         return self._shards.size - self._progress.count - self._in_hand
 
@@ -153,19 +153,19 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._progress.add(samples_in(batch), self._handed())
 
     @property
-    def handed_out(self) -> int:
+    def _handed_out(self) -> int:
         """How many indices all its iterators have handed out; it only grows. For state.steps."""
         cursor = self._cursor
         return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
 
-    def take(self, count: int) -> None:
+    def _take(self, count: int) -> None:
         """A loop of state.steps goes on to its next batch, of so many samples.
 
         The batch before counts as trained on. This one is in hand from now on; it counts with the
         next one, or when something asks where the sampler stands: a commit, a change of world,
         another epoch. Raises RuntimeError for a batch from before the sampler began anew.
         """
-        self.settle()
+        self._settle()
         if count > self._handed() - self._progress.count:
             raise RuntimeError(
                 "the sampler has begun anew since this batch was handed out: loop anew"
@@ -173,43 +173,43 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._warned = True  # nobody forgets to record here
         self._in_hand, self._looping = count, True
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
         count, self._in_hand = self._in_hand, 0
         if count:
             self._progress.add(count, self._handed())
 
-    def shares_step(self) -> bool:
+    def _shares_step(self) -> bool:
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self._shards.is_shared(self._progress.count)
 
-    def end_here(self) -> None:
+    def _end_here(self) -> None:
         """The batch in hand is the last one of an uneven tail, in a step that is not whole.
 
         The others have a batch more or less, so that all is used on all ranks when this step ends.
         """
         self._progress.finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """A loop of state.steps is at its end: with tail="uneven" all is used on all ranks.
 
         A rank that takes one step less than others does not see their last one.
         """
-        self.settle()
+        self._settle()
         self._looping = False
         if self.tail == "uneven" and self._cursor is not None and self._cursor.ended:
             self._progress.finish()
 
     @contextmanager
-    def length_of(self, part: Length) -> Iterator[None]:
+    def _length_of(self, part: Length) -> Iterator[None]:
         """Let len() be that of a whole epoch, or of an iteration that began now."""
-        self._length_of = part
+        self._length_part = part
         try:
             yield
         finally:
-            self._length_of = "iteration"
+            self._length_part = "iteration"
 
-    def in_all(self, own: int) -> int:
+    def _in_all(self, own: int) -> int:
         """How many samples all ranks take while this one takes `own`."""
         return own * self.world_size if self._sizes is None else sum(self._sizes)
 
@@ -219,7 +219,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         It is needed before a commit only where ranks record numbers that are not in proportion to
         their batch sizes. It costs one all_gather of one number.
         """
-        self.settle()
+        self._settle()
         if self.world_size == 1:
             return
         counts = [count for (count,) in gather([self._progress.count], group)]
@@ -280,7 +280,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
         self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])
 
-    def handed_state(self) -> dict[str, Any]:
+    def _handed_state(self) -> dict[str, Any]:
         """The state as if all handed out were recorded, or {"unsettled": why there is none}.
 
         For a loader that counts for itself what of it was delivered (torchdata).
@@ -291,7 +291,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             return {"unsettled": reason}
         return self._state(self._shards.remaining_after_own(handed, step))
 
-    def load_handed_state(self, state: Mapping[str, Any]) -> None:
+    def _load_handed_state(self, state: Mapping[str, Any]) -> None:
         """As load_state_dict; but a used up epoch gives way to another that was asked for.
 
         Raises ValueError if there was none.
@@ -330,7 +330,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _blocks(self) -> Iterator[Iterator[int]]:
         """The indices that are not recorded yet; a new iterator begins with its first index."""
-        self.settle()
+        self._settle()
         self._void_cursor()
         self._first = self._progress.count
         self._cursor = Cursor(self._shards, self._order_of_epoch(), self._first)
@@ -370,14 +370,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _void_cursor(self) -> None:
         if self._cursor is not None:
             self._cursor.void = True
-            self._handed_before = self.handed_out
+            self._handed_before = self._handed_out
         self._cursor, self._first, self._looping = None, None, None
 
     def _handed(self) -> int:
         return 0 if self._cursor is None else self._cursor.handed
 
     def _remaining(self) -> tuple[range, ...]:
-        self.settle()
+        self._settle()
         return self._progress.remaining()
 
     def _state(self, remaining: tuple[range, ...]) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """Warn if the epoch ends with less recorded than it should, and return whether."""
         if self._cursor is None or not self._cursor.ended:
             return False
-        self.settle()
+        self._settle()
         missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)
         self._warn(missed)
         return bool(missed)
@@ -440,8 +440,8 @@ class Indices(chain[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state after all that is handed out: the loader knows how much was delivered."""
-        return self.sampler.handed_state()
+        return self.sampler._handed_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; possible before the first index is taken."""
-        self.sampler.load_handed_state(state)
+        self.sampler._load_handed_state(state)

@@ -116,6 +116,8 @@ class ElasticState:
     def commit(self, every: int = 1) -> None:
         """Take a snapshot of all values; with `every=n`, at each n-th call since the last one only.
 
+            state.commit()  # after the step of the optimizer, on all ranks
+
         All ranks must call it alike: at some commits they compare what they have, and an
         ElasticIterable among the values gathers what the others have read, as does a sampler whose
         batches are of any size. The snapshot counts once this returns; until then the one before
@@ -133,7 +135,7 @@ class ElasticState:
             for value in self._samplers().values():
                 # Alike on all ranks, which loop over the same kinds of loaders.
                 if isinstance(value, ElasticIterable) or (
-                    value.varies and value.world_size == rank_and_size(launched=False)[1]
+                    value._varies and value.world_size == rank_and_size(launched=False)[1]
                 ):
                     value.agree()
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
@@ -204,7 +206,7 @@ class ElasticState:
         self._loops.ranks_before = version.world_size if newest is not None else 0
         for sampler in self._samplers().values():
             if isinstance(sampler, ElasticSampler):
-                sampler.varies = False  # a newcomer has not begun its loop yet
+                sampler._varies = False  # a newcomer has not begun its loop yet
         for value in self._values.values():
             if callable(reshard := getattr(value, "reshard", None)):
                 reshard(rank, size)
@@ -250,6 +252,8 @@ class ElasticState:
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Set all values to those of a file that save() wrote.
 
+            state.load("model.safetensors")  # before the training
+
         For sync() the file is older than any commit of this job, and newer than no snapshot at all;
         commit() makes its values the newest. Modules keep their modes until sync(): an evaluation
         may have chosen its own. If not `strict`, values that the file lacks stay as
@@ -278,7 +282,12 @@ class ElasticState:
 
     @staticmethod
     def register(kind: type, codec: codecs.Codec) -> None:
-        """Let `codec` save and load the values of `kind` and of its subclasses; see Codec."""
+        """Let `codec` save and load the values of `kind` and of its subclasses.
+
+            ee.ElasticState.register(Words, Vocabulary())
+
+        codec: see Codec.
+        """
         codecs.register(kind, codec)
 
     # For ee.run. Each begins with an underscore, since no value can have the name of a method.

@@ -318,7 +318,7 @@ def _fence(path: Path, version: Version) -> Callable[[], None]:
     begun = channel.generation
 
     def allowed() -> None:
-        channel.current()
+        channel.raise_if_stale()
         found = files.version_of(path) if channel.generation != begun else None
         if found and found.lineage == version.lineage and found.age() > version.age():
             raise StaleGeneration(f"generation {channel.generation} has saved {path} meanwhile")

@@ -138,7 +138,7 @@ class Steps:
         loop = self._loops.begin() if self._check else None
         self._tell_size()
         if isinstance(self._batches, StreamLoader):
-            self._batches.data.settle()  # the batch in hand of the loop before is none of this one
+            self._batches.data._settle()  # the batch in hand of the loop before is none of this one
         try:
             self._total = self._remaining()
         except TypeError:  # a batch sampler without a length
@@ -152,7 +152,7 @@ class Steps:
         number, shared = 0, True
         try:
             for batch in self._take_each():
-                shared &= all(sampler.shares_step() for sampler in self._own)
+                shared &= all(sampler._shares_step() for sampler in self._own)
                 number += 1
                 whole = number % self._accumulate == 0
                 self._ends_step = whole or number == self._total
@@ -161,7 +161,7 @@ class Steps:
                 if self._ends_step and not whole and self._uneven:
                     for sampler in self._own:
                         if isinstance(sampler, ElasticSampler):  # streams ask the others
-                            sampler.end_here()
+                            sampler._end_here()
                 yield batch
                 self._loops.within_step = 0
                 # Of an uneven tail one rank may have its share in an incomplete step, another none.
@@ -172,7 +172,7 @@ class Steps:
         if not number:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
-            sampler.finish()
+            sampler._finish()
         if self._check and not any(sampler.tail == "uneven" for sampler in self._own):
             agreement.agree(0, 0)  # the training may end here, without another commit
 
@@ -182,8 +182,8 @@ class Steps:
             return
         for sampler in self._own[:1]:
             assert isinstance(sampler, ElasticSampler)
-            size, (was, ranks) = self._samples(sampler), sampler.in_step
-            sampler.in_step = size, sampler.world_size
+            size, (was, ranks) = self._samples(sampler), sampler._in_step
+            sampler._in_step = size, sampler.world_size
             ranks = ranks or self._loops.ranks_before
             if not size or size == was or sampler.rank or ranks in (0, sampler.world_size):
                 continue
@@ -195,10 +195,10 @@ class Steps:
         assert isinstance(self._batches, Batches)
         batches = self._batches.inner
         if isinstance(batches, MicroBatches):
-            return sampler.in_all(sum(batches.sizes))
+            return sampler._in_all(sum(batches.sizes))
         if type(batches) is not BatchSampler:
             return 0
-        return sampler.in_all(batches.batch_size * self._accumulate)
+        return sampler._in_all(batches.batch_size * self._accumulate)
 
     def _remaining(self) -> int:
         """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
@@ -247,19 +247,19 @@ class Steps:
         """Each batch of the loader, which is in hand then; the one before is trained on."""
         if isinstance(self._batches, StreamLoader):
             for batch in self._batches:
-                self._batches.data.take()
+                self._batches.data._take()
                 yield batch
             return
         self._batches.begin(self._samplers)
         for sampler in samplers_in(self._batches):
-            sampler.varies |= not _sizes_are_alike(self._batches.inner)
+            sampler._varies |= not _sizes_are_alike(self._batches.inner)
         for batch in self._loader:
             note = self._batches.next_note()
             if note is None:
                 what = f"{_named(self._loader)} gave a batch that no sampler has handed out"
                 raise UsageError(f"{what}: loop over the DataLoader itself, {_BY_HAND}")
             for sampler, count in note:
-                sampler.take(count)
+                sampler._take(count)
                 if sampler not in self._own:  # hidden in a batch sampler of the user's
                     self._own.append(sampler)
             yield batch
@@ -269,7 +269,7 @@ class Steps:
     def _turn(self, loop: object, *, ends: bool) -> None:
         """The loop is done with the batch in hand. `ends`: a step that all ranks take."""
         for sampler in self._own:
-            sampler.settle()
+            sampler._settle()
         if self._check and ends:
             self._loops.raise_if_another(loop)
             if self._commit_every == "auto":
@@ -327,9 +327,9 @@ class _Noted(Iterator[Any]):
         self._began = False
 
     def __next__(self) -> Any:
-        before = [sampler.handed_out for sampler in self._samplers]
+        before = [sampler._handed_out for sampler in self._samplers]
         batch = next(self._batches)
-        counts = [s.handed_out - was for s, was in zip(self._samplers, before, strict=True)]
+        counts = [s._handed_out - was for s, was in zip(self._samplers, before, strict=True)]
         size = len(batch) if isinstance(batch, (list, tuple)) and not self._direct else 1
         if sum(counts) != size:
             raise UsageError(_why_not(size, sum(counts), began=self._began))
@@ -368,7 +368,7 @@ def steps_per_epoch(loader: Iterable[Any], *, accumulate: int = 1) -> int:
 def _length(batches: Batches, samplers: Iterable[ElasticSampler], part: Length) -> int:
     with ExitStack() as stack:
         for sampler in samplers:
-            stack.enter_context(sampler.length_of(part))
+            stack.enter_context(sampler._length_of(part))
         return len(batches)
 
 
@@ -395,7 +395,7 @@ def _batches_of(loader: Any) -> Batches:
     if not isinstance(batches, Batches):
         batches = vars(inner)[name] = Batches(batches)  # the loader's own attribute is read-only
     if running := getattr(inner, "_iterator", None):  # of workers that persist
-        running._index_sampler = batches  # noqa: SLF001
+        running._index_sampler = batches
     return batches
 
 

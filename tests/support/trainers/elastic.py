@@ -147,7 +147,7 @@ def main() -> None:
         while sampler.epoch < args.epochs:
             for batch in state.steps(loader, commit_every=1):
                 with suppress(*skipped):
-                    if not sampler.shares_step():  # some ranks have nothing left: no collectives
+                    if not sampler._shares_step():  # some ranks have nothing left: no collectives
                         log.samples(state.step + 1, sampler.epoch, batch.tolist(), 0.0)
                         continue
                     loss = ddp(
