@@ -1,6 +1,6 @@
 # A training node (target `node`) and what tests a job of them (target `tests`).
 # For GPUs: --build-arg TORCH_INDEX= takes torch with CUDA, which is ten times as large.
-# The digest is that of August 2026 in docker-library/repo-info; docs/release.md says how it is raised.
+# The digest is that of August 2026 in docker-library/repo-info; docs/contributing/release.md says how it is raised.
 ARG BASE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241
 FROM $BASE AS python
 RUN apt-get update \
