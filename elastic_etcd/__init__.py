@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from elastic_etcd.train.heartbeat import heartbeat, quiet
     from elastic_etcd.train.run import run
     from elastic_etcd.train.scale_lr import scale_lr
+    from elastic_etcd.train.sharded.built import BuildWorld
     from elastic_etcd.train.state.elastic_state import ElasticState
     from elastic_etcd.train.state.steps import steps_per_epoch
     from elastic_etcd.train.sync_point import WorldChanged
 
-__all__ = ["ElasticState", "WorldChanged", "ddp", "run"]
+__all__ = ["BuildWorld", "ElasticState", "WorldChanged", "ddp", "run"]
 __all__ += ["ElasticBatchSampler", "ElasticIterable", "ElasticSampler"]
 __all__ += ["accumulation_steps", "scale_lr", "seed_all", "steps_per_epoch"]
 __all__ += ["latest_checkpoint", "memory_checkpoint"]
 __all__ += ["heartbeat", "leaving", "quiet", "raise_if_stale", "store"]
 __all__ += ["AgentGone", "EtcdUnreachable", "MalformedState", "StaleGeneration", "UsageError"]
 _HOMES = {
+    "BuildWorld": "train.sharded.built",
     "ElasticBatchSampler": "train.data.batch_sampler",
     "ElasticIterable": "train.data.iterable",
     "ElasticSampler": "train.data.sampler",

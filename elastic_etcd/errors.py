@@ -11,6 +11,7 @@
     ├── AgentGone             a worker's agent does not answer any more
     ├── StaleGeneration       a worker's generation is not the job's current one
     ├── MalformedState        a snapshot, or a file of one, is not what was written (a ValueError)
+    ├── PiecesLost            a part of the sharded state was on nodes that are all gone
     ├── NewerFormat           a newer elastic_etcd has written to the job
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     ├── NotInTime             what was asked of a job, and waited for, has not happened yet
@@ -77,6 +78,10 @@ class StaleGeneration(ElasticEtcdError):
 
 class MalformedState(ElasticEtcdError, ValueError):
     """A snapshot, or a file of one, is not what was written."""
+
+
+class PiecesLost(ElasticEtcdError):
+    """A part of the last commit of a sharded state is on no node that is left."""
 
 
 class TrainingFailed(ElasticEtcdError):

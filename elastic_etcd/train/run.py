@@ -178,6 +178,7 @@ class _Worker:
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
                 self._ended = _Ended(here=True, at=time.monotonic(), again=again)
+                self._state._end_world()
                 group.teardown(broken=bool(lost))
                 group.release()
                 self._park(group, lost)
@@ -200,7 +201,7 @@ class _Worker:
         try:
             return self._body()
         except WorldChanged:
-            self._state._leave()
+            self._state._leave(leaves=group.leaving)
             raise
 
     def _meet(self, group: ProcessGroup) -> _Ended | None:

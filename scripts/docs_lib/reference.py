@@ -36,7 +36,7 @@ from the docstrings. A program that starts jobs imports `elastic_etcd.launcher`.
 [Exceptions](exceptions.md) have a page of their own.
 """
 TASKS = {
-    "Train on in the process": ("run", "ElasticState", "WorldChanged", "ddp"),
+    "Train on in the process": ("run", "ElasticState", "BuildWorld", "WorldChanged", "ddp"),
     "Use each sample once": ("ElasticSampler", "ElasticBatchSampler", "ElasticIterable"),
     "Keep the batch, the rate and the seeds in any world": (
         *("accumulation_steps", "steps_per_epoch", "scale_lr", "seed_all"),

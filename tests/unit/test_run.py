@@ -73,7 +73,7 @@ class State(ElasticState):
         self.asked.append("reset")
         self.worlds.append(new.generation)
 
-    def _leave(self) -> None:
+    def _leave(self, *, leaves: bool = False) -> None:  # noqa: ARG002
         self.asked.append("leave")
 
     def _uncommitted(self) -> int:

@@ -1,36 +1,188 @@
-"""What remains of an epoch, wherever in a turn each rank has stopped."""
+"""Sharded values in a changing world: each rank's pieces, their copies, and what others take."""
 
+import os
+import random
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from elastic_etcd.train.data.shards import TAILS, Progress, Shards, Tail, slots_of
+from elastic_etcd.train.state.elastic_state import ElasticState
+from tests.support.forked import Child, group
+
+PROCESSES = 5
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("sizes", [[1, 1], [2, 1], [4, 2, 2], [3, 1, 2]])
-@pytest.mark.parametrize("remaining", [(range(13),), (range(2, 9, 3), range(10, 17))])
-def test_t23_what_remains_is_what_nobody_has_used(
-    tail: Tail, sizes: list[int], remaining: tuple[range, ...]
+class Tied(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A model of drawn sizes: uneven, with tied weights and a frozen part, or without."""
+
+    def __init__(self, draws: random.Random) -> None:
+        super().__init__()
+        width, hidden = draws.randint(1, 9), draws.randint(1, 33)
+        self.first = nn.Linear(width, hidden)
+        self.last = nn.Linear(hidden, width)
+        if draws.random() < 0.3:
+            self.first.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(width))
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.relu(self.first(x - self.mean)))
+
+
+def builder(seed: int) -> Callable[[Any], dict[str, Any]]:
+    def build(world: Any) -> dict[str, Any]:
+        draws = random.Random(seed)
+        torch.manual_seed(seed)
+        model = Tied(draws)
+        half, replicated, layers = draws.random() < 0.3, draws.random() < 0.5, draws.randint(0, 2)
+        adam = draws.random() < 0.6
+        if half:
+            model.bfloat16()
+        names = ("replicate", "shard")
+        several = replicated and world.world_size % 2 == 0
+        mesh = world.mesh(2, -1, names=names) if several else world.mesh()
+        for layer in (model.first, model.last)[:layers]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        if adam:
+            optimizer: Any = torch.optim.AdamW(parameters, lr=0.01)
+        else:
+            optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        return {"model": model, "optimizer": optimizer}
+
+    return build
+
+
+def whole(state: ElasticState) -> dict[str, torch.Tensor]:
+    """All tensors of a state, gathered."""
+    found = {f"model.{name}": each for name, each in state.model.state_dict().items()}
+    for number, moments in state.optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{name}": moment for name, moment in moments.items()}
+    return {
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).clone()
+        for name, each in found.items()
+    }
+
+
+def train(state: ElasticState, rank: int) -> None:
+    """A step, whose batch is another one on each rank."""
+    seed = torch.Generator().manual_seed(100 * state.epoch + rank)
+    parameter = next(state.model.parameters())
+    x = torch.randn(4, state.model.width, generator=seed, dtype=parameter.dtype)
+    state.model(x).float().square().sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.epoch += 1
+
+
+class Change(NamedTuple):
+    """A world, and how it ends: it is left by those who are not in the next one, or loses them."""
+
+    members: list[int]
+    planned: bool
+
+
+def changes(seed: int, processes: int) -> list[Change]:
+    """Worlds of a scenario, of which none loses more than one process at once."""
+    draws = random.Random(seed)
+    everybody = list(range(processes))
+    members = draws.sample(everybody, draws.randint(1, processes))
+    found = []
+    for _ in range(draws.randint(2, 5)):
+        planned = draws.random() < 0.5
+        found.append(Change(members, planned))
+        stay = members
+        if planned:
+            stay = draws.sample(members, draws.randint(1, len(members)))
+        elif len(members) > 1 and draws.random() < 0.7:
+            stay = draws.sample(members, len(members) - 1)
+        others = [each for each in everybody if each not in members]
+        joined = draws.sample(others, draws.randint(0, len(others)))
+        members = [*stay, *joined]
+        if draws.random() < 0.3:
+            draws.shuffle(members)
+    return [*found, Change(members, planned=False)]
+
+
+def live(process: int, folder: Path, seeds: range, processes: int) -> list[str]:
+    """One process's way through all scenarios; what it found wrong."""
+    wrong = []
+    for seed in seeds:
+        state: ElasticState | None = None
+        scenario = changes(seed, processes)
+        following = [each.members for each in scenario[1:]] + [scenario[-1].members]
+        for number, change in enumerate(scenario):
+            if process not in change.members:
+                continue
+            rank, stays = change.members.index(process), process in following[number]
+            os.environ |= {"GROUP_RANK": str(rank), "ELASTIC_ETCD_GENERATION": str(number + 1)}
+            there = folder / f"{seed}.{number}"
+            there.mkdir(exist_ok=True)
+            torch.distributed.distributed_c10d._world.group_count = 0  # as ee.run does
+            state = state or ElasticState(build=builder(seed), epoch=0)
+            with group(rank, len(change.members), there):
+                if not number:
+                    state.sync()
+                file = folder / f"{seed}.pt"  # what was committed last
+                if number and not is_of(state, file):
+                    wrong.append(f"{seed}: process {process} in world {number}")
+                train_in_world(state, rank, file, planned=change.planned, stays=stays)
+            if not change.planned:
+                state._rewind()
+            state = state if stays else None  # its memory goes with it
+    return wrong
+
+
+def is_of(state: ElasticState, file: Path) -> bool:
+    """Whether the state, once it is synchronised, is what is in the file."""
+    state.sync()
+    kept = torch.load(file)
+    return _same(whole(state), kept["tensors"]) and state.epoch == kept["epoch"]
+
+
+def train_in_world(
+    state: ElasticState, rank: int, file: Path, *, planned: bool, stays: bool
 ) -> None:
-    """Also in the middle of a turn, of which a rank with a larger batch has several slots."""
-    slots = slots_of(sizes)
-    shards = [Shards(17, remaining, slots, rank, tail) for rank in range(len(sizes))]
-    without_pad = [replace(each, tail="uneven") if tail == "pad" else each for each in shards]
-    given = [each.positions(0, each.size).tolist() for each in without_pad]
-    everything = {position for part in remaining for position in part}
-    for counts in product(*(range(each.size + 1) for each in shards)):
-        used = {p for taken, count in zip(given, counts, strict=True) for p in taken[:count]}
-        found = shards[0].remaining_after(counts)
-        left = [position for part in found for position in part]
-        assert sorted(left) == sorted(everything - used), (counts, slots)
+    """Some steps and commits, of which the last one goes into the file, and a step that is lost."""
+    for _ in range(2):
+        train(state, rank)
+        if not planned:
+            state.commit()
+    if planned:
+        state._leave(leaves=not stays)
+    tensors = whole(state)
+    if rank == 0:
+        torch.save({"tensors": tensors, "epoch": state.epoch}, file)
+    if not planned:
+        train(state, rank)
+        if state.epoch % 3:  # a commit is broken off before it counts
+            shards: dict[str, Any] = {}
+            state._save_values(shards)
+            last = state._snapshots.version()
+            assert last
+            state._write_shards(replace(last, counter=last.counter + 1), shards)
+        if state.epoch % 2:
+            state.restore()
+            assert _same(whole(state), tensors)
+    torch.distributed.barrier()
+    state._end_world()
 
 
-@pytest.mark.parametrize(("recorded", "missed"), [(16, ""), (12, ""), (11, "11"), (0, "0")])
-def test_a_loader_may_deliver_no_short_batch(recorded: int, missed: str) -> None:
-    """Up to a step may be missing, which takes four of these 16 indices."""
-    progress = Progress(Shards(16, (range(16),), (0, 0), 0, "drop"), 2)
-    progress.count = recorded
-    told = f"of 16 indices handed out in an epoch, {missed} were recorded" if missed else ""
-    assert progress.missed_in_epoch(0, 16) == told
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit by bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+@pytest.mark.parametrize("seeds", [range(12)])
+def test_a_world_of_any_size_goes_on_from_the_last_commit(tmp_path: Path, seeds: range) -> None:
+    children = [Child(live, process, tmp_path, seeds, PROCESSES) for process in range(PROCESSES)]
+    assert [child.result(600) for child in children] == [[]] * PROCESSES

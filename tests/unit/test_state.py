@@ -654,7 +654,7 @@ def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     state.step = 4  # in a `finally` block
     state._leave()
     loads: list[Any] = []
-    monkeypatch.setattr(state, "_load_snapshot", loads.append)
+    monkeypatch.setattr(state, "_load_snapshot", lambda found, **_: loads.append(found))
     state.sync()  # what was committed needs no loading
     assert loads == []
     state.sync()
@@ -673,7 +673,7 @@ def test_only_a_rewound_state_is_not_loaded_by_sync(
     elif between == "set":
         state.step = 4
     loads: list[Any] = []
-    monkeypatch.setattr(state, "_load_snapshot", loads.append)
+    monkeypatch.setattr(state, "_load_snapshot", lambda found, **_: loads.append(found))
     state.sync()
     assert len(loads) == (between != "nothing")
 

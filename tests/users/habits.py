@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -711,6 +712,41 @@ class Warmup(Habit):
             self.log(self.step, self.history[-1] + sum(self.history))
 
 
+class FSDP(Habit):
+    """A model that is sharded, by FSDP2; not among the others, whose values are all replicated."""
+
+    @classmethod
+    def values(cls) -> Values:
+        return {"sampler": ee.ElasticSampler(points()), "step": 0}
+
+    @classmethod
+    def build(cls, world: ee.BuildWorld) -> Values:
+        torch.manual_seed(0)
+        model, mesh = network(), world.mesh()
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, STEPS + 1)
+        return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+    def train(self) -> None:
+        self.sampler.set_epoch(0)
+        loader = DataLoader(points(), BATCH, sampler=self.sampler)
+        for x, y in self.state.steps(loader, commit_every=2):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.state.fsdp_step += 1
+            self.log(self.step, loss)
+
+
+ALL: dict[str, type[Habit]] = {**HABITS, "fsdp": FSDP}
+
+
 class Trainer:
     """A class with the loop in a method."""
 
@@ -718,16 +754,20 @@ class Trainer:
         values: Values = {}
         for name in names:
             torch.manual_seed(0)
-            own = HABITS[name].values()
+            own = ALL[name].values()
             values |= {f"{name}_{key}": value for key, value in own.items()}
         self.names, self.output = names, output
-        self.state = ee.ElasticState(**values, habit=0)
+        build = self.build if "fsdp" in names else None
+        self.state = ee.ElasticState(**values, build=build, habit=0)
+
+    def build(self, world: ee.BuildWorld) -> Values:
+        return {f"fsdp_{key}": value for key, value in FSDP.build(world).items()}
 
     @ee.run
     def fit(self, state: ee.ElasticState) -> None:
         print(f"rank {dist.get_rank()}: pid {os.getpid()}", flush=True)
         for state.habit in range(state.habit, len(self.names)):  # noqa: B020
-            HABITS[self.names[state.habit]](state, self.output).train()
+            ALL[self.names[state.habit]](state, self.output).train()
         state.commit()
 
 

@@ -187,8 +187,8 @@ def _sharded_kind(kind: type) -> str:
 
 
 _REPLICAS = (
-    "each rank holds another part of it, and ElasticState keeps what all have alike: use "
-    "DistributedDataParallel, or torch.distributed.checkpoint in a script without ee.run"
+    "each rank holds another part of it: let ElasticState(build=...) make it for each world, if it "
+    "is FSDP2's or HSDP's; else use torch.distributed.checkpoint in a script without ee.run"
 )
 _SHARDED = {
     **dict.fromkeys(("FullyShardedDataParallel", "FSDPModule", "DTensor"), _REPLICAS),
@@ -208,11 +208,11 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def save_values(
-    values: dict[str, Any], *, allow_pickle: bool
+    values: dict[str, Any], *, allow_pickle: bool, shards: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Encode each value by its type's codec; the parts, by its name, and the tensors of all.
 
-    Raises UsageError.
+    Sharded tensors are put into `shards`, or are refused without it. Raises UsageError.
     """
     tensors: dict[str, torch.Tensor] = {}
     parts = {}
@@ -221,7 +221,7 @@ def save_values(
         saved = codec.save(value)
         if isinstance(codec, _Optimizer) and (groups := _groups_by_names(value, values)):
             saved = {**saved, _GROUPS: groups}
-        parts[name] = encode(saved, tensors, name=name, allow_pickle=allow_pickle)
+        parts[name] = encode(saved, tensors, name=name, allow_pickle=allow_pickle, shards=shards)
     return parts, tensors
 
 
@@ -233,6 +233,7 @@ def load_values(
     allow_pickle: bool,
     strict: bool = True,
     modes: bool = True,
+    shards: Mapping[str, Any] | None = None,
 ) -> None:
     """Load into each of `values` the part of its name; none is changed before all are read.
 
@@ -249,7 +250,7 @@ def load_values(
         if name in parts:
             codec = codec_of(value)
             given = views if getattr(codec, "borrows", False) else clones
-            saved = decode(parts[name], given, allow_pickle=allow_pickle)
+            saved = decode(parts[name], given, allow_pickle=allow_pickle, shards=shards)
             if not modes and isinstance(saved, dict):
                 saved.pop(_MODES, None)
             loads.append((name, value, codec, saved))
@@ -377,6 +378,8 @@ def _copy_into(live: Any, saved: Any, taken: set[int]) -> Any:
     `taken` are the addresses that were copied to: of two tensors that share memory only one is.
     """
     if isinstance(saved, torch.Tensor):
+        if type(saved).__name__ == "DTensor":  # made for this load
+            return saved
         if not isinstance(live, torch.Tensor) or live.data_ptr() in taken:
             return saved.clone()
         if live.shape != saved.shape or live.dtype != saved.dtype:

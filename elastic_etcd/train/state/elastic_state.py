@@ -14,9 +14,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic_etcd.errors import UsageError
+import torch
+
+from elastic_etcd.errors import PiecesLost, UsageError
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import sync_point
@@ -39,6 +41,9 @@ from elastic_etcd.train.state.sync import (
     spread,
 )
 
+if TYPE_CHECKING:
+    from elastic_etcd.train.sharded.built import BuildWorld, Built
+
 log = logging.getLogger(__name__)
 
 # Handled on all ranks at the same step.
@@ -52,26 +57,44 @@ class ElasticState:
 
         state = ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
-    values: each is an attribute from then on (`state.epoch += 1`). commit() takes a snapshot of all
-    of them into shared memory. The agent keeps that memory when this process dies; without an agent
-    it ends with the process. allow_pickle: let values that have no plain form be pickled; it also
+    values: each is an attribute from then on (`state.epoch += 1`). build: makes the values that
+    are sharded (FSDP2, HSDP) for each world anew, and others that hold on to them, such as a
+    scheduler: `build(world)` returns them by name. first: `first(state)` is called on all ranks
+    when there is nothing to go on from; it may load a checkpoint. copies: how many nodes have
+    each piece of what is sharded. commit() takes a snapshot of all of them into shared memory. The
+    agent keeps that memory when this process dies; without an agent it ends with the process.
+    allow_pickle: let values that have no plain form be pickled; it also
     lets whoever writes a snapshot run code in this process.
 
     Raises UsageError for a name that is a method's or begins with an underscore, and for values of
-    which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh). See
-    docs/state.md.
+    which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh) and that
+    `build` does not make. See docs/state.md.
     """
 
-    def __init__(self, *, allow_pickle: bool = False, **values: Any) -> None:
+    def __init__(
+        self,
+        *,
+        build: Callable[["BuildWorld"], dict[str, Any]] | None = None,
+        first: Callable[["ElasticState"], object] | None = None,
+        copies: int = 2,
+        allow_pickle: bool = False,
+        **values: Any,
+    ) -> None:
         for name, value in values.items():
-            if name.startswith("_") or hasattr(type(self), name):
-                raise UsageError(f"a state can't have a value named {name!r}")
+            self._refuse_name(name)
             codecs.refuse_sharded(name, value)
         self._values = values
+        self._first = first
+        self._built: Built | None = None
+        if build:
+            from elastic_etcd.train.sharded import built  # noqa: PLC0415 - it takes a second
+
+            self._built = built.Built(build, copies)
         self._allow_pickle = allow_pickle
         self._staging = Staging()
         self._callbacks: list[Callable[..., Any]] = []
         self._calls = 0
+        self._leaves = False  # this node, after the next commit
         self._committed_at = 0  # the step of this world that the last commit is of
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
@@ -82,6 +105,10 @@ class ElasticState:
         self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
         self._counted: tuple[Version, int] | None = None
+
+    def _refuse_name(self, name: str) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            raise UsageError(f"a state can't have a value named {name!r}")
 
     @cached_property
     def _snapshots(self) -> Snapshots:
@@ -141,10 +168,12 @@ class ElasticState:
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             version = _version(last.counter + 1, last.lineage)
             with activity.during(Doing.COMMIT):
-                saved = self._save_values()
+                shards: dict[str, Any] = {}
+                saved = self._save_values(shards)
                 comparing = time.monotonic()
                 self._replicas.compare_if_due(self._values, self._snapshots, saved, version.counter)
                 began += time.monotonic() - comparing  # that has a share of the time of its own
+                self._write_shards(version, shards)
                 self._write_snapshot(version, saved)
             self._loops.interval.committed(time.monotonic() - began)
 
@@ -156,7 +185,9 @@ class ElasticState:
         newest = self._snapshots.newest_intact()
         if newest is None:
             raise UsageError("nothing to restore: neither commit() nor sync() has been called")
-        self._load_snapshot(newest)
+        there = self._built and self._built.there
+        shards = self._built.own(newest, self._values) if self._built and there else {}
+        self._load_snapshot(newest, shards=shards)
 
     def sync(self) -> bool:
         """Give all ranks the newest snapshot that any of them has. Collective.
@@ -172,15 +203,19 @@ class ElasticState:
         were loaded and nothing else decides which counts, and torch's errors.
         """
         snapshots, (rank, size) = self._snapshots, rank_and_size(launched=False)
-        self._structures = self._structures or structures_of(self._values)
+        self._begin_built()
+        self._structures = self._structures or structures_of(self._kept_values())
         compare_counts(self._counted)
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
         versions = [each.newest.version if each.newest else None for each in inventories]
         newest = max(filter(None, versions), key=Version.age, default=None)
         _report_files(newest, [each.loaded for each in inventories], rank)
+        shards: dict[str, Any] = {}
         if newest is None:
+            if self._first:
+                self._first(self)
             holders, loaded = [0], rank == 0
-            saved = self._save_values()  # on all ranks: all of them refuse what can't be kept
+            saved = self._save_values(shards)  # on all ranks: all refuse what can't be kept
             if rank == 0:
                 self._write_snapshot(_version(0, secrets.randbits(62)), saved)
             inventories = gather_inventories(snapshots.inventory(trusted=True))
@@ -188,12 +223,13 @@ class ElasticState:
             holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
-            loaded = self._at_commit and rank in holders and not differing
+            loaded = self._at_commit and rank in holders and not differing and not self._built
         snapshot = spread(snapshots, holders, inventories)
+        shards = self._take_shards(snapshot, shards)
         if loaded:
             self._drop_gradients()
         else:
-            self._load_snapshot(snapshot)
+            self._load_snapshot(snapshot, shards=shards)
         self._at_commit, self._calls = False, 0
         self._begin_step()
         self._loops.interval.begin()
@@ -204,12 +240,7 @@ class ElasticState:
         self._old = World(version.generation, old_rank, version.world_size)
         self._ranks[generation()] = rank
         self._loops.ranks_before = version.world_size if newest is not None else 0
-        for sampler in self._samplers().values():
-            if isinstance(sampler, ElasticSampler):
-                sampler._varies = False  # a newcomer has not begun its loop yet
-        for value in self._values.values():
-            if callable(reshard := getattr(value, "reshard", None)):
-                reshard(rank, size)
+        self._reshard(rank, size)
         self._replicas.begin()
         return newest is not None and newest.generation != generation()
 
@@ -244,6 +275,7 @@ class ElasticState:
         """
         if rank_and_size(launched=False)[0] or int(os.environ.get("RANK", "0")):
             return
+        self._refuse_file("save")
         if keep < 1:
             raise UsageError(f"save(keep={keep}): at least 1")
         with activity.during(Doing.SAVE):
@@ -260,12 +292,20 @@ class ElasticState:
         they are, and those that only it has are passed over; both are logged. Raises OSError,
         MalformedState, and, if `strict`, UsageError for a file of other names.
         """
+        self._refuse_file("load")
         with self._snapshots.loading(path) as loaded:
             others = self._load_snapshot(loaded, strict=strict, modes=False)
         if others:
             log.warning("%s and this state are not of the same values: %s", path, others)
             loaded.memfd.clear()
             self._write_snapshot(loaded.header.version, self._save_values())
+
+    def _refuse_file(self, what: str) -> None:
+        if self._built:
+            raise UsageError(
+                f"{what}() is for values that all ranks have alike, and `build` makes others: use "
+                f"torch.distributed.checkpoint.{what}, in `first` for the beginning of a job"
+            )
 
     def on_reset(self, callback: _Callback) -> _Callback:
         """Let ee.run call `callback` after each change of world, once the state is synchronised.
@@ -300,11 +340,57 @@ class ElasticState:
             else:
                 callback()
 
-    def _leave(self) -> None:
-        """commit(), by ee.run, for a planned change: no step is trained before the next sync()."""
+    def _leave(self, *, leaves: bool = False) -> None:
+        """commit(), by ee.run, for a planned change: no step is trained before the next sync().
+
+        leaves: this node leaves the job.
+        """
         self._replicas.rest()
+        self._leaves = leaves
         self.commit()
         self._at_commit = True
+
+    def _end_world(self) -> None:
+        """Let go of what is bound to this world, by ee.run."""
+        if self._built:
+            self._values.update(dict.fromkeys(self._built.names))
+            self._built.there = False
+
+    def _reshard(self, rank: int, size: int) -> None:
+        for sampler in self._samplers().values():
+            if isinstance(sampler, ElasticSampler):
+                sampler._varies = False  # a newcomer has not begun its loop yet
+        for value in self._values.values():
+            if isinstance(value, torch.nn.Module):  # FSDP's has another method of this name
+                continue
+            if callable(reshard := getattr(value, "reshard", None)):
+                reshard(rank, size)
+
+    def _begin_built(self) -> None:
+        built = self._built
+        if built is None:
+            return
+        for name, value in built.begin(self._snapshots.number).items():
+            self._refuse_name(name)
+            if self._values.get(name) is not None and name not in built.names:
+                raise UsageError(f"build(world) makes {name!r}, which the state has already")
+            self._values[name] = value
+
+    def _take_shards(self, snapshot: StateSnapshot, first: dict[str, Any]) -> dict[str, Any]:
+        """The sharded tensors of the snapshot; `first` are those of values that are new."""
+        built = self._built
+        if built is None:
+            return {}
+        if first:
+            self._write_shards(snapshot.header.version, first)
+            return first
+        try:
+            return built.load(snapshot, self._values)
+        except PiecesLost:
+            built.drop()
+            while newest := self._snapshots.newest():
+                newest.memfd.drop()
+            raise
 
     def _rewind(self) -> None:
         """restore(), by ee.run: no step is trained before the next sync()."""
@@ -349,6 +435,14 @@ class ElasticState:
         self._loops.interval.take(times, time.monotonic() - began)
         return True
 
+    def _write_shards(self, version: Version, shards: dict[str, Any]) -> None:
+        """First of all: a snapshot that is there has all its pieces."""
+        if self._built:
+            last = self._snapshots.version()
+            self._built.write(
+                *(version, shards, self._values, self._staged), last=last, leaves=self._leaves
+            )
+
     def _write_snapshot(self, version: Version, saved: Saved) -> None:
         parts, tensors = saved
         self._snapshots.write(Draft(version, parts, tensors, self._staged))
@@ -357,12 +451,14 @@ class ElasticState:
         counts = [parts[name] for name in self._samplers()]
         self._counted = version, zlib.crc32(repr(counts).encode())
 
-    def _save_values(self) -> Saved:
-        for name, value in self._values.items():  # it may have been sharded since it was given
+    def _save_values(self, shards: dict[str, Any] | None = None) -> Saved:
+        kept = self._kept_values()
+        for name, value in kept.items():  # it may have been sharded since it was given
             codecs.refuse_sharded(name, value)
         if self._structures:
-            refuse_changed(self._structures, self._values)
-        return codecs.save_values(self._values, allow_pickle=self._allow_pickle)
+            refuse_changed(self._structures, kept)
+        there = shards if self._built else None
+        return codecs.save_values(self._values, allow_pickle=self._allow_pickle, shards=there)
 
     def _report_differences(self, names: list[str], rank: int, first: int) -> None:
         """Buffers differ wherever DDP trains, which gives all ranks rank 0's at each forward."""
@@ -379,20 +475,36 @@ class ElasticState:
         sync_point.current().raise_if_broken()
 
     def _load_snapshot(
-        self, snapshot: StateSnapshot, *, strict: bool = True, modes: bool = True
+        self,
+        snapshot: StateSnapshot,
+        *,
+        strict: bool = True,
+        modes: bool = True,
+        shards: dict[str, Any] | None = None,
     ) -> str:
         """Set the values; if not `strict`, the names that one of the two sides lacks, in words."""
         parts, tensors = snapshot.load()
+        values = self._values
+        if self._built and not self._built.there:  # they are made anew with the next world
+            values = self._kept_values()
+            parts = {name: part for name, part in parts.items() if name not in self._built.names}
         codecs.load_values(
-            *(self._values, parts, tensors),
+            *(values, parts, tensors),
             allow_pickle=self._allow_pickle,
             strict=strict,
             modes=modes,
+            shards=shards,
         )
+        self._values.update(values)
         self._drop_gradients()
         lacking = [f"{name} stays as it is" for name in self._values if name not in parts]
         beside = [f"{name} is passed over" for name in parts if name not in self._values]
         return ", ".join(lacking + beside)
+
+    def _kept_values(self) -> dict[str, Any]:
+        """All but those that are made for each world."""
+        built = self._built.names if self._built else ()
+        return {name: value for name, value in self._values.items() if name not in built}
 
     def _samplers(self) -> dict[str, ElasticSampler | ElasticIterable]:
         kinds = (ElasticSampler, ElasticIterable)

@@ -35,7 +35,12 @@ _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Ove
 
 
 def encode(
-    value: Any, tensors: dict[str, torch.Tensor], *, name: str = "value", allow_pickle: bool = False
+    value: Any,
+    tensors: dict[str, torch.Tensor],
+    *,
+    name: str = "value",
+    allow_pickle: bool = False,
+    shards: dict[str, Any] | None = None,
 ) -> Any:
     """Make a tree for `dumps` of `value`, and put its tensors into `tensors`, detached.
 
@@ -43,19 +48,26 @@ def encode(
     array of numbers of numpy's; a dense tensor; or a list, tuple, torch.Size, dict, OrderedDict,
     Counter, set or frozenset of them, of exactly these types, nested up to MAX_DEPTH. Keys and
     members of sets are of the first six, or tuples of them. A tensor is named by where it is in
-    `name`, and is there once, however often it occurs. Raises UsageError for anything else, which
+    `name`, and is there once, however often it occurs. Sharded tensors (DTensor) are put into
+    `shards`, if that is given, as often as they occur. Raises UsageError for anything else, which
     says where it is.
     """
-    return _Encoder(tensors, allow_pickle).write(value, (name,))
+    return _Encoder(tensors, allow_pickle, shards).write(value, (name,))
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor], *, allow_pickle: bool = False) -> Any:
-    """The value of a tree that `encode` made, with `tensors` in the places of its tensors.
+def decode(
+    tree: Any,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    allow_pickle: bool = False,
+    shards: Mapping[str, Any] | None = None,
+) -> Any:
+    """The value of a tree that `encode` made, with `tensors`, and `shards`, in their places.
 
     Raises MalformedState for anything that `encode` does not make.
     """
     try:
-        return _Decoder(tensors, allow_pickle).read(tree, 0)
+        return _Decoder(tensors, allow_pickle, shards or {}).read(tree, 0)
     except MalformedState:
         raise
     except _MALFORMED as error:
@@ -78,8 +90,10 @@ def loads(data: bytes) -> Any:
 class _Encoder:
     """Makes trees; a path is the value's name and the keys that lead to a place in it."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], allow_pickle: bool) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], allow_pickle: bool, shards: dict[str, Any] | None
+    ) -> None:
+        self.tensors, self.shards = tensors, shards
         self.seen: dict[tuple[Any, ...], str] = {}
         self.allow_pickle = allow_pickle
 
@@ -97,6 +111,8 @@ class _Encoder:
             return self._write_mapping(value, kind, path)
         if kind in _SETS:  # in an order that is the same in every process
             return {_SETS[kind]: sorted((self._write_key(m, path) for m in value), key=dumps)}
+        if self.shards is not None and kind.__name__ == "DTensor":
+            return {"$shard": self._name_shard(value, path)}
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._name_tensor(value, path)}
         return self._write_scalar(value, kind, path)
@@ -164,19 +180,31 @@ class _Encoder:
         key = (*memory, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and key in self.seen:
             return self.seen[key]
-        name = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
+        name = _dotted(path)
         while name in self.tensors:
             name += "_"
         self.seen[key] = name
         self.tensors[name] = tensor
         return name
 
+    def _name_shard(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
+        """Its name, dtype and shape, which all ranks have alike."""
+        assert self.shards is not None
+        name = _dotted(path)
+        self.shards[name] = value.detach()
+        return [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
+
 
 class _Decoder:
     """Reads trees; a malformed one may raise anything of _MALFORMED."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], allow_pickle: bool) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        allow_pickle: bool,
+        shards: Mapping[str, Any],
+    ) -> None:
+        self.tensors, self.shards = tensors, shards
         self.allow_pickle = allow_pickle
 
     def read(self, tree: Any, depth: int) -> Any:
@@ -224,8 +252,8 @@ class _Decoder:
 
     def _read_scalar(self, tag: str, content: Any) -> Any:
         match tag:
-            case "$tensor":
-                return self._find_tensor(content)
+            case "$tensor" | "$shard":
+                return self._find_tensor(tag, content)
             case "$array":
                 return self._read_array(*content)
             case "$numpy":
@@ -254,17 +282,18 @@ class _Decoder:
             return pickle.loads(_from_base64(content))  # noqa: S301 - the user trusts the peers
         raise MalformedState("a pickled value, and allow_pickle is not set")
 
-    def _find_tensor(self, name: str) -> torch.Tensor:
-        if name not in self.tensors:
+    def _find_tensor(self, tag: str, content: Any) -> torch.Tensor:
+        known, name = (self.shards, content[0]) if tag == "$shard" else (self.tensors, content)
+        if name not in known:
             raise MalformedState(f"there is no tensor {name!r}")
-        return self.tensors[name]
+        return known[name]
 
     def _read_number(self, dtype: str, content: str) -> Any:
         (number,) = _numpy().frombuffer(_from_base64(content), _numpy_dtype(dtype))
         return number
 
     def _read_array(self, dtype: str, shape: list[int], name: str) -> Any:
-        words, kind = self._find_tensor(name), _numpy_dtype(dtype)
+        words, kind = self._find_tensor("$tensor", name), _numpy_dtype(dtype)
         for length in shape:
             if type(length) is not int or length < 0:
                 raise MalformedState(f"{length!r} is no length")
@@ -302,6 +331,10 @@ def _why_not_dense(tensor: torch.Tensor) -> str:
     if not dense or tensor.is_quantized or tensor.is_meta:
         return "is no plain dense tensor, which can't be encoded"
     return ""
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
 
 
 def _is_key(key: Any) -> bool:

@@ -59,6 +59,7 @@ class Snapshots:
     _closed: ClassVar[list[str]] = []  # of states that are gone; the agent keeps them still
 
     def __init__(self, own: Sequence[int], node: Sequence[int] = (), local_rank: int = 0) -> None:
+        self.number = 0  # of the state, in this process
         self.own = [Memfd(fd) for fd in own]
         self.shared: list[SharedMemfd] = []
         self._growth: NodeLock | None = None  # one rank at a time asks for memory, and takes it
@@ -94,15 +95,21 @@ class Snapshots:
         if len(cls._kept) + len(own) > MOST_NAMES:
             most = MOST_NAMES // len(own)
             raise UsageError(f"the agent keeps {most} ElasticStates of a process: join some")
-        fds = [_own_memfd(channel, name) for name in own]
+        fds = [keep_memfd(channel, name) for name in own]
         if channel is None or channel.local_rank >= MOST_RANKS:
             opened = cls(fds)
         else:
             shared = [_shared_memfd(channel, name) for name in node]
             opened = cls(fds, shared, channel.local_rank)
+        opened.number = number
         cls._kept.update(own)
         weakref.finalize(opened, cls._closed.extend, [*own, *node]).atexit = False
         return opened
+
+    @classmethod
+    def let_go(cls, names: Sequence[str]) -> None:
+        """The agent need not keep these for a state that is gone; it hears so with the next one."""
+        cls._closed.extend(names)
 
     # --- which there are --------------------------------------------------------------------
 
@@ -326,7 +333,7 @@ def _fence(path: Path, version: Version) -> Callable[[], None]:
     return allowed
 
 
-def _own_memfd(channel: Channel | None, name: str) -> int:
+def keep_memfd(channel: Channel | None, name: str) -> int:
     """The memory file of that name: the agent's, from before this process, or a new one."""
     fd = channel.recall(name) if channel else None
     if fd is None:

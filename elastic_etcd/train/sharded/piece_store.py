@@ -1,0 +1,293 @@
+"""The sharded half of an `ElasticState`: built for each world, committed piece by piece.
+
+At a commit each rank writes its pieces into its own memory, and gives copies to ranks on other
+nodes. Only when all have theirs is the replicated half written: a commit that is there is whole. In
+another world each rank takes the parts of its new pieces from the nearest rank that has them.
+"""
+
+import logging
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from elastic_etcd.errors import MalformedState, PiecesLost, UsageError
+from elastic_etcd.train.agent_channel import agent
+from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.sharded.dtensors import local_of, models_of, piece_of, sharded_like
+from elastic_etcd.train.sharded.exchange import exchange, gather_json
+from elastic_etcd.train.sharded.pieces import Holder, Piece, Place, Transfer, partners, transfers
+from elastic_etcd.train.state.encoding import DTYPES
+from elastic_etcd.train.state.free_memory import check_memory
+from elastic_etcd.train.state.snapshot_bytes import TensorSlice
+from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
+from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
+from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd
+from elastic_etcd.train.state.sync import BUCKET
+
+Batched = Callable[[Iterator[TensorSlice]], Iterable[Sequence[TensorSlice]]]
+
+log = logging.getLogger(__name__)
+
+
+class PieceStore:
+    """The pieces of one state that this rank has in memory: its own, and copies of others'.
+
+    copies: how many nodes have each piece.
+    """
+
+    def __init__(self, number: int, copies: int) -> None:
+        self._copies = copies
+        self._number = number
+        self._last: Version | None = None  # the commit that counts
+        self._names: list[str] = []  # that the agent keeps
+        weakref.finalize(self, Snapshots.let_go, self._names).atexit = False
+        self._own = self._pair("own")
+        self._kept: list[list[Memfd]] = []  # of other ranks
+
+    def write(
+        self,
+        version: Version,
+        tensors: Mapping[str, DTensor],
+        batched: Batched,
+        *,
+        last: Version | None,
+        leaves: bool,
+    ) -> None:
+        """Commit this rank's pieces, and keep copies of others'. Collective.
+
+        last: the commit that counts until this one does. leaves: this node is about to leave. When
+        it returns each rank has what it is to have.
+        Raises UsageError, OSError, MalformedState and torch's errors.
+        """
+        rank, _ = rank_and_size(launched=False)
+        table = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+        parts = {"offsets": {name: list(piece.offset) for name, piece in table.items()}}
+        local = {name: local_of(tensor) for name, tensor in tensors.items()}
+        draft = Draft(version, parts, local, batched)
+        self._last = last
+        memfd = self._free(self._own, draft.size)
+        snapshot = memfd.set(draft.write(memfd.body(draft.size)))
+        node = int(os.environ.get("GROUP_RANK", "0"))
+        checksum = zlib.crc32(repr(sorted(table.values())).encode())
+        rows = gather([snapshot.header.size, node, checksum, leaves])
+        places = [Place(node, checksum, bool(leaves)) for _, node, checksum, leaves in rows]
+        copies = max(self._copies, 2 if any(place.leaves for place in places) else 1)
+        plan = partners(places, copies)
+        sizes = {sender: _lengths(rows[sender][0]) for sender, to in enumerate(plan) if rank in to}
+        self._keep_copies(snapshot, dict.fromkeys(plan[rank], snapshot), sizes, rows)
+        gather([1])
+
+    def load(
+        self,
+        version: Version,
+        names: Mapping[str, tuple[str, list[int]]],
+        values: Mapping[str, Any],
+    ) -> dict[str, DTensor]:
+        """The sharded tensors of a commit, in this world's pieces. Collective.
+
+        names: of all that were sharded, with dtype and shape. Raises PiecesLost on all ranks alike,
+        and UsageError.
+        """
+        rank, _ = rank_and_size(launched=False)
+        models = models_of(values, names)
+        for name, (_, shape) in names.items():
+            if list(models[name].shape) != shape:
+                raise UsageError(f"{name} was of {shape} and is of {list(models[name].shape)} now")
+        mine = self._pieces_of(version)
+        needs = [piece_of(name, model) for name, model in models.items()]
+        node = int(os.environ.get("GROUP_RANK", "0"))
+        rows: list[Any] = gather_json([node, list(mine), needs])
+        holders = [Holder(node, frozenset(map(_piece, have))) for node, have, _ in rows]
+        try:
+            plan = transfers(holders, [list(map(_piece, wanted)) for _, _, wanted in rows])
+        except KeyError as error:
+            raise PiecesLost(
+                f"a part of {error.args[0]} was on nodes that are gone, more of them at once than "
+                f"there were copies ({self._copies})"
+            ) from None
+        dtypes = {name: DTYPES[dtype] for name, (dtype, _) in names.items()}
+        there = {piece: torch.empty(piece.shape, dtype=dtypes[piece.name]) for piece in needs}
+        for each in plan:
+            if each.sender == each.receiver == rank:
+                _put(each, mine[each.source][each.part.within(each.source)], there)
+        messages = _in_messages(plan, dtypes)
+        sends = {
+            to: (_packed(group, mine) for group in groups)
+            for (sender, to), groups in messages.items()
+            if sender == rank
+        }
+        sizes = {
+            sender: [sum(_nbytes(each, dtypes) for each in group) for group in groups]
+            for (sender, to), groups in messages.items()
+            if to == rank
+        }
+        turns = {sender: iter(messages[sender, rank]) for sender in sizes}
+        for sender, message in exchange(sends, sizes):
+            start = 0
+            for each in next(turns[sender]):
+                end = start + _nbytes(each, dtypes)
+                flat = message[start:end].clone().view(dtypes[each.part.name])
+                _put(each, flat.view(each.part.shape), there)
+                start = end
+        return {piece.name: sharded_like(models[piece.name], there[piece]) for piece in needs}
+
+    def own(
+        self,
+        version: Version,
+        names: Mapping[str, tuple[str, list[int]]],
+        values: Mapping[str, Any],
+    ) -> dict[str, DTensor]:
+        """As `load`, of a commit of this world, by this rank alone. Raises UsageError."""
+        models, mine = models_of(values, names), self._pieces_of(version)
+        pieces = {name: piece_of(name, model) for name, model in models.items()}
+        if not mine.keys() >= {*pieces.values()}:
+            raise UsageError("nothing to restore: this rank has not committed in this world")
+        return {name: sharded_like(models[name], mine[pieces[name]].clone()) for name in names}
+
+    def drop(self) -> None:
+        """Nothing is committed any more."""
+        for memfd in (*self._own, *(memfd for pair in self._kept for memfd in pair)):
+            memfd.clear()
+
+    def _keep_copies(
+        self,
+        own: StateSnapshot,
+        to: Mapping[int, StateSnapshot],
+        sizes: Mapping[int, Sequence[int]],
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        """Give this rank's snapshot to those ranks, and keep those of the others."""
+        while len(self._kept) < len(sizes):
+            self._kept.append(self._pair(f"copy{len(self._kept)}"))
+        header = torch.frombuffer(bytearray(own.header.pack()), dtype=torch.uint8)
+        sends = {rank: [header, *own.body.split(BUCKET)] for rank in to}
+        targets = {
+            sender: self._free(pair, rows[sender][0])
+            for sender, pair in zip(sorted(sizes), self._kept, strict=False)
+        }
+        headers: dict[int, Header | None] = {}
+        ends = dict.fromkeys(sizes, 0)
+        for sender, message in exchange(sends, sizes):
+            if sender not in headers:
+                headers[sender] = Header.unpack(bytes(message.tolist()))
+                continue
+            start, ends[sender] = ends[sender], ends[sender] + len(message)
+            targets[sender].body(rows[sender][0])[start : ends[sender]] = message
+        for sender, target in targets.items():
+            header = headers[sender]
+            if header is None or not target.set(header).is_intact():
+                target.clear()
+                raise MalformedState(f"the pieces from rank {sender} did not arrive as they were")
+
+    def _pieces_of(self, version: Version) -> dict[Piece, torch.Tensor]:
+        """Each piece of that commit that is here, and intact."""
+        found: dict[Piece, torch.Tensor] = {}
+        for memfd in (*self._own, *(memfd for pair in self._kept_before() for memfd in pair)):
+            snapshot = memfd.snapshot()
+            if snapshot is None or snapshot.header.version != version:
+                continue
+            if not snapshot.is_intact():
+                log.error("pieces of the snapshot %s are damaged: a copy counts", snapshot.header)
+                continue
+            parts, tensors = snapshot.load()
+            for name, (tensor, _) in tensors.items():
+                found[Piece(name, tuple(parts["offsets"][name]), tuple(tensor.shape))] = tensor
+        return found
+
+    def _kept_before(self) -> list[list[Memfd]]:
+        """The copies, also those that the agent keeps from before this process."""
+        channel = agent()
+        while (
+            channel and (fd := channel.recall(self._name(f"copy{len(self._kept)}", 0))) is not None
+        ):
+            os.close(fd)
+            self._kept.append(self._pair(f"copy{len(self._kept)}"))
+        return self._kept
+
+    def _free(self, pair: Sequence[Memfd], size: int) -> Memfd:
+        """The one of two that has nothing of the commit that counts, for a body of this size.
+
+        The other one may have a newer commit, which was broken off before it counted.
+        """
+        there = [(memfd, memfd.snapshot()) for memfd in pair]
+        free = next(m for m, held in there if held is None or held.header.version != self._last)
+        if size > free.capacity:
+            check_memory(size, sum(max(0, size - memfd.capacity) for memfd in pair))
+        free.clear(size)
+        return free
+
+    def _pair(self, what: str) -> list[Memfd]:
+        names = [self._name(what, half) for half in (0, 1)]
+        self._names += names
+        return [Memfd(keep_memfd(agent(), name)) for name in names]
+
+    def _name(self, what: str, half: int) -> str:
+        return f"shards{self._number}.{what}.{half}"
+
+
+def shards_in(parts: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
+    """The sharded tensors of a snapshot's parts: the dtype and the shape of each, by name."""
+    found: dict[str, tuple[str, list[int]]] = {}
+
+    def look(tree: Any) -> None:
+        if isinstance(tree, list):
+            for each in tree:
+                look(each)
+        elif isinstance(tree, dict):
+            if "$shard" in tree:
+                name, dtype, shape = tree["$shard"]
+                found[name] = dtype, shape
+            else:
+                for each in tree.values():
+                    look(each)
+
+    look(dict(parts))
+    return found
+
+
+def _lengths(size: int) -> list[int]:
+    """The lengths of the messages in which a snapshot is sent: its header, and its body."""
+    header = len(Header(Version(0, 0, 0), 0, 0, bytes(16)).pack())
+    return [header, *(min(BUCKET, size - start) for start in range(0, size, BUCKET))]
+
+
+def _in_messages(
+    plan: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]
+) -> dict[tuple[int, int], list[list[Transfer]]]:
+    """The transfers between two ranks, so many in each message as fit into it."""
+    found: dict[tuple[int, int], list[list[Transfer]]] = {}
+    left: dict[tuple[int, int], int] = {}
+    for each in plan:
+        pair = each.sender, each.receiver
+        if each.sender == each.receiver:
+            continue
+        size = _nbytes(each, dtypes)
+        if left.get(pair, 0) < size:
+            found.setdefault(pair, []).append([])
+            left[pair] = max(BUCKET, size)
+        left[pair] -= size
+        found[pair][-1].append(each)
+    return found
+
+
+def _nbytes(each: Transfer, dtypes: Mapping[str, torch.dtype]) -> int:
+    return each.part.size * int(dtypes[each.part.name].itemsize)
+
+
+def _packed(group: Sequence[Transfer], mine: Mapping[Piece, torch.Tensor]) -> torch.Tensor:
+    parts = (mine[each.source][each.part.within(each.source)] for each in group)
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+
+
+def _put(each: Transfer, part: torch.Tensor, there: Mapping[Piece, torch.Tensor]) -> None:
+    there[each.target][each.part.within(each.target)] = part
+
+
+def _piece(row: Any) -> Piece:
+    name, offset, shape = row
+    return Piece(name, tuple(offset), tuple(shape))

@@ -1,0 +1,136 @@
+"""The pieces of sharded tensors: their places, and the parts that ranks pass on for another world.
+
+A piece is a box of a tensor: an offset and a length in each dimension. All here is a function of
+what all ranks know alike, so that they agree on each transfer without a word.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A part of a tensor."""
+
+    name: str
+    offset: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
+
+    def overlap(self, other: "Piece") -> "Piece | None":
+        """The part that is in both, if any."""
+        if self.name != other.name:
+            return None
+        begin = tuple(map(max, self.offset, other.offset))
+        end = tuple(map(min, self.end, other.end))
+        shape = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+        return Piece(self.name, begin, shape) if all(length > 0 for length in shape) else None
+
+    def within(self, outer: "Piece") -> tuple[slice, ...]:
+        """The slices by which it is found in the piece around it."""
+        starts = [own - its for own, its in zip(self.offset, outer.offset, strict=True)]
+        return tuple(
+            slice(start, start + length) for start, length in zip(starts, self.shape, strict=True)
+        )
+
+    @property
+    def end(self) -> Shape:
+        """The end in each dimension."""
+        return tuple(start + length for start, length in zip(self.offset, self.shape, strict=True))
+
+
+class Transfer(NamedTuple):
+    """A part that a rank takes from a piece which it holds, and gives to a rank: maybe itself."""
+
+    part: Piece
+    source: Piece
+    target: Piece
+    sender: int
+    receiver: int
+
+
+class Holder(NamedTuple):
+    """A rank, and the pieces of a commit that it has in memory: its own and copies of others'."""
+
+    node: int
+    pieces: frozenset[Piece]
+
+
+def transfers(holders: Sequence[Holder], needs: Sequence[Iterable[Piece]]) -> list[Transfer]:
+    """All transfers by which each rank gets the pieces that it needs, in one order.
+
+    needs: of each rank. A rank takes what it has itself, then what its node has; the others' are
+    asked in turn. Raises KeyError, with the name, for a tensor of which a part is nowhere.
+    """
+    found: dict[str, dict[Piece, list[int]]] = {}
+    for rank, holder in enumerate(holders):
+        for piece in sorted(holder.pieces):
+            found.setdefault(piece.name, {}).setdefault(piece, []).append(rank)
+    made = []
+    for receiver, wanted in enumerate(needs):
+        for target in wanted:
+            parts = [
+                (part, source, ranks)
+                for source, ranks in found.get(target.name, {}).items()
+                if (part := source.overlap(target))
+            ]
+            if sum(part.size for part, _, _ in parts) != target.size:
+                raise KeyError(target.name)
+            for n, (part, source, ranks) in enumerate(parts):
+                sender = _nearest(ranks, holders, receiver, receiver + n)
+                made.append(Transfer(part, source, target, sender, receiver))
+    return made
+
+
+def _nearest(ranks: list[int], holders: Sequence[Holder], receiver: int, turn: int) -> int:
+    if receiver in ranks:
+        return receiver
+    near = [rank for rank in ranks if holders[rank].node == holders[receiver].node]
+    return (near or ranks)[turn % len(near or ranks)]
+
+
+class Place(NamedTuple):
+    """A rank that is about to commit, as the others know it."""
+
+    node: int
+    table: int  # a checksum of its pieces: ranks with the same are replicas of each other
+    leaves: bool  # with its node, after this commit
+
+
+def partners(places: Sequence[Place], copies: int) -> list[list[int]]:
+    """For each rank the ranks on other nodes that are to keep a copy of its pieces.
+
+    copies: how many nodes, of those that stay, are to have each piece, replicas among them.
+    Neighbours in the order of ranks have one topology label, so that copies go as far from each
+    other as can be.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, place in enumerate(places):
+        if not place.leaves:
+            ranks.setdefault(place.node, []).append(rank)
+    order = sorted({place.node for place in places})
+    found = []
+    for rank, (node, table, _) in enumerate(places):
+        having = {other.node for other in places if other.table == table and not other.leaves}
+        local = [other for other, place in enumerate(places) if place.node == node].index(rank)
+        chosen: list[int] = []
+        for step in _far_first(len(order), copies):
+            other = order[(order.index(node) + step) % len(order)]
+            if len(having) < copies and other in ranks and other not in having:
+                having.add(other)
+                chosen.append(ranks[other][local % len(ranks[other])])
+        found.append(chosen)
+    return found
+
+
+def _far_first(nodes: int, copies: int) -> list[int]:
+    """Steps from a node to all others: those that part the circle evenly first."""
+    several = max(2, min(copies, nodes))
+    even = [k * nodes // several for k in range(1, several)]
+    return list(dict.fromkeys([*even, *range(1, nodes)]))
