@@ -4,7 +4,7 @@ Each name is loaded when a training script asks for it: the launcher imports thi
 never loads torch.
 """
 
-from importlib import import_module as _import_module
+import importlib as _importlib
 from typing import TYPE_CHECKING
 
 from elastic_etcd.version import __version__ as __version__
@@ -67,7 +67,7 @@ if not TYPE_CHECKING:  # a checker would take every name for there
     def __getattr__(name):  # noqa: ANN001, ANN202 - checkers do not read it
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+        return getattr(_importlib.import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

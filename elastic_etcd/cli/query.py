@@ -173,7 +173,12 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def last_words(failure: Failure) -> str:
-    """The line by which a worker's own message names its cause, "" where it has left none."""
+    """The line by which a worker's own message names its cause, "" where it has left none.
+
+    Of a hang the stack is there, which names none: the failure itself says where it is.
+    """
+    if failure.hang:
+        return ""
     lines = [line.strip() for line in failure.message.splitlines() if line.strip()]
     if lines and lines[0].startswith("out of memory: "):  # the agent's, before what it said itself
         return lines[0]

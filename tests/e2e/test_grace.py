@@ -242,7 +242,8 @@ def test_r5_the_next_world_begins_after_what_a_leaving_node_saves(
     script = tmp_path / "train.py"
     script.write_text(source)
     given = (str(script), str(tmp_path))
-    n1, n2 = (job.start(n, script=given, leave_deadline=50) for n in ("n1", "n2"))
+    flags: dict[str, Any] = {"leave_deadline": 50, "log_level": "debug"}
+    n1, n2 = (job.start(n, script=given, **flags) for n in ("n1", "n2"))
     for agent in (n1, n2):
         job.said(agent, "step 3", seconds=90)
     (first,) = begun(tmp_path)

@@ -350,7 +350,7 @@ def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
         job.exits(agent, 0, 240)
     said = status(job)
     for generation, where in enumerate(hangs.WAYS.values(), 2):
-        line = re.search(f"ended: ({BEHIND}{where})\n", said)
+        line = re.search(f"generation [0-9]: ({BEHIND}{where}) \\(trained", said)
         assert line, said
         begun(agents, line[1], generation)
 
@@ -361,7 +361,7 @@ def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     agents = pair(job, command, hang_action="restart", max_restarts=1).values()
     for agent in agents:
         job.exits(agent, 0, 120)
-    line = re.search(f"ended: ({NOBODY})\n", status(job))
+    line = re.search(f"generation 1: ({NOBODY}) \\(trained", status(job))
     assert line, status(job)
     begun(agents, line[1], 2)
 

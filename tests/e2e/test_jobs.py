@@ -36,6 +36,12 @@ print(json.dumps({kv.key.decode(): [value.decode(), kv.lease_id] for value, kv i
 RERUN = {"PET_RERUN": "1"}
 
 
+@pytest.fixture(autouse=True)
+def _no_etcd_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
+
+
+
 def test_reuse_of_a_job_id(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
     failed = jobs(kind=TickingJob)
     agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
@@ -116,9 +122,9 @@ def test_two_jobs_on_one_etcd(jobs: Callable[..., Job]) -> None:
 def test_embedded_etcd(tmp_path: Path) -> None:
     job = Job(None, tmp_path)
     try:
-        agent = job.start("n1", nnodes="1", nproc=2, env={"ETCDCTL_ENDPOINTS": ""})
+        agent = job.start("n1", nnodes="1", nproc=2)
         job.trains(2)
-        told = re.search(r"etcdctl \S*--endpoints[= ](\S+)", agent.output)
+        told = re.search(r"an etcd of its own, .* at (unix://\S+)", agent.output)
         assert told, agent.output
         get = [tool("etcdctl"), "--endpoints", told[1], "get", "--prefix", "--keys-only", "/"]
         found = subprocess.run(get, check=True, capture_output=True, text=True).stdout
@@ -148,7 +154,7 @@ def alone(tmp_path: Path) -> Iterator[TickingJob]:
 
 
 def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: TickingJob) -> None:
-    agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
+    agent = alone.start("n1", nnodes="1")
     g = alone.trains(1)
     (first,) = embedded(agent)
     send(signal.SIGKILL, [first])
@@ -165,7 +171,7 @@ def test_r11_an_embedded_etcd_that_is_killed_is_started_again(alone: TickingJob)
 def test_m19_an_embedded_etcd_that_ends_again_and_again_ends_no_training(
     alone: TickingJob,
 ) -> None:
-    agent = alone.start("n1", nnodes="1", env={"ETCDCTL_ENDPOINTS": ""})
+    agent = alone.start("n1", nnodes="1")
     g = alone.trains(1)
     killed: set[int] = set()
     for _ in range(3):
@@ -190,7 +196,7 @@ def test_nothing_stays_in_the_temporary_directory_of_an_agent_that_is_killed(
     alone: TickingJob, short: Path, kill: Callable[[Agent], None]
 ) -> None:
     """Its guardian removes it, and where that is killed, too, the next agent does."""
-    env = {"ETCDCTL_ENDPOINTS": "", "TMPDIR": str(short)}
+    env = {"TMPDIR": str(short)}
     agent = alone.start("n1", nnodes="1", env=env)
     alone.trains(1)
     before = set(short.glob("elastic_etcd*"))

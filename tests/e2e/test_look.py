@@ -92,7 +92,7 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     head = look(job, "status").splitlines()[:3]
     assert head[0].startswith(f"job {job.name}: training since 20")
     assert head[1:] == [
-        f"  because worker 1 on {bad} exited 1",
+        f"  because rank 1 on {bad} exited 1",
         "  last words: ValueError: a mistake of the user's",
     ]
     assert head[2].removeprefix("  last words") in look(job, "events")

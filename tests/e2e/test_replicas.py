@@ -74,7 +74,7 @@ def test_t6_the_worker_in_which_a_bit_flips_is_named(job: Job, action: str) -> N
     events = [json.loads(text) for text in command(job, "events", job.name, "--json").splitlines()]
     found = [each for each in events if each["name"] == "elastic_etcd.divergence"]
     assert [json.loads(each["metadata"]["metadata"])["reason"] for each in found] == [line[0]]
-    assert f"  {line[0]}\n" in command(job, "status", job.name)
+    assert f" {line[0]}\n" in command(job, "status", job.name)
     for agent in (n1, n2):
         agent.terminate()
     for agent in (n1, n2):

@@ -125,7 +125,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_in_the_history(job: Job, text: st
     line = re.search(rf"warning: ({SLOW})\n", nodes[0].output)
     assert line, nodes[0].output
     assert f"warning: {line[1]}\n" in nodes[1].output
-    assert f"  {line[1]}\n" in status(job)
+    assert f" {line[1]}\n" in status(job)
     (job.directory / "mended").touch()
     for agent in nodes:
         job.said(agent, f"]: {OVER}\n", 120)

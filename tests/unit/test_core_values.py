@@ -26,12 +26,13 @@ from elastic_etcd.core import (
     suspects,
     txn,
     view,
+    words,
     writes,
 )
 
 MODULES = (
     *(final_failures, hangs, lifecycle, peers, ranks, rules, schema),
-    *(stragglers, suspects, txn, view, requests, writes),
+    *(stragglers, suspects, txn, view, requests, words, writes),
 )
 # What is something though nothing is said; what is written another version may have left out.
 SAID = {

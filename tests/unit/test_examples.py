@@ -65,7 +65,15 @@ def nightly(*case: str) -> ParameterSet:
 
 def test_all_examples_are_here() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert there == {"digits_ddp.py", "digits_elastic.py", "resnet_synthetic.py"}
+    names = {"digits_ddp.py", "digits_elastic.py", "fsdp2_elastic.py", "resnet_synthetic.py"}
+    assert there == names
+
+
+@pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
+def test_sharded(launcher: str, tmp_path: Path) -> None:
+    small = ("--epochs=1", "--samples=256", "--width=16", "--depth=1")
+    told = run(launcher, ROOT / "examples" / "fsdp2_elastic.py", *small, cwd=tmp_path, calm=False)
+    assert "epoch 1 " in told
 
 
 @pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])

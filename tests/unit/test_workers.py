@@ -398,6 +398,7 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(
     (parked,) = watched.groups
     os.kill(parked, signal.SIGKILL)
     await watched.emptied()
+    await gone(parked)
     await watched.workers.end_leftovers()
     assert not is_running(pid)
 
