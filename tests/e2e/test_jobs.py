@@ -41,7 +41,6 @@ def _no_etcd_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETCDCTL_ENDPOINTS", raising=False)
 
 
-
 def test_reuse_of_a_job_id(jobs: Callable[..., Job], etcd: EtcdServer) -> None:
     failed = jobs(kind=TickingJob)
     agent = failed.start("n1", "--fault", "exit:7@step=2", nnodes="1", max_restarts=0)
