@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from elastic_etcd.errors import UsageError
 from elastic_etcd.train.state.elastic_state import ElasticState
-from tests.support.forked import Child, group
+from tests.support.forked import Child, group, ranks
 
 PROCESSES = 5
 
@@ -186,3 +187,24 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_world_of_any_size_goes_on_from_the_last_commit(tmp_path: Path, seeds: range) -> None:
     children = [Child(live, process, tmp_path, seeds, PROCESSES) for process in range(PROCESSES)]
     assert [child.result(600) for child in children] == [[]] * PROCESSES
+
+
+def refused(rank: int) -> list[str]:
+    """What a state says to scripts that can't be right."""
+    del rank
+    said = []
+    early = ElasticState(build=builder(1), epoch=0)
+    twice = ElasticState(build=builder(1), model=nn.Linear(1, 1))
+    for call in (early.commit, twice.sync, lambda: early.save("file")):
+        try:
+            call()
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_can_not_be_is_refused_by_name(tmp_path: Path) -> None:
+    for early, twice, file in ranks(2, tmp_path, refused)[:1]:
+        assert early == "commit(): the values of `build` are made where training begins"
+        assert twice == "build(world) makes 'model', which the state has already"
+        assert "torch.distributed.checkpoint.save" in file

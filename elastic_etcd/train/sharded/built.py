@@ -1,6 +1,6 @@
 """The values of a state that are made for one world, since what is sharded is bound to its mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,10 +58,11 @@ class Built:
         self._build, self._copies = build, copies
         self.names: frozenset[str] = frozenset()
         self.there = False  # in this world
+        self._fit: frozenset[str] = frozenset()  # sharded tensors that another world can hold
         self._shards: PieceStore | None = None
 
-    def begin(self, number: int) -> dict[str, Any]:
-        """Make the values for this world."""
+    def begin(self, number: int, others: Collection[str]) -> dict[str, Any]:
+        """Make the values for this world; the state has `others` beside them."""
         _forget_meshes()
         rank, size = rank_and_size(launched=False)
         values = self._build(BuildWorld(generation(), rank, size, device_of()))
@@ -70,7 +71,10 @@ class Built:
         if self.names and values.keys() != self.names:
             made, before = ", ".join(values), ", ".join(sorted(self.names))
             raise UsageError(f"build(world) has made {made}, and {before} for the world before")
-        self.names, self.there = frozenset(values), True
+        for name in values:
+            if name in others:
+                raise UsageError(f"build(world) makes {name!r}, which the state has already")
+        self.names, self.there, self._fit = frozenset(values), True, frozenset()
         self._shards = self._shards or PieceStore(number, self._copies)
         return values
 
@@ -85,8 +89,11 @@ class Built:
         leaves: bool,
     ) -> None:
         """Commit the pieces; see PieceStore.write. Raises UsageError for what no world can hold."""
-        assert self._shards
-        refuse_homeless(values, tensors)
+        if self._shards is None or not self.there:
+            raise UsageError("commit(): the values of `build` are made where training begins")
+        if tensors.keys() != self._fit:  # moments come with the first step
+            refuse_homeless(values, tensors)
+            self._fit = frozenset(tensors)
         self._shards.write(version, tensors, batched, last=last, leaves=leaves)
 
     def own(self, snapshot: StateSnapshot, values: Mapping[str, Any]) -> dict[str, DTensor]:

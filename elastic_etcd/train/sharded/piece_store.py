@@ -10,6 +10,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class PieceStore:
         copies = max(self._copies, 2 if any(place.leaves for place in places) else 1)
         plan = partners(places, copies)
         sizes = {sender: _lengths(rows[sender][0]) for sender, to in enumerate(plan) if rank in to}
-        self._keep_copies(snapshot, dict.fromkeys(plan[rank], snapshot), sizes, rows)
+        self._keep_copies(snapshot, plan[rank], sizes)
         gather([1])
 
     def load(
@@ -111,7 +112,10 @@ class PieceStore:
                 f"there were copies ({self._copies})"
             ) from None
         dtypes = {name: DTYPES[dtype] for name, (dtype, _) in names.items()}
-        there = {piece: torch.empty(piece.shape, dtype=dtypes[piece.name]) for piece in needs}
+        there = {
+            piece: torch.empty(piece.shape, dtype=dtypes[piece.name], device="cpu")
+            for piece in needs
+        }
         for each in plan:
             if each.sender == each.receiver == rank:
                 _put(each, mine[each.source][each.part.within(each.source)], there)
@@ -151,23 +155,23 @@ class PieceStore:
 
     def drop(self) -> None:
         """Nothing is committed any more."""
-        for memfd in (*self._own, *(memfd for pair in self._kept for memfd in pair)):
+        for memfd in chain(self._own, *self._kept):
             memfd.clear()
 
     def _keep_copies(
         self,
         own: StateSnapshot,
-        to: Mapping[int, StateSnapshot],
+        to: Sequence[int],
         sizes: Mapping[int, Sequence[int]],
-        rows: Sequence[Sequence[int]],
     ) -> None:
         """Give this rank's snapshot to those ranks, and keep those of the others."""
         while len(self._kept) < len(sizes):
             self._kept.append(self._pair(f"copy{len(self._kept)}"))
         header = torch.frombuffer(bytearray(own.header.pack()), dtype=torch.uint8)
         sends = {rank: [header, *own.body.split(BUCKET)] for rank in to}
+        bodies = {sender: sum(lengths[1:]) for sender, lengths in sizes.items()}
         targets = {
-            sender: self._free(pair, rows[sender][0])
+            sender: self._free(pair, bodies[sender])
             for sender, pair in zip(sorted(sizes), self._kept, strict=False)
         }
         headers: dict[int, Header | None] = {}
@@ -177,7 +181,7 @@ class PieceStore:
                 headers[sender] = Header.unpack(bytes(message.tolist()))
                 continue
             start, ends[sender] = ends[sender], ends[sender] + len(message)
-            targets[sender].body(rows[sender][0])[start : ends[sender]] = message
+            targets[sender].body(bodies[sender])[start : ends[sender]] = message
         for sender, target in targets.items():
             header = headers[sender]
             if header is None or not target.set(header).is_intact():
@@ -187,7 +191,7 @@ class PieceStore:
     def _pieces_of(self, version: Version) -> dict[Piece, torch.Tensor]:
         """Each piece of that commit that is here, and intact."""
         found: dict[Piece, torch.Tensor] = {}
-        for memfd in (*self._own, *(memfd for pair in self._kept_before() for memfd in pair)):
+        for memfd in chain(self._own, *self._kept_before()):
             snapshot = memfd.snapshot()
             if snapshot is None or snapshot.header.version != version:
                 continue

@@ -367,14 +367,11 @@ class ElasticState:
                 reshard(rank, size)
 
     def _begin_built(self) -> None:
-        built = self._built
-        if built is None:
-            return
-        for name, value in built.begin(self._snapshots.number).items():
-            self._refuse_name(name)
-            if self._values.get(name) is not None and name not in built.names:
-                raise UsageError(f"build(world) makes {name!r}, which the state has already")
-            self._values[name] = value
+        if self._built:
+            values = self._built.begin(self._snapshots.number, self._kept_values())
+            for name in values:
+                self._refuse_name(name)
+            self._values.update(values)
 
     def _take_shards(self, snapshot: StateSnapshot, first: dict[str, Any]) -> dict[str, Any]:
         """The sharded tensors of the snapshot; `first` are those of values that are new."""
