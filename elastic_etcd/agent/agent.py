@@ -414,8 +414,8 @@ class Agent:
             view = self._state.view
             now = view.round.generation if view and view.round else 0
             first = now == self._state.local.ran
-            last = result.failure.message.splitlines()[-1:] or ["(nothing on its stderr)"]
-            text = f"{_described(result.failure)}: {last[0]}"
+            last = result.failure.last_words or "(nothing on its stderr)"
+            text = f"{_described(result.failure)}: {last}"
             log.log(logging.WARNING if first else logging.DEBUG, "%s", text)
 
     async def _join(self) -> None:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from elastic_etcd.agent.goodput import total
 from elastic_etcd.cli import query
 from elastic_etcd.cli.query import in_one_line
-from elastic_etcd.core.schema import Failure, History, Keys, Outcome, decode
+from elastic_etcd.core.schema import Failure, History, Keys, Outcome, decode, seconds_of
 from elastic_etcd.core.txn import Snapshot
 from elastic_etcd.core.view import Everything, view_of
 from elastic_etcd.etcd.mirror import first
@@ -188,7 +188,7 @@ def event(
         "duration_ms": None if seconds is None else round(1e3 * seconds, 3),
     }
     source = "WORKER" if failure else "AGENT"
-    timestamp = at if isinstance(at, int) else round(1e3 * max(0.0, query.seconds_of(at) or 0.0))
+    timestamp = at if isinstance(at, int) else round(1e3 * max(0.0, seconds_of(at) or 0.0))
     return Event(name, source, timestamp, metadata, text)
 
 
@@ -214,7 +214,7 @@ def past(job: str, view: View) -> Iterator[Event]:
                 lines = query.newest_divergences(view, generation) or UNSET
                 entry = replace(entry, divergences=lines)
             yield from _of_world(job, entry, ended)
-            ended = query.seconds_of(entry.ended_at)
+            ended = seconds_of(entry.ended_at)
     if view.outcome and all(entry.outcome != view.outcome for entry in query.worlds(view)):
         yield _of_outcome(job, view.outcome, 0.0)
     yield from _of_wanted(job, view)
@@ -225,7 +225,7 @@ def _of_world(job: str, entry: History, ended: float | None) -> Iterator[Event]:
     common: dict[str, Any] = {"job": job, "restarts": entry.restarts or 0, "generation": generation}
     if isinstance(entry.began, str):
         nodes = entry.nodes or ()
-        began = query.seconds_of(entry.began_at)
+        began = seconds_of(entry.began_at)
         later = f" {max(0.0, began - ended):.1f} s later" if began and ended else ""
         size = f" world of {entry.world_size or '?'} on {query.some_of(nodes)}" if nodes else ""
         world = f";{later}{size}" if later or size else ""
@@ -282,7 +282,7 @@ def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) ->
 
 
 def _said(failure: Failure | None) -> str:
-    words = query.last_words(failure) if failure else ""
+    words = failure.last_words if failure else ""
     return f": {words}" if words else ""
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from elastic_etcd.core.schema import Failure
     from elastic_etcd.core.txn import KeyValue
     from elastic_etcd.etcd.access import EtcdConfig
 
@@ -170,27 +169,6 @@ def some_of(names: Sequence[str]) -> str:
     """These names in a line, however many there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
-
-
-def last_words(failure: Failure) -> str:
-    """The line by which a worker's own message names its cause, "" where it has left none.
-
-    Of a hang the stack is there, which names none: the failure itself says where it is.
-    """
-    if failure.hang:
-        return ""
-    lines = [line.strip() for line in failure.message.splitlines() if line.strip()]
-    if lines and lines[0].startswith("out of memory: "):  # the agent's, before what it said itself
-        return lines[0]
-    return lines[-1] if lines else ""
-
-
-def seconds_of(at: object) -> float | None:
-    """A time of somebody else's, in ISO 8601, as seconds since 1970; None for what is no time."""
-    try:
-        return datetime.fromisoformat(at).timestamp() if isinstance(at, str) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def when(at: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.agent import goodput
 from elastic_etcd.cli import query, status
-from elastic_etcd.core.schema import Phase, plain
+from elastic_etcd.core.schema import Phase, plain, seconds_of
 from elastic_etcd.errors import ElasticEtcdError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def is_current(view: View, world: History) -> bool:
 
 def _going_on(view: View, last: History, now: float) -> float:
     """How long the world that trains has done so, by its coordinator's clock and this one's."""
-    began = query.seconds_of(last.began_at)
+    began = seconds_of(last.began_at)
     if began is None or not view.members or not is_current(view, last):
         return 0.0
     return max(0.0, now - began)

@@ -80,7 +80,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "state": state_of(view),
         "since": _since(view, newest),
         "why": _why(view, reason),
-        "last_words": query.last_words(failure) if failure else "",
+        "last_words": failure.last_words if failure else "",
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_etcd.cli import flag_values, parsers, query, write_requests
 from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core import requests
+from elastic_etcd.core.schema import seconds_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def _goes_on(view: View) -> bool:
 
 def _is_old(view: View, args: Namespace) -> bool:
     """Whether it was over so long ago, by its coordinator's clock and this one's."""
-    ended = query.seconds_of(view.outcome.at) if view.outcome else None
+    ended = seconds_of(view.outcome.at) if view.outcome else None
     return ended is not None and not view.members and time.time() - ended >= args.older_than
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_etcd.cli import query
 from elastic_etcd.cli.report import is_current, worlds
 from elastic_etcd.core.ranks import natural
+from elastic_etcd.core.schema import seconds_of
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def of_history(view: View, now: float) -> Iterator[tuple[str, dict[str, Any]]]:
     The coordinators' clocks say when worlds began, and `now` where the one that trains has come.
     """
     for entry in worlds(view):
-        began = query.seconds_of(entry.began_at)
+        began = seconds_of(entry.began_at)
         if began is None:
             continue
         events = list(_of_world(entry, began, _end(view, entry, now)))
@@ -107,7 +108,7 @@ def _end(view: View, entry: History, now: float) -> float | None:
     """When a world has ended, as far as is known."""
     if is_current(view, entry):
         return now if view.members else None
-    return query.seconds_of(entry.ended_at)
+    return seconds_of(entry.ended_at)
 
 
 def _of_world(entry: History, began: float, ended: float | None) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
@@ -507,6 +508,18 @@ class Failure(Value, frozen=True):
             return self.hang
         return f"rank {self.rank} on {self.node} {words.ended(self.code)}"
 
+    @property
+    def last_words(self) -> str:
+        """The line by which a worker's own message names its cause, "" where it has left none.
+
+        Of a hang the stack is there, which names none: the failure itself says where it is.
+        """
+        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+        if self.hang or not lines:
+            return ""
+        # The agent's word stands before what the worker said itself.
+        return lines[0] if lines[0].startswith("out of memory: ") else lines[-1]
+
 
 class Report(Value, frozen=True):
     """The end of a node's workers."""
@@ -741,6 +754,14 @@ class History(Lasting, frozen=True):
 
 
 # --- their JSON ---------------------------------------------------------------------------
+
+
+def seconds_of(at: object) -> float | None:
+    """A time of somebody else's, in ISO 8601, as seconds since 1970; None for what is no time."""
+    try:
+        return datetime.fromisoformat(at).timestamp() if isinstance(at, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def encode(value: Value) -> str:

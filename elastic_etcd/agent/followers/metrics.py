@@ -8,7 +8,6 @@ the workers'.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 
 from prometheus_client.core import (
     CollectorRegistry,
@@ -30,7 +29,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, Life, State, WorkersDiverged
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Phase
+from elastic_etcd.core.schema import Phase, seconds_of
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.protocol.activity import Activity
 from elastic_etcd.protocol.messages import UNCOUNTED
@@ -171,7 +170,7 @@ class Metrics(Collector):
         )
         yield self._gauge("restart_budget_left", text, left)
         outcome = state.view.outcome if state.view else None
-        ended = {outcome.state: _seconds(outcome.at)} if outcome else {}
+        ended = {outcome.state: seconds_of(outcome.at) or 0.0} if outcome else {}
         text = "When the job has ended, by its outcome, in seconds since 1970."
         yield self._gauge("outcome_timestamp_seconds", text, ended, "state")
 
@@ -233,13 +232,6 @@ class Metrics(Collector):
 
 
 _PREFIX = "elastic_etcd_"
-
-
-def _seconds(at: str) -> float:
-    try:
-        return datetime.fromisoformat(at).timestamp()
-    except (ValueError, OverflowError):  # anybody may have written it
-        return 0.0
 
 
 def unready(state: State) -> str:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import query
+from elastic_etcd.core.schema import seconds_of
 from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _samples(short: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
     job, state = short["job"], short["state"]
     yield job, "job_state", state, 1
     if state not in ("training", "forming", "deserted"):
-        yield job, "outcome_timestamp_seconds", state, query.seconds_of(short["since"]) or 0
+        yield job, "outcome_timestamp_seconds", state, seconds_of(short["since"]) or 0
     if state not in ("training", "forming"):
         return
     yield job, "generation", "", short["generation"]
