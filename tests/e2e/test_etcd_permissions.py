@@ -54,6 +54,17 @@ def loses_a_node(job: TickingJob, lost: Agent, generation: int) -> None:
     job.trains(1, after=generation)
 
 
+def puts_keys_back(job: TickingJob, guarded: EtcdServer, n1: Agent, n2: Agent, g: int) -> None:
+    """Both leases end; with the permission the keys are back, and the world is the same."""
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is gone, its world is not")
+    guarded.ctl("user", "grant-role", "me", "training")
+    for agent in (n1, n2):
+        job.said(agent, "this node's key is back")
+    job.undisturbed(g)
+    job.finish(n1, n2)
+
+
 def test_e2_a_permission_that_is_taken_away_ends_leases_and_no_training(
     job: TickingJob, guarded: EtcdServer
 ) -> None:
@@ -68,13 +79,7 @@ def test_e2_a_permission_that_is_taken_away_ends_leases_and_no_training(
         job.said(agent, "renews this node's lease again")
     job.undisturbed(g)
     guarded.ctl("user", "revoke-role", "me", "training")
-    for agent in (n1, n2):
-        job.said(agent, "this node's key is gone, its world is not")
-    guarded.ctl("user", "grant-role", "me", "training")
-    for agent in (n1, n2):
-        job.said(agent, "this node's key is back")
-    job.undisturbed(g)
-    job.finish(n1, n2)
+    puts_keys_back(job, guarded, n1, n2, g)
 
 
 def test_e2_nor_does_it_where_nothing_of_the_job_is_seen_meanwhile(
@@ -86,12 +91,7 @@ def test_e2_nor_does_it_where_nothing_of_the_job_is_seen_meanwhile(
     restart(guarded)
     for agent in (n1, n2):
         job.said(agent, "denies user 'me' access to /elastic_etcd/")
-        job.said(agent, "this node's key is gone, its world is not")
-    guarded.ctl("user", "grant-role", "me", "training")
-    for agent in (n1, n2):
-        job.said(agent, "this node's key is back")
-    job.undisturbed(g)
-    job.finish(n1, n2)
+    puts_keys_back(job, guarded, n1, n2, g)
 
 
 def test_r3_a_permission_that_is_taken_away_ends_no_training(

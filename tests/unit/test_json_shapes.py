@@ -96,13 +96,18 @@ class World(TypedDict):
     spent_before: NotRequired[dict[str, float]]
 
 
-class Job(TypedDict):
+class Told(TypedDict):
+    """The first fields of each."""
+
     version: int
     job: str
     state: str
     since: str | None
     why: str
     last_words: str
+
+
+class Job(Told):
     revision: int
     phase: str
     generation: int
@@ -131,13 +136,7 @@ class Top(Job):
     events: list[str]
 
 
-class TopOfAll(TypedDict):
-    version: int
-    job: str
-    state: str
-    since: str | None
-    why: str
-    last_words: str
+class TopOfAll(Told):
     phase: str
     generation: int
     reason: str
