@@ -512,7 +512,7 @@ class Failure(Value, frozen=True):
     def last_words(self) -> str:
         """The line by which a worker's own message names its cause, "" where it has left none.
 
-        Of a hang the stack is there, which names none: the failure itself says where it is.
+        A hang has its stack there, which names none: the failure itself says where it is.
         """
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
         if self.hang or not lines:

@@ -208,3 +208,10 @@ def test_what_can_not_be_is_refused_by_name(tmp_path: Path) -> None:
         assert early == "commit(): the values of `build` are made where training begins"
         assert twice == "build(world) makes 'model', which the state has already"
         assert "torch.distributed.checkpoint.save" in file
+
+
+def test_what_goes_with_build_is_a_value_without_it() -> None:
+    state = ElasticState(first=True, copies=3)
+    assert (state.first, state.copies) == (True, 3)
+    with pytest.raises(UsageError, match="build is a function"):
+        ElasticState(build=3)  # type: ignore[arg-type]

@@ -55,6 +55,10 @@ class Built:
     """The values that `build` has made for this world, and their pieces in memory."""
 
     def __init__(self, build: Callable[[BuildWorld], dict[str, Any]], copies: int) -> None:
+        if not callable(build):
+            raise UsageError(
+                "build is a function that makes a state's sharded values: see its docs"
+            )
         self._build, self._copies = build, copies
         self.names: frozenset[str] = frozenset()
         self.there = False  # in this world

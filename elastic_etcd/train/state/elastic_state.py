@@ -57,14 +57,15 @@ class ElasticState:
 
         state = ee.ElasticState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
-    values: each is an attribute from then on (`state.epoch += 1`). build: makes the values that
-    are sharded (FSDP2, HSDP) for each world anew, and others that hold on to them, such as a
-    scheduler: `build(world)` returns them by name. first: `first(state)` is called on all ranks
-    when there is nothing to go on from; it may load a checkpoint. copies: how many nodes have
-    each piece of what is sharded. commit() takes a snapshot of all of them into shared memory. The
-    agent keeps that memory when this process dies; without an agent it ends with the process.
-    allow_pickle: let values that have no plain form be pickled; it also
+    values: each is an attribute from then on (`state.epoch += 1`). commit() takes a snapshot of all
+    of them into shared memory. The agent keeps that memory when this process dies; without an agent
+    it ends with the process. allow_pickle: let values that have no plain form be pickled; it also
     lets whoever writes a snapshot run code in this process.
+
+    build: makes the values that are sharded (FSDP2, HSDP) for each world anew, and others that hold
+    on to them, such as a scheduler: `build(world)` returns them by name. With it there may be
+    `first`: `first(state)` is called on all ranks when there is nothing to go on from, and may load
+    a checkpoint; and `copies`: how many nodes have each piece of what is sharded, 2 by default.
 
     Raises UsageError for a name that is a method's or begins with an underscore, and for values of
     which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh) and that
@@ -75,21 +76,20 @@ class ElasticState:
         self,
         *,
         build: Callable[["BuildWorld"], dict[str, Any]] | None = None,
-        first: Callable[["ElasticState"], object] | None = None,
-        copies: int = 2,
         allow_pickle: bool = False,
         **values: Any,
     ) -> None:
+        self._first: Callable[[ElasticState], object] | None = None
+        self._built: Built | None = None
+        if build is not None:  # else they are values like others
+            from elastic_etcd.train.sharded import built  # noqa: PLC0415 - it takes a second
+
+            self._first = values.pop("first", None)
+            self._built = built.Built(build, values.pop("copies", 2))
         for name, value in values.items():
             self._refuse_name(name)
             codecs.refuse_sharded(name, value)
         self._values = values
-        self._first = first
-        self._built: Built | None = None
-        if build:
-            from elastic_etcd.train.sharded import built  # noqa: PLC0415 - it takes a second
-
-            self._built = built.Built(build, copies)
         self._allow_pickle = allow_pickle
         self._staging = Staging()
         self._callbacks: list[Callable[..., Any]] = []
