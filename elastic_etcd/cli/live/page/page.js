@@ -76,9 +76,9 @@ function badge(state) {
 const rate = (value) => (value === null ? "-" : value.toFixed(2));
 const counted = (limits) => limits && limits.max_restarts < 2 ** 31;  // torchrun counts its own
 const budget = (state) => `${state.restarts}${counted(state.limits) ? ` of ${state.limits.max_restarts}` : ""}`;
-const failed = (f) => f.hang || (f.code < 0
-  ? `worker ${f.rank} on ${f.node} was killed by signal ${-f.code}`
-  : `worker ${f.rank} on ${f.node} exited ${f.code}`);
+const signals = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"};
+const ended = (code) => code < 0 ? `was killed by ${signals[-code] || `signal ${-code}`}` : `exited ${code}`;
+const failed = (f) => f.hang || `rank ${f.rank} on ${f.node} ${ended(f.code)}`;
 
 // --- all jobs ---------------------------------------------------------------------------
 
