@@ -5,13 +5,15 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch.distributed as dist
 from msgspec import json
+from msgspec.structs import replace
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.checkpoint import latest_checkpoint as memory_sync
@@ -23,15 +25,18 @@ from elastic_etcd.train.checkpoint.latest_checkpoint import (
     pull,
 )
 from elastic_etcd.train.checkpoint.memory_checkpoint import (
+    MANIFEST,
     Checkpoint,
     describe,
     found_in,
     give_name,
+    manifest_in,
     memory_checkpoint,
 )
 from tests.support.disks import small_disk
 
 LONG = 30.0  # seconds
+COPIED = ".copied"
 NEW, OLD = Checkpoint(120, 3), Checkpoint(110, 3)
 
 
@@ -209,7 +214,76 @@ def test_no_room_for_the_newest_is_an_error_with_the_figures(nodes: Nodes) -> No
         Sender("127.0.0.1", found_in(nodes.memories[0])) as sender,
         pytest.raises(UsageError, match=from_there),
     ):
-        pull(sender.offer, NEW, nodes.memories[1])
+        pull(sender.offer, NEW, nodes.memories[1] / COPIED)
+
+
+# --- checkpoints that are spread over nodes ---
+
+
+def make_parts(nodes: Nodes, copies: int = 2) -> None:
+    """Each node has a file of its own, and those of the nodes before it."""
+    names = [f"__{rank}.distcp" for rank in range(len(nodes.memories))]
+    whole = []
+    for rank, memory in enumerate(nodes.memories):
+        folder = memory / ".made"
+        folder.mkdir()
+        for name in {names[rank - back] for back in range(copies)}:
+            (folder / name).write_text(name * 100)
+        described = describe(folder, NEW)
+        whole += [file for file in described.files if file.name == names[rank]]
+        made = replace(described, whole=whole)
+        if rank == len(names) - 1:
+            for other in nodes.memories[:-1]:
+                path = other / NEW.name
+                (path / MANIFEST).write_bytes(
+                    json.encode(replace(manifest_in(path, NEW), whole=whole))
+                )
+        give_name(folder, made, memory)
+
+
+def all_have_parts(nodes: Nodes) -> bool:
+    paths = [memory / NEW.name for memory in nodes.memories]
+    agreed = nodes.agree()
+    if agreed != paths:
+        assert all(isinstance(each, MalformedState) for each in agreed), agreed
+        return False
+    for path in paths:
+        files = {file.name: file.read_text() for file in path.glob("__*")}
+        assert files == {name: name * 100 for name in ("__0.distcp", "__1.distcp", "__2.distcp")}
+        assert not manifest_in(path, NEW).is_part
+    return True
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1, 2])
+def test_each_node_gets_the_files_of_all(nodes: Nodes, lost: int | None) -> None:
+    make_parts(nodes)
+    if lost is not None:
+        rmtree(nodes.memories[lost] / NEW.name)
+    assert all_have_parts(nodes)
+    assert all_have_parts(nodes)
+
+
+def test_two_lost_nodes_of_three_leave_no_whole_checkpoint(nodes: Nodes) -> None:
+    make_parts(nodes)
+    for memory in nodes.memories[:2]:
+        rmtree(memory / NEW.name)
+    assert not all_have_parts(nodes)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("back", range(2))
+def test_a_copy_counts_where_a_file_is_damaged(nodes: Nodes, rank: int, back: int) -> None:
+    make_parts(nodes)
+    name = f"__{(rank - back) % 3}.distcp"
+    (nodes.memories[rank] / NEW.name / name).write_text("x" * len(name) * 100)
+    assert all_have_parts(nodes)
+
+
+def test_a_file_that_is_damaged_everywhere_is_not_loaded(nodes: Nodes) -> None:
+    make_parts(nodes)
+    for rank in (1, 2):
+        (nodes.memories[rank] / NEW.name / "__1.distcp").write_text("x")
+    assert not all_have_parts(nodes)
 
 
 # --- hostile peers, and such as go ---
@@ -225,6 +299,10 @@ def peer(say: Callable[[socket.socket], None]) -> Iterator[Offer]:
             with caller:
                 caller.recv(100)
                 say(caller)
+                with suppress(OSError):  # it has hung up
+                    caller.shutdown(socket.SHUT_WR)
+                    while caller.recv(100):  # else what was said is lost with what was not read
+                        pass
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -257,15 +335,15 @@ def test_what_a_peer_may_say(tmp_path: Path, said: bytes, error: type[Exception]
     memory = tmp_path / "memory"
     make(memory, OLD)
     with peer(lambda caller: caller.sendall(said)) as offer, pytest.raises(error):
-        pull(offer, NEW, memory)
-    assert [path.name for path in memory.iterdir()] == [OLD.name], "what it had stays"
+        pull(offer, NEW, memory / COPIED)
+    assert [*found_in(memory)] == [OLD], "what it had stays"
     assert [path.name for path in tmp_path.iterdir()] == ["memory"]
 
 
 def test_the_peer_of_these_tests_is_believed_when_it_is_right(tmp_path: Path) -> None:
     with peer(lambda caller: caller.sendall(manifest() + b"abc")) as offer:
-        path = pull(offer, NEW, tmp_path)
-    assert (path / "a").read_text() == "abc"
+        assert not pull(offer, NEW, tmp_path / COPIED).is_part
+    assert (tmp_path / COPIED / "a").read_text() == "abc"
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:
@@ -273,7 +351,7 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     data = json.encode({"step": 120, "generation": 3, "files": [one, one]})
     said = struct.pack(">I", len(data)) + data
     with peer(lambda caller: caller.sendall(said)) as offer, pytest.raises(FileExistsError):
-        pull(offer, NEW, tmp_path)
+        pull(offer, NEW, tmp_path / COPIED)
 
 
 def test_nothing_is_said_to_who_does_not_know_the_nonce(tmp_path: Path) -> None:
@@ -287,7 +365,7 @@ def test_nothing_is_said_to_who_does_not_know_the_nonce(tmp_path: Path) -> None:
         with socket.create_connection((sender.offer.addr, sender.offer.port)) as sock:
             sock.sendall(memory_sync._HELLO.pack(nonce, 121, 3))
             assert sock.recv(100) == b"", "what was not offered"
-        assert pull(sender.offer, NEW, tmp_path) == tmp_path / NEW.name
+        assert pull(sender.offer, NEW, tmp_path / COPIED).step == NEW.step
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,9 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
     check_intact,
     found_in,
     give_name,
+    is_whole,
     keep_only,
+    manifest_in,
     memory_of,
     read_manifest,
     remember,
@@ -194,9 +196,12 @@ class Node:
     def _follow(self, plan: Plan, held: Mapping[Checkpoint, Path]) -> Path | None:
         for number, (checkpoint, nodes) in enumerate(plan.candidates):
             began = time.monotonic()
-            path = self._get(checkpoint, nodes, plan, held)
-            if self._all_have_it(number, checkpoint, path):
-                assert path is not None
+            found = self._get(checkpoint, nodes, plan, held)
+            if self._all_have_it(number, checkpoint, found is not None):
+                assert found is not None
+                path, copied = found
+                if copied:  # nobody copies from here any more
+                    path = give_name(path, copied, self._memory)
                 keep_only(self._memory, checkpoint)
                 if self._rank == 0:
                     log.warning(
@@ -216,24 +221,34 @@ class Node:
         nodes: Sequence[int],
         plan: Plan,
         held: Mapping[Checkpoint, Path],
-    ) -> Path | None:
-        """The path here of a checkpoint, copied if need be; None if it can't be had whole."""
+    ) -> tuple[Path, Manifest | None] | None:
+        """The path here of a checkpoint, which has a name or is copied with that manifest.
+
+        None if it can't be had whole.
+        """
         path = held.get(checkpoint)
-        if path and _is_intact(checkpoint, path):
-            return path
+        folder = self._memory / ".copied"
+        rmtree(folder, ignore_errors=True)
+        if path and _is_part(checkpoint, path):
+            _link_intact(checkpoint, path, folder)
+        elif path and _is_intact(checkpoint, path):
+            return path, None
         others = [rank for rank in nodes if rank != self._rank]
         first = self._rank % len(others) if others else 0  # so that each sends to some only
         for rank in others[first:] + others[:first]:
             try:
-                return pull(plan.offers[rank], checkpoint, self._memory)
+                manifest = pull(plan.offers[rank], checkpoint, folder)
+                if not manifest.is_part:
+                    return folder, manifest
             except (OSError, MalformedState) as error:
                 log.warning(
                     "%s can't be copied from group rank %d: %s", checkpoint.name, rank, error
                 )
+        rmtree(folder, ignore_errors=True)
         return None
 
-    def _all_have_it(self, number: int, checkpoint: Checkpoint, path: Path | None) -> bool:
-        if path is None:
+    def _all_have_it(self, number: int, checkpoint: Checkpoint, here: bool) -> bool:
+        if not here:
             self._store.add(f"lacking/{number}", 1)
         if self._store.add(f"tried/{number}", 1) == self._nodes:
             lacking = self._store.add(f"lacking/{number}", 0)
@@ -306,12 +321,33 @@ class Sender:
 
 
 def _send(caller: socket.socket, path: Path, checkpoint: Checkpoint) -> None:
+    """Send the manifest, and those of its files that the caller wants."""
     data = (path / MANIFEST).read_bytes()
-    caller.sendall(_LENGTH.pack(len(data)) + data)
-    for file in read_manifest(data, checkpoint).files:
-        if file.size:
-            with (path / file.name).open("rb") as source:
-                caller.sendfile(source, count=file.size)
+    _send_message(caller, data)
+    files = {file.name: file for file in read_manifest(data, checkpoint).files}
+    for name in read_names(_read_message(caller)):
+        if name in files and files[name].size:
+            with (path / name).open("rb") as source:
+                caller.sendfile(source, count=files[name].size)
+
+
+def read_names(data: bytes) -> list[str]:
+    """The files that somebody else asks for. Raises MalformedState."""
+    try:
+        return json.decode(data, type=list[str])
+    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
+        raise MalformedState(f"not the names of files: {error}") from None
+
+
+def _send_message(sock: socket.socket, data: bytes) -> None:
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _read_message(sock: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
+    if length > LONGEST_MANIFEST:
+        raise MalformedState(f"a manifest of {shown(length)}")
+    return _read(sock, length)
 
 
 def _read(sock: socket.socket, size: int) -> bytes:
@@ -328,53 +364,78 @@ def _read_some(sock: socket.socket, most: int) -> bytes:
     return chunk
 
 
-def pull(offer: Offer, checkpoint: Checkpoint, memory: Path) -> Path:
-    """Copy a checkpoint from the node that offers it, into memory; gives its path.
+def pull(offer: Offer, checkpoint: Checkpoint, folder: Path) -> Manifest:
+    """Copy into the folder what the node that offers the checkpoint has of it.
 
-    Older ones stay until the new one is whole. Raises OSError, MalformedState for another one than
-    was offered, and UsageError without enough free memory.
+    Of a checkpoint that is spread over nodes only what the folder lacks. Gives the manifest of the
+    folder, which is a part as long as it lacks more. Raises OSError, MalformedState for another one
+    than was offered, and UsageError without enough free memory.
     """
-    folder = memory / ".copied"
-    rmtree(folder, ignore_errors=True)
     with socket.create_connection((offer.addr, offer.port), _SILENCE) as sock:
         sock.settimeout(_SILENCE)
         nonce = bytes.fromhex(offer.nonce)
         sock.sendall(_HELLO.pack(nonce, checkpoint.step, checkpoint.generation))
-        (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
-        if length > LONGEST_MANIFEST:
-            raise MalformedState(f"a manifest of {shown(length)}")
-        manifest = read_manifest(_read(sock, length), checkpoint)
-        check_free(memory, manifest.size, f"{checkpoint.name}, from {offer.addr},")
-        folder.mkdir()
-        try:
-            _receive(sock, manifest, folder)
-            return give_name(folder, manifest, memory)
-        finally:
+        manifest = read_manifest(_read_message(sock), checkpoint)
+        if not manifest.is_part:
             rmtree(folder, ignore_errors=True)
+        wanted = _lacking(folder, manifest.files)
+        size = sum(file.size for file in wanted)
+        check_free(folder.parent, size, f"{checkpoint.name}, from {offer.addr},")
+        folder.mkdir(exist_ok=True)
+        _send_message(sock, json.encode([file.name for file in wanted]))
+        _receive(sock, wanted, folder)
+    whole = manifest.whole or manifest.files
+    if not _lacking(folder, whole):
+        return Manifest(manifest.step, manifest.generation, whole)
+    if manifest.is_part:
+        return manifest
+    raise MalformedState("it did not arrive as it was written")
 
 
-def _receive(sock: socket.socket, manifest: Manifest, folder: Path) -> None:
+def _lacking(folder: Path, files: Iterable[File]) -> list[File]:
+    return [file for file in files if not (folder / file.name).exists()]
+
+
+def _is_part(checkpoint: Checkpoint, path: Path) -> bool:
+    try:
+        return manifest_in(path, checkpoint).is_part
+    except (OSError, MalformedState):
+        return False
+
+
+def _link_intact(checkpoint: Checkpoint, path: Path, folder: Path) -> None:
+    """Have the intact files of a part in the folder, too."""
+    for file in manifest_in(path, checkpoint).files:
+        target = folder / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            if is_whole(path, file):
+                target.hardlink_to(path / file.name)
+                continue
+        log.warning("%s is damaged: a copy on another node counts", path / file.name)
+
+
+def _receive(sock: socket.socket, files: Sequence[File], folder: Path) -> None:
+    """Write the files, but for those that do not come as they were written."""
     log_at = time.monotonic() + _LOG_EVERY
-    left = size = manifest.size
-    for file in manifest.files:
-        for received in _receive_file(sock, file, folder):
-            left -= received
-            if time.monotonic() >= log_at:
-                log_at += _LOG_EVERY
-                log.warning("copying a checkpoint of %s, %s are left", shown(size), shown(left))
-
-
-def _receive_file(sock: socket.socket, file: File, folder: Path) -> Iterator[int]:
-    """Write one file; gives the sizes of its chunks as they come."""
-    path = folder / file.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    crc, left = 0, file.size
-    with path.open("xb") as target:
-        while left:
-            chunk = _read_some(sock, left)
-            target.write(chunk)
-            crc = zlib.crc32(chunk, crc)
-            left -= len(chunk)
-            yield len(chunk)
-    if crc != file.crc:
-        raise MalformedState(f"{file.name} did not arrive as it was written")
+    left = size = sum(file.size for file in files)
+    for file in files:
+        path = folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        intact = False
+        try:
+            with path.open("xb") as target:
+                crc, rest = 0, file.size
+                while rest:
+                    chunk = _read_some(sock, rest)
+                    target.write(chunk)
+                    crc, rest = zlib.crc32(chunk, crc), rest - len(chunk)
+                    if time.monotonic() >= log_at:
+                        log_at += _LOG_EVERY
+                        text = "copying a checkpoint of %s, %s are left"
+                        log.warning(text, shown(size), shown(left - file.size + rest))
+            intact = crc == file.crc
+        finally:
+            if not intact:
+                path.unlink(missing_ok=True)
+        left -= file.size

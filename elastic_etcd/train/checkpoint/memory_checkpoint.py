@@ -47,16 +47,22 @@ class File(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """The files that a checkpoint is made of."""
+    """The files that a checkpoint is made of, as far as they are on this node."""
 
     step: Number
     generation: Number
     files: Annotated[list[File], Meta(min_length=1, max_length=1 << 16)]
+    whole: Annotated[list[File], Meta(max_length=1 << 16)] = []  # if others have more of them
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files here."""
         return sum(file.size for file in self.files)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether all nodes' files together are the checkpoint."""
+        return bool(self.whole)
 
 
 class Checkpoint(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
@@ -84,6 +90,8 @@ def memory_checkpoint(
     every: int = 1,
     disk: str | os.PathLike[str] | None = None,
     disk_every: int | None = None,
+    sharded: bool = False,
+    copies: int = 2,
 ) -> Iterator[Path | None]:
     """A folder for a checkpoint in this node's memory; None if none is due after `step` steps.
 
@@ -99,7 +107,18 @@ def memory_checkpoint(
     The files that the first worker of a node (local rank 0) has written into its folder, in any
     format, are a checkpoint of that node when the block ends; those of other workers are dropped,
     and so is everything when the block raises. A checkpoint that is written on one node only goes
-    with that node. The node keeps the newest, and the one before it until the next is begun, so
+    with that node.
+
+    sharded: each worker writes its part of a state that is spread over all of them, as
+    `torch.distributed.checkpoint` does, and all workers of a node into one folder. The block is
+    collective then, on the default process group, and each file is copied to so many nodes (copies)
+    when it ends. After a restart, in a world of any size, each node gets the files of all:
+
+        with ee.memory_checkpoint(step, every=10, sharded=True) as folder:
+            if folder:
+                dcp.save({"app": app}, checkpoint_id=folder)
+
+    The node keeps the newest, and the one before it until the next is begun, so
     that it takes twice its size. `ee.latest_checkpoint` finds the newest after a restart.
 
     Without our launcher there is no such memory, and a checkpoint is due for `disk` only. Raises
@@ -107,6 +126,10 @@ def memory_checkpoint(
     See docs/memory.md.
     """
     target = _target(step, every, disk, disk_every)
+    if target and sharded:
+        from elastic_etcd.train.checkpoint.sharded_checkpoint import ShardedTarget  # noqa: PLC0415 - needs torch's DTensor
+
+        target = ShardedTarget.of(target, copies)
     if target is None:
         yield None
         return
@@ -117,7 +140,7 @@ def memory_checkpoint(
             target.finish()
         remember(target.folder.parent, step)
     finally:
-        shutil.rmtree(target.folder, ignore_errors=True)
+        target.clear()
 
 
 def remember(root: Path, step: int) -> None:
@@ -126,7 +149,7 @@ def remember(root: Path, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """The place that a rank writes to: `folder`, which is dropped unless it gets a name."""
 
     checkpoint: Checkpoint
@@ -138,15 +161,22 @@ class _Target:
         """Make the folder, once there is memory for it. Raises UsageError and OSError."""
         if self.disk:
             self.disk.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a worker that was killed
+        self.clear()  # of a worker that was killed
         if self.memory:
             found = found_in(self.memory)
             newest = next(iter(found), None)
             keep_only(self.memory, newest)
-            if newest:
-                size = _size_of(newest, found[newest])
+            if newest and (size := self.size_after(manifest_in(found[newest], newest))):
                 check_free(self.memory, size, "the next checkpoint")
         self.folder.mkdir()
+
+    def size_after(self, last: Manifest) -> int:
+        """The bytes that the next checkpoint takes, if the last one says."""
+        return last.size
+
+    def clear(self) -> None:
+        """Remove the folder, unless it has its name."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> None:
         """Give what was written its name; nothing was written on a node that does not save."""
@@ -158,17 +188,17 @@ class _Target:
             if self.disk:
                 copy_to_disk(path, self.disk / path.name)
             older = [*found_in(self.memory).items()][1:]  # which go before the next is begun
-            needed = manifest.size - sum(_size_of(*each) for each in older)
+            needed = manifest.size - sum(manifest_in(path, each).size for each, path in older)
             check_free(self.memory, needed, "the next checkpoint")
         elif self.disk:
-            _flush_all(self.folder)
+            flush_all(self.folder)
             give_name(self.folder, manifest, self.disk)
             flush(self.disk)
 
 
 def _target(
     step: int, every: int, disk: str | os.PathLike[str] | None, disk_every: int | None
-) -> _Target | None:
+) -> Target | None:
     memory = memory_of(os.environ)
     due_on_disk = _due_on_disk(step, every, disk, disk_every)
     if memory is None and disk is None:
@@ -184,9 +214,9 @@ def _target(
     root = Path(disk).absolute() if first and due_on_disk and disk else None
     if memory:
         saves = memory if local_rank == "0" else None
-        return _Target(checkpoint, memory / f".{local_rank}", saves, root)
-    folder = (root or Path(tempfile.gettempdir())) / _aside(checkpoint.name)
-    return _Target(checkpoint, folder, disk=root)
+        return Target(checkpoint, memory / f".{local_rank}", saves, root)
+    folder = (root or Path(tempfile.gettempdir())) / aside(checkpoint.name)
+    return Target(checkpoint, folder, disk=root)
 
 
 def _due_on_disk(
@@ -265,10 +295,16 @@ def read_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
         raise MalformedState(f"not a checkpoint's manifest: {error}") from None
     if Checkpoint(manifest.step, manifest.generation) != checkpoint:
         raise MalformedState(f"the manifest is another checkpoint's than {checkpoint.name}")
-    for file in manifest.files:
+    for file in (*manifest.files, *manifest.whole):
         if not _is_inside(file.name):
             raise MalformedState(f"{file.name!r} is no name of a file in a checkpoint")
     return manifest
+
+
+def manifest_in(path: Path, checkpoint: Checkpoint) -> Manifest:
+    """A checkpoint's own. Raises MalformedState and OSError."""
+    with (path / MANIFEST).open("rb") as file:
+        return read_manifest(file.read(LONGEST_MANIFEST), checkpoint)
 
 
 def _is_inside(name: str) -> bool:
@@ -280,12 +316,15 @@ def _is_inside(name: str) -> bool:
 
 def check_intact(folder: Path, checkpoint: Checkpoint) -> None:
     """Compare all files with the manifest. Raises MalformedState and OSError."""
-    with (folder / MANIFEST).open("rb") as file:
-        manifest = read_manifest(file.read(LONGEST_MANIFEST), checkpoint)
-    for each in manifest.files:
-        path = folder / each.name
-        if path.stat().st_size != each.size or crc_of(path) != each.crc:
-            raise MalformedState(f"{path} is damaged: it is not what was written")
+    for each in manifest_in(folder, checkpoint).files:
+        if not is_whole(folder, each):
+            raise MalformedState(f"{folder / each.name} is damaged: it is not what was written")
+
+
+def is_whole(folder: Path, file: File) -> bool:
+    """Whether the file there is what was written. Raises OSError."""
+    path = folder / file.name
+    return path.stat().st_size == file.size and crc_of(path) == file.crc
 
 
 def crc_of(path: Path) -> int:
@@ -299,10 +338,10 @@ def crc_of(path: Path) -> int:
 
 def copy_to_disk(source: Path, target: Path) -> None:
     """Copy a checkpoint: a reader, also after a power failure, finds all of it or none."""
-    folder = target.with_name(_aside(target.name))
+    folder = target.with_name(aside(target.name))
     try:
         shutil.copytree(source, folder)
-        _flush_all(folder)
+        flush_all(folder)
         shutil.rmtree(target, ignore_errors=True)
         folder.rename(target)
         flush(target.parent)
@@ -310,7 +349,7 @@ def copy_to_disk(source: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _aside(name: str) -> str:
+def aside(name: str) -> str:
     """A folder's name while it is being written."""
     return f".{name}.{secrets.token_hex(4)}"
 
@@ -321,7 +360,8 @@ def remove_unfinished(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush_all(folder: Path) -> None:
+def flush_all(folder: Path) -> None:
+    """All that is in the folder is on the disk."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
@@ -334,10 +374,6 @@ def keep_only(root: Path, keep: Checkpoint | None) -> None:
 
 
 # --- free memory --------------------------------------------------------------------------
-
-
-def _size_of(checkpoint: Checkpoint, path: Path) -> int:
-    return read_manifest((path / MANIFEST).read_bytes(), checkpoint).size
 
 
 @contextmanager
