@@ -25,7 +25,7 @@ TARGETS = {
     "codecs": "the encoded objects of a snapshot",
     "snapshot": "a snapshot's header and table of tensors, sums right and wrong",
     "saved": "a file that a state is loaded from",
-    "checkpoint": "a node's offer of checkpoints, and the manifest of one",
+    "checkpoint": "a node's offer of checkpoints, a manifest, names of files asked for",
     "inventory": "the numbers by which a rank says which snapshots it has",
     "link": "bytes at an agent's port for others, after the right nonce or a wrong one",
     "request": "a request to --metrics-addr",

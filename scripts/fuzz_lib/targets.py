@@ -42,7 +42,7 @@ from elastic_etcd.protocol.messages import (
     from_forked,
     from_worker,
 )
-from elastic_etcd.train.checkpoint.latest_checkpoint import read_offer
+from elastic_etcd.train.checkpoint.latest_checkpoint import read_names, read_offer
 from elastic_etcd.train.checkpoint.memory_checkpoint import Checkpoint, read_manifest
 from elastic_etcd.train.state import encoding, files, snapshot_format, sync
 from elastic_etcd.train.state.snapshot_bytes import digest_of
@@ -225,6 +225,8 @@ def fuzz_checkpoint(data: bytes) -> None:
         for file in read_manifest(data, Checkpoint(1, 1)).files:
             inside = os.path.normpath(f"/checkpoint/{file.name}")
             assert inside.startswith("/checkpoint/"), file
+    with contextlib.suppress(MalformedState):
+        assert all(isinstance(name, str) for name in read_names(data))
 
 
 def fuzz_inventory(data: bytes) -> None:

@@ -135,7 +135,7 @@ def memory_checkpoint(
         return
     target.begin()
     try:
-        with _shortage_explained(target.folder):
+        with _shortage_explained(target.folder, sharded=sharded):
             yield target.folder
             target.finish()
         remember(target.folder.parent, step)
@@ -377,10 +377,11 @@ def keep_only(root: Path, keep: Checkpoint | None) -> None:
 
 
 @contextmanager
-def _shortage_explained(folder: Path) -> Iterator[None]:
+def _shortage_explained(folder: Path, *, sharded: bool) -> Iterator[None]:
     """Raise UsageError for an error that comes of a full memory; torch's writer hides that.
 
-    With a memory that is gone a checkpoint is lost, and nothing else: that is a warning.
+    With a memory that is gone a checkpoint is lost, and nothing else: that is a warning, unless
+    other nodes wait for this one's part.
     """
     try:
         yield
@@ -388,7 +389,7 @@ def _shortage_explained(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         memory = os.environ.get("ELASTIC_ETCD_MEMORY")
-        if memory == str(folder.parent) and not folder.parent.exists():
+        if memory == str(folder.parent) and not folder.parent.exists() and not sharded:
             log.warning("a checkpoint is lost: %s was removed while it was written", memory)
             return
         free = free_in(folder.parent)
