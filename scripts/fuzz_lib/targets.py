@@ -42,8 +42,8 @@ from elastic_etcd.protocol.messages import (
     from_forked,
     from_worker,
 )
+from elastic_etcd.train.checkpoint.checkpoint_folder import Checkpoint, read_manifest
 from elastic_etcd.train.checkpoint.latest_checkpoint import read_names, read_offer
-from elastic_etcd.train.checkpoint.memory_checkpoint import Checkpoint, read_manifest
 from elastic_etcd.train.state import encoding, files, snapshot_format, sync
 from elastic_etcd.train.state.snapshot_bytes import digest_of
 from elastic_etcd.train.state.snapshot_store import Snapshots

@@ -10,15 +10,15 @@ from msgspec import json
 
 from elastic_etcd.agent import directories
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.checkpoint.latest_checkpoint import read_offer
-from elastic_etcd.train.checkpoint.memory_checkpoint import (
+from elastic_etcd.train.checkpoint.checkpoint_folder import (
     MANIFEST,
     Checkpoint,
     check_intact,
     found_in,
-    memory_checkpoint,
     read_manifest,
 )
+from elastic_etcd.train.checkpoint.latest_checkpoint import read_offer
+from elastic_etcd.train.checkpoint.memory_checkpoint import memory_checkpoint
 from tests.support.disks import small_disk
 
 

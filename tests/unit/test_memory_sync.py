@@ -17,6 +17,14 @@ from msgspec.structs import replace
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train.checkpoint import latest_checkpoint as memory_sync
+from elastic_etcd.train.checkpoint.checkpoint_folder import (
+    MANIFEST,
+    Checkpoint,
+    describe,
+    found_in,
+    give_name,
+    manifest_in,
+)
 from elastic_etcd.train.checkpoint.latest_checkpoint import (
     Node,
     Offer,
@@ -24,15 +32,7 @@ from elastic_etcd.train.checkpoint.latest_checkpoint import (
     latest_checkpoint,
     pull,
 )
-from elastic_etcd.train.checkpoint.memory_checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    describe,
-    found_in,
-    give_name,
-    manifest_in,
-    memory_checkpoint,
-)
+from elastic_etcd.train.checkpoint.memory_checkpoint import memory_checkpoint
 from tests.support.disks import small_disk
 
 LONG = 30.0  # seconds

@@ -28,7 +28,7 @@ from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
-from elastic_etcd.train.checkpoint.memory_checkpoint import (
+from elastic_etcd.train.checkpoint.checkpoint_folder import (
     CHUNK,
     LONGEST_MANIFEST,
     MANIFEST,
@@ -44,9 +44,9 @@ from elastic_etcd.train.checkpoint.memory_checkpoint import (
     manifest_in,
     memory_of,
     read_manifest,
-    remember,
     remove_unfinished,
 )
+from elastic_etcd.train.checkpoint.memory_checkpoint import remember
 from elastic_etcd.train.state.free_memory import shown
 
 PATIENCE = 300.0  # seconds for the other nodes' workers to get here, and for each copy of theirs
@@ -367,9 +367,10 @@ def _read_some(sock: socket.socket, most: int) -> bytes:
 def pull(offer: Offer, checkpoint: Checkpoint, folder: Path) -> Manifest:
     """Copy into the folder what the node that offers the checkpoint has of it.
 
-    Of a checkpoint that is spread over nodes only what the folder lacks. Gives the manifest of the
-    folder, which is a part as long as it lacks more. Raises OSError, MalformedState for another one
-    than was offered, and UsageError without enough free memory.
+    If the checkpoint is spread over nodes it copies only what the folder lacks. Gives the manifest
+    of the folder, which is a part as long as it lacks more.
+    Raises OSError, MalformedState for another one than was offered, and UsageError without enough
+    free memory.
     """
     with socket.create_connection((offer.addr, offer.port), _SILENCE) as sock:
         sock.settimeout(_SILENCE)

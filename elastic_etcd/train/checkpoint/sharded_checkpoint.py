@@ -18,7 +18,7 @@ import torch.distributed as dist
 from msgspec import to_builtins
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train.checkpoint.memory_checkpoint import (
+from elastic_etcd.train.checkpoint.checkpoint_folder import (
     File,
     Manifest,
     Target,
