@@ -293,6 +293,7 @@ class Agent:
         self._state = State(Local(run=""), config.nproc)
         self._failed: Failed | None = None  # the failure that is logged
         self._told: Failed | None = None  # and the one, with its cause, although etcd is silent
+        self._has_namesake = False  # as was told
         self._waits_since: float | None = None  # for a world to begin
         self._reminder = Timer()
         self._recorder = FlightRecorder()
@@ -418,6 +419,18 @@ class Agent:
             text = f"{_described(result.failure)}: {last}"
             log.log(logging.WARNING if first else logging.DEBUG, "%s", text)
 
+    def _tell_namesake(self, own: Participant) -> None:
+        """Log once that another node has this one's name: both live, since both have acked."""
+        known = self._state.view.participants if self._state.view else ()
+        if self._has_namesake or all(p.node != own.node or p == own for p in known):
+            return
+        self._has_namesake = True
+        log.warning(
+            "another node of this job is called %s, too: give each node a --node-name of its own, "
+            "else its log, `drain` and --suspect-after mean both",
+            own.node,
+        )
+
     async def _join(self) -> None:
         """Have everything ready before joining, so that nobody waits for this node."""
         try:
@@ -440,6 +453,7 @@ class Agent:
                 self._reminder.cancel()
                 self._waits_since = None
                 self._first = part.group_rank == 0
+                self._tell_namesake(part)
                 self._workers.start(now, part, self._limits)
             case StopWorkers():
                 self._stop(action)

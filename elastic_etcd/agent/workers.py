@@ -549,7 +549,7 @@ class Workers:
         parks = [worker.channel is not None or worker.finished for worker in workers]
         if self.finished != self._finished:
             self._finished = self.finished
-            self._inbox.put(WorkersFinished(self.generation, self._finished))
+            self._inbox.put(WorkersFinished(self.generation, self._finished, self._left()))
         elastic = not self._starting and bool(parks) and all(parks)
         if elastic != self._elastic:
             self._elastic = elastic

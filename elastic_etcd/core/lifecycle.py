@@ -190,6 +190,7 @@ class WorkersFinished(Struct, frozen=True, tag=True):
 
     generation: int
     finished: bool
+    left: str = ""  # one of them, and how
 
 
 class Signalled(Struct, frozen=True, tag=True):
@@ -760,7 +761,8 @@ def _hear_of_workers(local: Local, event: WorkersGone | WorkersElastic | Workers
     if isinstance(event, WorkersElastic):
         return replace(local, elastic=event.elastic)
     if isinstance(event, WorkersFinished):
-        return replace(local, finished=event.finished)
+        left = local.left if local.stopping else event.left
+        return replace(local, finished=event.finished, left=left)
     return replace(local, running=0, stopping=False, patient=False)
 
 
@@ -927,7 +929,8 @@ def _start_workers(state: State, begins: Round, part: Participant, actions: list
     assert not state.local.running, "I3: older workers are alive"
     actions.append(StartWorkers(begins, part))
     generation = begins.generation
-    local = replace(state.local, running=generation, ran=generation, elastic=False, finished=False)
+    local = replace(state.local, running=generation, ran=generation)
+    local = replace(local, elastic=False, finished=False, left="")
     return replace(state, local=local, result=None, alive=state.nproc)
 
 

@@ -86,6 +86,7 @@ class Local(Struct, frozen=True):
     elastic: bool = False  # all of its workers recover in process
     patient: bool = False  # they are stopping for newcomers: their step may last
     finished: bool = False  # some of them have left their worlds: their training is over
+    left: str = ""  # one of them, and how, as it was before they were stopped
 
 
 class Elapsed(Struct, frozen=True):
@@ -457,7 +458,8 @@ def _lead_joinable(
             return Wait(waits)
         if awaited and left > 0:
             return Wait(waits, left)
-    return _freeze(view, now, ready, limits, elapsed)
+    early = left_here(view, local) or next((ack.left for ack in view.acks if ack.left), "")
+    return _freeze(view, now, ready, limits, elapsed, _culprit(view, early))
 
 
 def _await_steps(
@@ -508,7 +510,12 @@ def _await_leavers(view: View, limits: Limits, elapsed: Elapsed) -> Wait | None:
 
 
 def _freeze(
-    view: View, now: Round, ready: list[Member], limits: Limits, elapsed: Elapsed
+    view: View,
+    now: Round,
+    ready: list[Member],
+    limits: Limits,
+    elapsed: Elapsed,
+    culprit: Failure | None,
 ) -> Decision:
     """Count the failure that ended the last world, then freeze or close.
 
@@ -518,8 +525,8 @@ def _freeze(
     failure have lasted for the restart window together, however many they were. None is used for a
     failure that another start would only repeat: it ends the job.
     """
-    lost, culprit, ledger = _lost(view), _culprit(view), view.ledger
-    known = _remembered(view, lost, limits, elapsed)
+    lost, ledger = _lost(view), view.ledger
+    known = _remembered(view, lost, culprit, limits, elapsed)
     fit, doubt = _fit(view, ready, known, limits)
     trained = round(ledger.trained + elapsed.ran, 3)
     before = early = ledger.early or ""
@@ -547,6 +554,8 @@ def _freeze(
             return _give_up(now, culprit, limits)
         ledger = replace(ledger, restarts=spent + 1, rapid_failures=rapid)
         trained = 0.0
+        if is_left(culprit):  # which may be known since the claim only
+            now = replace(now, reason=str(culprit))
         backoff = 0.0 if rapid < 2 else min(LONGEST_BACKOFF, 2.0 ** min(rapid - 2, 10))
         if elapsed.phase < backoff:
             why = f"workers failed {rapid} times right after their start"
@@ -600,9 +609,11 @@ def _fit(
     return suspects.trusted(ready, doubt, _leases(view), limits.min_nodes), doubt
 
 
-def _remembered(view: View, lost: list[str], limits: Limits, elapsed: Elapsed) -> suspects.Suspects:
+def _remembered(
+    view: View, lost: list[str], culprit: Failure | None, limits: Limits, elapsed: Elapsed
+) -> suspects.Suspects:
     """The suspects, with what ended the last world: a lost node, else a worker's failure."""
-    after, culprit = limits.suspect_after, _culprit(view)
+    after = limits.suspect_after
     if _all_new(view) or not after:
         return ()
     known = suspects.aged(view.ledger.suspects, elapsed.ran, after)
@@ -811,11 +822,16 @@ def _done(view: View) -> set[int]:
     return {r.lease for r in view.reports if r.failure is None}
 
 
-def _culprit(view: View) -> Failure | None:
+def left_here(view: View, local: Local) -> str:
+    """A worker of this node that has left the last world's others, and how; "" if none has."""
+    return local.left if local.ran == view.ledger.final else ""
+
+
+def _culprit(view: View, left_early: str = "") -> Failure | None:
     """The first failure by etcd revision; the later ones are its victims (pytorch#113546).
 
     If that is of a worker that has lost its peers, whose training was over before, those are named:
-    by the agent of one of them, or by the reports of nodes that are done.
+    by the agent of one of them, by the reports of nodes that are done, or by an ack.
     """
     failures = [report for report in view.reports if report.failure]
     first = next((r.failure for r in failures if not r.victim), None)
@@ -829,4 +845,5 @@ def _culprit(view: View) -> Failure | None:
         for rank in range(p.first_rank, p.first_rank + p.nproc)
         if p.lease in done
     ]
-    return left or (was_left(first, f"{hangs.who(ended)} ended") if ended else first)
+    told = f"{hangs.who(ended)} ended" if ended else left_early
+    return left or (was_left(first, told) if told else first)

@@ -478,9 +478,11 @@ class Ready(Value, frozen=True):
     """A member is ready for a generation: none of its older workers is alive."""
 
     FROM_KEY: ClassVar = ("lease",)
+    OPTIONAL: ClassVar = ("left",)
 
     lease: int
     master: Master | None = None  # where it will serve the store, should it become group rank 0
+    left: Text | UnsetType = UNSET  # a worker that had left its world's others, and how
 
 
 class Failure(Value, frozen=True):

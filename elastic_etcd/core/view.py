@@ -126,8 +126,12 @@ class View(Struct, frozen=True):
 
     def part(self, lease: int) -> Participant | None:
         """The member with `lease` in the last world, as far as it is known here."""
-        known = self.page.participants if self.page else self.world
-        return next((p for p in known if p.lease == lease), None)
+        return next((p for p in self.participants if p.lease == lease), None)
+
+    @property
+    def participants(self) -> tuple[Participant, ...]:
+        """Those of the last world, as far as they are known here."""
+        return self.page.participants if self.page else self.world
 
 
 def without(view: View, lease: int) -> View:

@@ -24,6 +24,7 @@ from elastic_etcd.core.rules import (
     Open,
     TakeOver,
     Verdict,
+    left_here,
 )
 from elastic_etcd.core.schema import (
     VERSION,
@@ -371,7 +372,8 @@ def _write_close(
 
 def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | None) -> Txn:
     """Put that this node is ready, with the endpoint that counts if it becomes group rank 0."""
-    key, value = keys.ack(ack.generation, local.lease), schema.Ready(local.lease, master)
+    key = keys.ack(ack.generation, local.lease)
+    value = schema.Ready(local.lease, master, left_here(view, local) or UNSET)
     return Txn(_round_fence(keys, view, local), (Put(key, encode(value), local.lease),))
 
 

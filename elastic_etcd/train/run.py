@@ -123,14 +123,14 @@ class _Ended(NamedTuple):
     """The end of the world before."""
 
     here: bool  # in this process
-    at: float
+    at: int  # nanoseconds
     again: int  # whole steps that are trained again, or _NO_STEP
 
     def cost(self) -> str:
         """The time and the steps that it has cost until now, in words."""
         again = {_NO_STEP: "nothing", 0: "the step under way"}
         steps = again.get(self.again, f"{counted(self.again, 'step')} and the one under way")
-        return f" after {time.monotonic() - self.at:.2f} s; trained again: {steps}"
+        return f" after {(time.monotonic_ns() - self.at) / 1e9:.2f} s; trained again: {steps}"
 
 
 class _Worker:
@@ -177,7 +177,7 @@ class _Worker:
                     self._leave_worlds(group, broken=False)
                     return result
                 # Out of the handlers: the traceback held the training's frames, and all in them.
-                self._ended = _Ended(here=True, at=time.monotonic(), again=again)
+                self._ended = _Ended(here=True, at=time.monotonic_ns(), again=again)
                 self._state._end_world()
                 group.teardown(broken=bool(lost))
                 group.release()
@@ -209,8 +209,8 @@ class _Worker:
 
         Raises UsageError, on all ranks, where they are in other calls of ee.run.
         """
-        now, ended = time.monotonic(), self._ended
-        known = (round((now - ended.at) * 1000), ended.again) if ended else (-1, _NO_STEP)
+        now, ended = time.monotonic_ns(), self._ended
+        known = (now - ended.at, ended.again) if ended else (-1, _NO_STEP)
         rows = gather([self._call, zlib.crc32(self._name.encode()), *known])
         calls = [row[:2] for row in rows]
         if any(call != calls[0] for call in calls):
@@ -220,10 +220,10 @@ class _Worker:
                 f" in calls {first} to {last}: a worker that is started anew begins at the first."
                 " Train in one function, with a value of the state that says what comes next"
             )
-        milliseconds, again = max(row[2] for row in rows), max(row[3] for row in rows)
-        if milliseconds < 0:
+        nanoseconds, again = max(row[2] for row in rows), max(row[3] for row in rows)
+        if nanoseconds < 0:
             return None
-        return _Ended(ended is not None, now - milliseconds / 1000, again)
+        return _Ended(ended is not None, now - nanoseconds, again)
 
     def _describe_change(self, group: ProcessGroup, ended: _Ended | None) -> str:
         """The line that a user reads of a change."""

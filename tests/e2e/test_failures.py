@@ -175,16 +175,28 @@ train(state)
 """
 
 
+EXPORTS = """
+import signal
+if state.step < 10:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "left"), [("", "ended"), (EXPORTS, "left ee.run")], ids=["ends", "exports"]
+)
 def test_t11_the_rank_that_returned_early_is_the_cause(
-    job: Job, etcd: EtcdServer, tmp_path: Path
+    job: Job, etcd: EtcdServer, tmp_path: Path, after: str, left: str
 ) -> None:
-    (tmp_path / "train.py").write_text(RETURNS)
+    (tmp_path / "train.py").write_text(RETURNS + after)
     script = (str(tmp_path / "train.py"),)
     agents = [job.start(n, script=script, nnodes="2", max_restarts=0) for n in ("n1", "n2")]
     for agent in agents:
         job.exits(agent, 1, seconds=60)
         last = agent.output[-1500:]
-        told = r"root cause: rank 1 on (n\d) ended while rank 0 on (?!\1)n\d was in step 7, after "
+        told = (
+            rf"root cause: rank 1 on (n\d) {left} while rank 0 on (?!\1)n\d was in step 7, after "
+        )
         assert re.search(told, last), agent.output
     assert keys(etcd, job.name)["outcome"]["failure"]["node"] == ""
 

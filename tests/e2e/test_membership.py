@@ -3,6 +3,7 @@
 import signal
 import time
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,17 @@ def test_nodes_added_to_a_running_job(job: TickingJob, etcd: EtcdServer) -> None
         assert job.worker(g, rank=0).restarts == 0
     assert [h["world_size"] for _, h in sorted(history(etcd, job.name).items())] == [1, 2, 3]
     job.finish(*agents)
+
+
+def test_n8_two_agents_of_one_name_are_told_so(job: TickingJob, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import signal\nsignal.pause()")
+    script = (str(tmp_path / "train.py"),)
+    agents = [job.start("n1", script=script, nnodes="2") for _ in range(2)]
+    told = "another node of this job is called n1, too: give each node a --node-name of its own"
+    job.wait("both say so", lambda: all(told in agent.output for agent in agents))
+    for agent in agents:
+        agent.terminate()
+        job.exits(agent, 143)
 
 
 def test_agent_leaves_on_sigterm_nodes_of_different_size(job: TickingJob, etcd: EtcdServer) -> None:

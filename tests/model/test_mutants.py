@@ -312,11 +312,9 @@ def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
 def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
     freeze = rules._freeze
 
-    def mutant(
-        seen: View, now: Round, ready: list[Member], asked: Limits, elapsed: Elapsed
-    ) -> Decision:
+    def mutant(seen: View, now: Round, ready: list[Member], asked: Limits, *rest: Any) -> Decision:
         never = structs.replace(asked, restart_window=float("inf"))
-        return freeze(seen, now, ready, never, elapsed)
+        return freeze(seen, now, ready, never, *rest)
 
     patch.setattr(rules, "_freeze", mutant)
 
@@ -324,11 +322,9 @@ def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
 def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
     freeze = rules._freeze
 
-    def mutant(
-        seen: View, now: Round, ready: list[Member], asked: Limits, elapsed: Elapsed
-    ) -> Decision:
+    def mutant(seen: View, now: Round, ready: list[Member], asked: Limits, *rest: Any) -> Decision:
         ledger = structs.replace(seen.ledger, trained=0.0)
-        return freeze(structs.replace(seen, ledger=ledger), now, ready, asked, elapsed)
+        return freeze(structs.replace(seen, ledger=ledger), now, ready, asked, *rest)
 
     patch.setattr(rules, "_freeze", mutant)
 

@@ -211,7 +211,8 @@ class Commands(Simulator):
 
     def agent_finishes(self, agent: Agent) -> Iterator[str]:
         """A worker has left its worlds, and runs on."""
-        yield from self.event(agent, WorkersFinished(agent.workers, True))
+        left = f"rank 0 on {agent.name} left ee.run"
+        yield from self.event(agent, WorkersFinished(agent.workers, True, left))
 
     def agent_leaves(self, agent: Agent) -> Iterator[str]:
         yield from self.event(agent, Signalled())

@@ -258,6 +258,13 @@ def test_a_value_in_itself_is_refused_and_so_is_a_text_too_deep() -> None:
         loads(b"[" * 100_000)
 
 
+def test_a_number_that_json_has_no_word_for_is_neither_read_nor_written() -> None:
+    with pytest.raises(MalformedState):
+        loads(b"NaN")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        dumps(math.nan)
+
+
 @pytest.mark.parametrize(
     ("tree", "why"),
     [
@@ -326,6 +333,8 @@ def test_parameters_and_buffers_are_copied_from_and_not_kept() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(1, 1))
     module[0].register_buffer("mean", torch.zeros(1))
     assert [*copied_names(module)] == ["0.weight", "0.bias", "0.mean"]
+    twice = torch.nn.Sequential(module, module)
+    assert {*copied_names(twice)} == twice.state_dict().keys()
 
 
 @pytest.mark.parametrize("key", ["$", "$tensor", "$dict", "$$", "a$"])

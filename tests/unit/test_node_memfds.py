@@ -154,6 +154,20 @@ def test_who_is_ahead_clears_nothing_that_others_need(node: Node) -> None:
     assert is_it(ahead.newest_intact(), 4)
 
 
+def test_an_older_one_that_a_rank_goes_back_to_is_cleared_by_nobody(node: Node) -> None:
+    back, ahead, *_ = node.ranks()
+    for count in (1, 2):
+        for rank in (back, ahead):
+            rank.write(draft(count))
+    newest = back.newest()
+    assert newest
+    newest.body[0] ^= 1
+    assert is_it(back.newest_intact(), 1)
+    for count in (3, 4):
+        ahead.write(draft(count))
+    assert is_it(back.newest_intact(), 1)
+
+
 def test_fewer_ranks_need_no_more_than_they_hold(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,7 @@ async def test_a_change_is_one_line_of_rank_0(
     ],
 )
 def test_n8_what_is_trained_again_has_the_right_number(again: int, told: str) -> None:
-    cost = _Ended(here=True, at=time.monotonic(), again=again).cost()
+    cost = _Ended(here=True, at=time.monotonic_ns(), again=again).cost()
     assert f"; trained again: {told}" in cost
 
 

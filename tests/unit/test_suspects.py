@@ -87,4 +87,4 @@ def test_they_are_forgotten_when_nobody_of_the_last_world_is_there(
     world = (Participant(1, "n1", 1, 0, 0),)
     view = View(9, Everything(), members=(Member(lease, "n1", 1),), world=world, ledger=ledger)
     limits = Limits(1, 2, suspect_after=after)
-    assert len(_remembered(view, [], limits, Elapsed(0.0, 0.0))) == known
+    assert len(_remembered(view, [], None, limits, Elapsed(0.0, 0.0))) == known

@@ -30,7 +30,7 @@ def seed_all(state: ElasticState, seed: int = 0) -> None:
     """
     states = _RandomStates(seed)
     state._values[_NAME] = states
-    states.reshard(rank_and_size(launched=True)[0], 0)
+    states.reshard(*rank_and_size(launched=True))
 
 
 class _RandomStates:

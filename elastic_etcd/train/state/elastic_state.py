@@ -209,7 +209,6 @@ class ElasticState:
         inventories = gather_inventories(snapshots.inventory(trusted=self._at_commit))
         versions = [each.newest.version if each.newest else None for each in inventories]
         newest = max(filter(None, versions), key=Version.age, default=None)
-        _report_files(newest, [each.loaded for each in inventories], rank)
         shards: dict[str, Any] = {}
         if newest is None:
             if self._first:
@@ -220,6 +219,7 @@ class ElasticState:
                 self._write_snapshot(_version(0, secrets.randbits(62)), saved)
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
+            _report_files(newest, [each.loaded for each in inventories], rank)
             holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
@@ -549,11 +549,9 @@ def _takes_worlds(callback: Callable[..., Any]) -> bool:
     return False
 
 
-def _report_files(newest: Version | None, loaded: list[Version | None], rank: int) -> None:
+def _report_files(newest: Version, loaded: list[Version | None], rank: int) -> None:
     """Log which files count and which don't; raise UsageError, on all ranks, where that is open."""
     files = {version.lineage: (version, r) for r, version in enumerate(loaded) if version}
-    if newest is None or not files:
-        return
     those = [f"rank {r} has loaded, at its commit {file.counter}" for file, r in files.values()]
     if newest not in loaded:
         for lineage, text in zip(files, those, strict=True):
