@@ -3,7 +3,8 @@
     python -m elastic_etcd.launch --nnodes 2:4 examples/fsdp2_elastic.py
 
 Each rank has a part of the weights and moments. A commit keeps every part in the memory of two
-nodes; in another world each rank gets its new part from those who have it. The text is made here:
+nodes; in another world each rank gets its new part from those who have it. With --checkpoints DIR
+each epoch is written to a disk, too, for the day that all nodes are lost. The text is made here:
 sums such as "12+7=19;", of which the model learns the answers.
 """
 
@@ -93,6 +94,8 @@ def train(state: ee.ElasticState, data: TensorDataset) -> None:
             total, steps = total + loss.detach(), steps + 1
         state.epoch += 1
         state.commit()
+        if args.checkpoints:  # in the background: a slow disk costs no step
+            state.save(args.checkpoints, wait=False, keep=2)
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             world = dist.get_world_size()
@@ -110,9 +113,10 @@ if __name__ == "__main__":
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--commit-every", type=int, default=5, help="steps")
+    parser.add_argument("--checkpoints", help="a directory that all nodes share")
     args = parser.parse_args()
     samples = sums(args.samples)
-    train(
-        ee.ElasticState(build=build, first=first, sampler=ee.ElasticSampler(samples), epoch=0),
-        samples,
-    )
+    state = ee.ElasticState(build=build, first=first, sampler=ee.ElasticSampler(samples), epoch=0)
+    if args.checkpoints:  # the newest counts when no node has a commit in memory any more
+        state.load(args.checkpoints)
+    train(state, samples)

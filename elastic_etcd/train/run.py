@@ -199,10 +199,12 @@ class _Worker:
         if changed:
             self._state._reset(World(group.generation, group.rank, group.world_size))
         try:
-            return self._body()
+            result = self._body()
         except WorldChanged:
             self._state._leave(leaves=group.leaving)
             raise
+        self._state._finish()
+        return result
 
     def _meet(self, group: ProcessGroup) -> _Ended | None:
         """The end of the world before as its survivors know it; None if there are none.
@@ -345,6 +347,7 @@ def _run_without_agent(
     state.sync()
     ddp.make()
     result = body()
+    state._finish()
     if ours:
         teardown_agentless()
     return result

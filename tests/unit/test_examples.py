@@ -71,9 +71,10 @@ def test_all_examples_are_here() -> None:
 
 @pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
 def test_sharded(launcher: str, tmp_path: Path) -> None:
-    small = ("--epochs=1", "--samples=256", "--width=16", "--depth=1")
+    small = ("--epochs=1", "--samples=256", "--width=16", "--depth=1", "--checkpoints=kept")
     told = run(launcher, ROOT / "examples" / "fsdp2_elastic.py", *small, cwd=tmp_path, calm=False)
     assert "epoch 1 " in told
+    assert len(list((tmp_path / "kept").glob("commit-*/.metadata"))) == 1
 
 
 @pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])

@@ -365,7 +365,7 @@ def test_who_receives_into_memory_of_its_own_keeps_nobody_from_the_node_s(node: 
 
 def grow(fds: list[Any], rank: int, said: Any, asked: Any) -> bool:
     held = opened([fd.detach() for fd in fds], rank)
-    with held._growing() as locked:
+    with held.growing() as locked:
         said.send("")
         asked.poll(60)
     return locked is True

@@ -935,6 +935,19 @@ def room_for_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_save_that_is_not_due_yet_writes_nothing(tmp_path: Path) -> None:
+    state = ElasticState(epoch=1)
+    for state.epoch in (1, 2):
+        state.commit()
+        state.save(tmp_path / "often", every=3600)
+    state.save(tmp_path / "seldom", every=7200)
+    found = {}
+    for name in ("often", "seldom"):
+        state.load(tmp_path / name)
+        found[name] = state.epoch
+    assert found == {"often": 1, "seldom": 2}
+
+
 def test_a_save_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = ElasticState(data=torch.zeros(100_000))

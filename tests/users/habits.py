@@ -34,6 +34,7 @@ import elastic_etcd as ee
 
 RANK = int(os.environ.get("RANK", "-1"))  # as YOLO has it: of the world in which a process began
 STEPS, BATCH = int(os.environ.get("STEPS", "16")), 4
+DIRECTORY = os.environ.get("DIRECTORY")  # of durable checkpoints
 Values = dict[str, Any]
 
 
@@ -742,6 +743,8 @@ class FSDP(Habit):
             self.schedule.step()
             self.state.fsdp_step += 1
             self.log(self.step, loss)
+            if DIRECTORY:
+                self.state.save(DIRECTORY, wait=False)
 
 
 ALL: dict[str, type[Habit]] = {**HABITS, "fsdp": FSDP}
@@ -759,6 +762,8 @@ class Trainer:
         self.names, self.output = names, output
         build = self.build if "fsdp" in names else None
         self.state = ee.ElasticState(**values, build=build, habit=0)
+        if DIRECTORY:
+            self.state.load(DIRECTORY)
 
     def build(self, world: ee.BuildWorld) -> Values:
         return {f"fsdp_{key}": value for key, value in FSDP.build(world).items()}

@@ -40,7 +40,13 @@ def lines(job: Job) -> list[list[str]]:
 
 
 def start(
-    job: Job, fault: str, nproc: int = 1, *, nnodes: str = "", names: tuple[str, ...] = ()
+    job: Job,
+    fault: str,
+    nproc: int = 1,
+    *,
+    nnodes: str = "",
+    names: tuple[str, ...] = (),
+    directory: Path | str = "",
 ) -> Agent:
     return job.start(
         f"n{len(job.agents) + 1}",
@@ -53,6 +59,7 @@ def start(
         lease_ttl=20,  # the machine may be busy
         env={
             "FAULT": fault,
+            "DIRECTORY": str(directory),
             "OMP_NUM_THREADS": "1",
             "STEPS": str(CALM if names == RIGHT else STEPS),
         },  # sums of one order, on any node
@@ -170,3 +177,21 @@ def test_sharded_values_are_those_of_an_undisturbed_run(
     for node in nodes:
         job.exits(node, 0, PATIENCE)
     check(curve(job), whole, again={"worker": 2 * AGAIN, "is lost": AGAIN, "leaves": 0}[fault])
+
+
+def test_sharded_values_outlive_a_job_that_is_killed_whole(jobs: Callable[..., Job]) -> None:
+    """All nodes are lost, and with them each commit; others go on from the directory."""
+    job = jobs()
+    job.exits(start(job, "", 2, names=("fsdp",)), 0, PATIENCE)
+    whole = curve(job)
+    job = jobs()
+    saved = job.directory / "saved"
+    nodes = [start(job, "node", names=("fsdp",), directory=saved) for _ in "12"]
+    job.wait("step 4", (job.directory / "fsdp-waits").exists, PATIENCE)
+    job.wait("a checkpoint", lambda: bool(list(saved.glob("commit-?"))), PATIENCE)
+    for node in nodes:
+        node.node_kill()
+    nodes = [start(job, "node", names=("fsdp",), directory=saved) for _ in "34"]
+    for node in nodes:
+        job.exits(node, 0, PATIENCE)
+    check(curve(job), whole, again=AGAIN)

@@ -1,7 +1,9 @@
 """The values of a state that are made for one world, since what is sharded is bound to its mesh."""
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,29 @@ from torch.distributed.tensor import DTensor, debug
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import device_of, generation, rank_and_size
-from elastic_etcd.train.sharded.dtensors import refuse_homeless
+from elastic_etcd.train.sharded.checkpoint_directory import (
+    REPLICATED,
+    StoredPiece,
+    is_written_here,
+    keyed,
+    read_newest,
+    read_tensors,
+)
+from elastic_etcd.train.sharded.dtensors import (
+    local_of,
+    models_of,
+    refuse_homeless,
+    sharded_like,
+    targets_of,
+)
+from elastic_etcd.train.sharded.durable_saves import DurableSaves, Part
 from elastic_etcd.train.sharded.piece_store import Batched, PieceStore, shards_in
+from elastic_etcd.train.state import files
+from elastic_etcd.train.state.encoding import DTYPES
+from elastic_etcd.train.state.free_memory import shortage_of
 from elastic_etcd.train.state.snapshot_format import Version
-from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
+from elastic_etcd.train.state.snapshot_memfds import StateSnapshot, scratch_memfd
+from elastic_etcd.train.state.snapshot_store import Snapshots
 
 
 class BuildWorld(NamedTuple):
@@ -64,6 +85,7 @@ class Built:
         self.there = False  # in this world
         self._fit: frozenset[str] = frozenset()  # sharded tensors that another world can hold
         self._shards: PieceStore | None = None
+        self._saves: dict[Path, DurableSaves] = {}
 
     def begin(self, number: int, others: Collection[str]) -> dict[str, Any]:
         """Make the values for this world; the state has `others` beside them."""
@@ -112,10 +134,96 @@ class Built:
         parts, _ = snapshot.load()
         return self._shards.load(snapshot.header.version, shards_in(parts), values)
 
+    def save(
+        self,
+        root: Path,
+        snapshots: Snapshots,
+        values: Mapping[str, Any],
+        *,
+        allow_pickle: bool,
+        wait: bool,
+        keep: int,
+        every: float,
+    ) -> None:
+        """Write the last commit of this world, if there is one, into a directory in `root`."""
+        held = snapshots.newest()
+        if held is None or not self.there:
+            raise UsageError("nothing to save: commit() first")
+        version = held.header.version
+        if version.generation == generation():  # each rank has its pieces
+            part_of = partial(self._part, held, snapshots, values, allow_pickle=allow_pickle)
+            saves = self._saves.setdefault(root, DurableSaves(root))
+            saves.begin(version, part_of, wait=wait, keep=keep, every=every)
+            if wait:
+                saves.finish()
+
+    def finish(self) -> None:
+        """Wait for the saves that this world has begun. Collective. Raises OSError."""
+        for root in sorted(self._saves):
+            self._saves[root].finish()
+
+    def _part(
+        self,
+        held: StateSnapshot,
+        snapshots: Snapshots,
+        values: Mapping[str, Any],
+        *,
+        allow_pickle: bool,
+    ) -> Part:
+        """This rank's part of that commit, as a copy if there is room."""
+        assert self._shards
+        replicated = held if rank_and_size(launched=False)[0] == 0 else None
+        pieces = self._shards.last(held.header.version)
+        with snapshots.growing():
+            size = pieces.header.size + (held.header.size if replicated else 0)
+            if not (shortage := shortage_of(size)):
+                held, pieces = held.copy() if replicated else held, pieces.copy()
+        parts, tensors = held.load()
+        offsets, local = pieces.load()
+        stored = {
+            name: StoredPiece(
+                torch.Size(offsets["offsets"][name]),
+                local[name][0],
+                model.shape,
+                here=is_written_here(name, model),
+            )
+            for name, model in models_of(values, shards_in(parts)).items()
+        }
+        tree = keyed(parts, _views(tensors), stored, allow_pickle=allow_pickle)
+        return Part(held if replicated else None, pieces, tree, shortage)
+
+    def read_newest(
+        self, root: Path, values: Mapping[str, Any], *, allow_pickle: bool
+    ) -> tuple[Path, tuple[StateSnapshot, dict[str, DTensor]]] | None:
+        """The newest checkpoint there: the replicated half, and this world's sharded tensors."""
+        return read_newest(
+            root, partial(self._read_checkpoint, values=values, allow_pickle=allow_pickle)
+        )
+
+    def _read_checkpoint(
+        self, folder: Path, *, values: Mapping[str, Any], allow_pickle: bool
+    ) -> tuple[StateSnapshot, dict[str, DTensor]]:
+        snapshot = files.load(folder / REPLICATED, scratch_memfd)
+        parts, tensors = snapshot.load()
+        parts = {name: part for name, part in parts.items() if name in values}
+        names = shards_in(parts)
+        shards = {
+            name: sharded_like(
+                model, torch.empty_like(local_of(model), dtype=DTYPES[names[name][0]])
+            )
+            for name, model in targets_of(values, names).items()
+        }
+        read_tensors(folder, keyed(parts, _views(tensors), shards, allow_pickle=allow_pickle))
+        return snapshot, shards
+
     def drop(self) -> None:
         """Forget all pieces."""
         if self._shards:
             self._shards.drop()
+
+
+def _views(tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, (tensor, _) in tensors.items()}
 
 
 def _forget_meshes() -> None:

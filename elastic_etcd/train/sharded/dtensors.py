@@ -69,6 +69,17 @@ def models_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, 
     return models
 
 
+def targets_of(
+    values: Mapping[str, Any], names: Mapping[str, tuple[str, list[int]]]
+) -> dict[str, DTensor]:
+    """The same by dtype and shape of each. Raises UsageError also for one of another shape."""
+    models = models_of(values, names)
+    for name, (_, shape) in names.items():
+        if list(models[name].shape) != shape:
+            raise UsageError(f"{name} was of {shape} and is of {list(models[name].shape)} now")
+    return models
+
+
 def refuse_homeless(values: Mapping[str, Any], shards: Mapping[str, DTensor]) -> None:
     """Raise UsageError for a tensor that could not be sharded for another world."""
     for name, model in models_of(values, shards).items():

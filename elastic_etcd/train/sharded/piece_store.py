@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from elastic_etcd.errors import MalformedState, PiecesLost, UsageError
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import gather, rank_and_size
-from elastic_etcd.train.sharded.dtensors import local_of, models_of, piece_of, sharded_like
+from elastic_etcd.train.sharded.dtensors import (
+    local_of,
+    models_of,
+    piece_of,
+    sharded_like,
+    targets_of,
+)
 from elastic_etcd.train.sharded.exchange import exchange, gather_json
 from elastic_etcd.train.sharded.pieces import Holder, Piece, Place, Transfer, partners, transfers
 from elastic_etcd.train.state.encoding import DTYPES
@@ -95,10 +101,7 @@ class PieceStore:
         and UsageError.
         """
         rank, _ = rank_and_size(launched=False)
-        models = models_of(values, names)
-        for name, (_, shape) in names.items():
-            if list(models[name].shape) != shape:
-                raise UsageError(f"{name} was of {shape} and is of {list(models[name].shape)} now")
+        models = targets_of(values, names)
         mine = self._pieces_of(version)
         needs = [piece_of(name, model) for name, model in models.items()]
         node = int(os.environ.get("GROUP_RANK", "0"))
@@ -152,6 +155,11 @@ class PieceStore:
         if not mine.keys() >= {*pieces.values()}:
             raise UsageError("nothing to restore: this rank has not committed in this world")
         return {name: sharded_like(models[name], mine[pieces[name]].clone()) for name in names}
+
+    def last(self, version: Version) -> StateSnapshot:
+        """This rank's own pieces of a commit of this world."""
+        held = (memfd.snapshot() for memfd in self._own)
+        return next(each for each in held if each and each.header.version == version)
 
     def drop(self) -> None:
         """Nothing is committed any more."""

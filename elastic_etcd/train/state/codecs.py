@@ -75,7 +75,7 @@ class _Module:
         module = unwrapped(value)
         saved = copy(module.state_dict())
         frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
-        saved[_MODES] = {
+        saved[MODES] = {
             "eval": [name for name, each in module.named_modules() if not each.training],
             "frozen": list(frozen),
             "reduced": [name for name, each in frozen.items() if is_reduced(each)],
@@ -84,7 +84,7 @@ class _Module:
 
     def load(self, value: Any, saved: Any) -> Any:
         module = unwrapped(value)
-        match saved.pop(_MODES, None):
+        match saved.pop(MODES, None):
             case {"eval": [*evaluating], "frozen": [*parameters], "reduced": [*others]}:
                 evaluates, frozen = {*map(str, evaluating)}, {*map(str, parameters)}
                 reduced = {*map(str, others)}
@@ -140,8 +140,8 @@ class _Generator:
         return value
 
 
-_GROUPS = ".groups"  # beside an optimizer's own: the names of each group's parameters
-_MODES = ".modes"  # beside the names of a module's tensors, none of which begins with a dot
+GROUPS = ".groups"  # beside an optimizer's own: the names of each group's parameters
+MODES = ".modes"  # beside the names of a module's tensors, none of which begins with a dot
 _PLAIN = _Plain()
 _STATE_DICT = _StateDict()
 _codecs: dict[type, Codec] = {
@@ -220,7 +220,7 @@ def save_values(
         codec = codec_of(value)
         saved = codec.save(value)
         if isinstance(codec, _Optimizer) and (groups := _groups_by_names(value, values)):
-            saved = {**saved, _GROUPS: groups}
+            saved = {**saved, GROUPS: groups}
         parts[name] = encode(saved, tensors, name=name, allow_pickle=allow_pickle, shards=shards)
     return parts, tensors
 
@@ -252,10 +252,10 @@ def load_values(
             given = views if getattr(codec, "borrows", False) else clones
             saved = decode(parts[name], given, allow_pickle=allow_pickle, shards=shards)
             if not modes and isinstance(saved, dict):
-                saved.pop(_MODES, None)
+                saved.pop(MODES, None)
             loads.append((name, value, codec, saved))
     for name, value, codec, saved in loads:
-        if isinstance(codec, _Optimizer) and (groups := saved.pop(_GROUPS, None)):
+        if isinstance(codec, _Optimizer) and (groups := saved.pop(GROUPS, None)):
             _make_groups(value, saved["param_groups"], groups, values)
         values[name] = codec.load(value, saved)
 

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -105,6 +106,10 @@ class ElasticState:
         self._old: World | None = None  # the world of the commit that all have loaded
         # The last commit, and a digest of its samplers' counts.
         self._counted: tuple[Version, int] | None = None
+        self._directory: Path | None = None  # of the checkpoints that load() has named
+        self._strict = True  # it was to be
+        self._loaded: Version | None = None  # a checkpoint's, in this world
+        self._saved_at: dict[str, float] = {}  # by the file
 
     def _refuse_name(self, name: str) -> None:
         if name.startswith("_") or hasattr(type(self), name):
@@ -211,12 +216,11 @@ class ElasticState:
         newest = max(filter(None, versions), key=Version.age, default=None)
         shards: dict[str, Any] = {}
         if newest is None:
-            if self._first:
-                self._first(self)
+            newest = self._begin_job()
             holders, loaded = [0], rank == 0
             saved = self._save_values(shards)  # on all ranks: all refuse what can't be kept
             if rank == 0:
-                self._write_snapshot(_version(0, secrets.randbits(62)), saved)
+                self._write_snapshot(newest or _version(0, secrets.randbits(62)), saved)
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             _report_files(newest, [each.loaded for each in inventories], rank)
@@ -225,7 +229,14 @@ class ElasticState:
             self._report_differences(differing, rank, holders[0])
             loaded = self._at_commit and rank in holders and not differing and not self._built
         snapshot = spread(snapshots, holders, inventories)
-        shards = self._take_shards(snapshot, shards)
+        try:
+            shards = self._take_shards(snapshot, shards)
+        except PiecesLost as error:
+            if self._directory is None:
+                raise
+            if rank == 0:
+                log.warning("%s: all go on from %s", error, self._directory)
+            return self.sync()
         if loaded:
             self._drop_gradients()
         else:
@@ -258,7 +269,14 @@ class ElasticState:
         if sync_point.current().check():
             raise sync_point.WorldChanged
 
-    def save(self, path: str | os.PathLike[str], *, wait: bool = True, keep: int = 1) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        keep: int = 1,
+        every: float = 0.0,
+    ) -> None:
         """Write the last commit to a file, on rank 0; other ranks return at once.
 
             state.save("model.safetensors", wait=False, keep=3)
@@ -267,19 +285,37 @@ class ElasticState:
         are called PATH.1, PATH.2 and so on, the older the higher. With `wait=False` this only
         copies the commit, in memory, and a thread writes it while training goes on. There is one
         such thread: the next save() waits for it, and raises its error, which is logged before; but
-        not the error that the job had gone on without that world.
+        not the error that the job had gone on without that world. every: write at most
+        once in so many seconds.
+
+        A state with `build` is saved by all ranks, each its part: call it on all of them. `path` is
+        a directory, and each save one in it, commit-N, in the format of
+        torch.distributed.checkpoint. With `wait=False` one that comes while the one before is still
+        being written is left out, and an error is only logged.
 
         Raises UsageError without a commit, OSError, StaleGeneration when the job has gone on
-        without this worker, and EtcdUnreachable when nobody knows that. The format is safetensors';
-        "Files" in docs/state.md has it.
+        without this worker, and EtcdUnreachable when nobody knows that. The format of files is
+        safetensors'; "Files" in docs/state.md has it.
         """
-        if rank_and_size(launched=False)[0] or int(os.environ.get("RANK", "0")):
-            return
-        self._refuse_file("save")
         if keep < 1:
             raise UsageError(f"save(keep={keep}): at least 1")
-        with activity.during(Doing.SAVE):
-            self._snapshots.save(path, wait=wait, keep=keep)
+        if self._built:
+            with activity.during(Doing.SAVE):
+                self._built.save(
+                    *(Path(path).absolute(), self._snapshots, self._values),
+                    allow_pickle=self._allow_pickle,
+                    wait=wait,
+                    keep=keep,
+                    every=every,
+                )
+            return
+        if rank_and_size(launched=False)[0] or int(os.environ.get("RANK", "0")):
+            return
+        name, now = os.fspath(path), time.monotonic()
+        if now - self._saved_at.get(name, float("-inf")) >= every:
+            with activity.during(Doing.SAVE):
+                self._snapshots.save(path, wait=wait, keep=keep)
+            self._saved_at[name] = now
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Set all values to those of a file that save() wrote.
@@ -289,23 +325,28 @@ class ElasticState:
         For sync() the file is older than any commit of this job, and newer than no snapshot at all;
         commit() makes its values the newest. Modules keep their modes until sync(): an evaluation
         may have chosen its own. If not `strict`, values that the file lacks stay as
-        they are, and those that only it has are passed over; both are logged. Raises OSError,
-        MalformedState, and, if `strict`, UsageError for a file of other names.
+        they are, and those that only it has are passed over; both are logged.
+
+        With `build`, `path` is the directory that save() was given. Before the training this only
+        names it: when there is no commit in memory to go on from, sync() reads the newest
+        checkpoint there that is whole, and `first` is called if there is none at all. In the
+        training, and in `first`, it is read at once, on all ranks.
+
+        Raises OSError, MalformedState, and, if `strict`, UsageError for a file of other names.
         """
-        self._refuse_file("load")
+        if self._built:
+            root = Path(path).absolute()
+            if not self._built.there:
+                self._directory, self._strict = root, strict
+            elif not self._read_newest(root, strict=strict):
+                raise FileNotFoundError(f"there is no checkpoint in {root}")
+            return
         with self._snapshots.loading(path) as loaded:
             others = self._load_snapshot(loaded, strict=strict, modes=False)
         if others:
             log.warning("%s and this state are not of the same values: %s", path, others)
             loaded.memfd.clear()
             self._write_snapshot(loaded.header.version, self._save_values())
-
-    def _refuse_file(self, what: str) -> None:
-        if self._built:
-            raise UsageError(
-                f"{what}() is for values that all ranks have alike, and `build` makes others: use "
-                f"torch.distributed.checkpoint.{what}, in `first` for the beginning of a job"
-            )
 
     def on_reset(self, callback: _Callback) -> _Callback:
         """Let ee.run call `callback` after each change of world, once the state is synchronised.
@@ -350,6 +391,11 @@ class ElasticState:
         self.commit()
         self._at_commit = True
 
+    def _finish(self) -> None:
+        """Wait for the save that is under way, by ee.run at the end of training. Raises OSError."""
+        if self._built:
+            self._built.finish()
+
     def _end_world(self) -> None:
         """Let go of what is bound to this world, by ee.run."""
         if self._built:
@@ -372,6 +418,35 @@ class ElasticState:
             for name in values:
                 self._refuse_name(name)
             self._values.update(values)
+
+    def _begin_job(self) -> Version | None:
+        """The values with which to begin: a checkpoint's, whose commit is returned, or the first.
+
+        They are a file's, for what follows: older than any commit.
+        """
+        self._loaded = None
+        if self._directory:
+            found = self._read_newest(self._directory, strict=self._strict)
+            if not found and rank_and_size(launched=False)[0] == 0:
+                log.info("there is no checkpoint in %s: training begins anew", self._directory)
+        if self._first and self._loaded is None:
+            self._first(self)
+        return self._loaded
+
+    def _read_newest(self, root: Path, *, strict: bool) -> bool:
+        """Set the values to those of the newest checkpoint there, if there is one. Collective."""
+        assert self._built
+        found = self._built.read_newest(root, self._values, allow_pickle=self._allow_pickle)
+        if found is None:
+            return False
+        folder, (snapshot, shards) = found
+        others = self._load_snapshot(snapshot, strict=strict, shards=shards)
+        self._loaded = snapshot.header.version
+        if others:
+            log.warning("%s and this state are not of the same values: %s", folder, others)
+        if rank_and_size(launched=False)[0] == 0:
+            log.info("all go on from %s", folder)
+        return True
 
     def _take_shards(self, snapshot: StateSnapshot, first: dict[str, Any]) -> dict[str, Any]:
         """The sharded tensors of the snapshot; `first` are those of values that are new."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.state.snapshot_bytes import digest_of
 from elastic_etcd.train.state.snapshot_format import Header, Version, unpack
@@ -102,6 +103,13 @@ class Memfd:
     def _map_memory(self, length: int) -> None:
         self.memory = mmap.mmap(self.fd, length)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+def scratch_memfd(size: int) -> Memfd:
+    """Memory for a body of so many bytes, which goes with its last user. Raises OSError."""
+    memfd = Memfd(new_memfd("elastic_etcd-scratch"))
+    memfd.clear(size)
+    return memfd
 
 
 class NodeLock:
@@ -239,6 +247,12 @@ class StateSnapshot:
         start = self.header.objects_at
         objects = bytes(self.memory[start : start + self.header.objects])
         return unpack(objects, self.body)
+
+    def copy(self) -> "StateSnapshot":
+        """The same in memory of its own. Raises OSError."""
+        memfd = scratch_memfd(self.header.size)
+        memfd.body(self.header.size).copy_(self.body)
+        return memfd.set(self.header)
 
     def is_intact(self) -> bool:
         """Whether the body has the header's digest; reads all of it."""

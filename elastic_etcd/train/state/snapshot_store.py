@@ -200,12 +200,12 @@ class Snapshots:
         if size <= memfd.capacity:
             memfd.clear(size)
             return memfd
-        with self._growing():
+        with self.growing():
             check_memory(size, sum(max(0, size - each.capacity) for each in pair))
             memfd.clear(size)
         return memfd
 
-    def _growing(self) -> AbstractContextManager[object]:
+    def growing(self) -> AbstractContextManager[object]:
         """While this is open no other local rank finds the memory free that this one takes.
 
         A rank that is stopped meanwhile holds up the others for a moment, and no longer.
@@ -289,7 +289,7 @@ class Snapshots:
         allowed = _fence(target, newest.header.version)
         if not wait:
             begin = partial(files.begin_save, target, newest.header, newest.body, allowed)
-            with self._growing():
+            with self.growing():
                 shortage = shortage_of(newest.header.size)
                 self._saving = None if shortage else begin(keep=keep)
             if not shortage:
