@@ -51,6 +51,7 @@ PARTS = {
         ("PYTHONPATH=. .venv/bin/python -m tests.model large",),
     ),
     "mutants": Part("200 mistakes in core/ and train/", 60, ("scripts/mutants --count 200",)),
+    "sharded": Part("500 sequences of worlds, nodes lost at 200 places, 10,000 flipped bits", 60),
     "jobs": Part("demo, tutorials, torchrun, Prometheus, hangs of more kinds of scripts", 10),
     "examples": Part("each example and each program of migration.md under each launcher", 2),
     "forks": Part("compilers, spawned processes and more variables in a forked worker", 1),

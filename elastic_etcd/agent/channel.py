@@ -45,7 +45,7 @@ from elastic_etcd.protocol.packets import receive
 from elastic_etcd.system.threads import in_thread
 
 _WORKERS = 1024  # connections
-_NAMES = 16  # that one worker may have us keep
+_NAMES = 64  # that one worker may have us keep
 _SHARED = 24  # that one worker may share
 _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them

@@ -153,7 +153,7 @@ def lose(what: str, error: Exception) -> NoReturn:
     if _current is _none:
         raise error
     first = next(iter(str(error).splitlines()), "")  # stacks of C++ may follow
-    reason = f"{what}, so nothing is committed: {first}"
+    reason = f"{what}: {first}"
     _current.interrupt(reason)
     raise WorldBroken(reason) from error
 

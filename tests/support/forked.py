@@ -20,7 +20,13 @@ _last: list[Any] = []  # the latest group
 _forkserver = multiprocessing.get_context("forkserver")
 # All that tests which fork import: a module that is missing here costs each child its import again.
 _forkserver.set_forkserver_preload(
-    ["tests.support.forked", "elastic_etcd.train.state.elastic_state", "hypothesis"]
+    [
+        "tests.support.forked",
+        "elastic_etcd.train.sharded.built",
+        "elastic_etcd.train.state.elastic_state",
+        "hypothesis",
+        "torch.distributed.fsdp",
+    ]
 )
 
 
@@ -28,18 +34,18 @@ class Child:
     """A process that runs `function(*args)`; its result is sent back, and so is a traceback."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._results, results = _forkserver.Pipe(duplex=False)
+        self.results, results = _forkserver.Pipe(duplex=False)
         self.process = _forkserver.Process(target=_run, args=(results, function, *args))
         self.process.start()
         results.close()
 
     def result(self, timeout: float = 120) -> Any:
         """What it returned; None if it was killed."""
-        if not self._results.poll(timeout):
+        if not self.results.poll(timeout):
             self.end()
             pytest.fail(f"a process is not done within {timeout} s")
         try:
-            failed, value = self._results.recv()
+            failed, value = self.results.recv()
         except EOFError:
             failed, value = False, None
         self.end()
@@ -50,12 +56,13 @@ class Child:
     def end(self) -> None:
         self.process.kill()
         self.process.join()
-        self._results.close()
+        self.results.close()
         self.process.close()
 
 
 def _run(results: Connection, function: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection looks at all of torch's modules
     try:
         results.send((False, function(*args)))
     except BaseException:  # noqa: BLE001 - the test tells it

@@ -625,16 +625,16 @@ async def test_descriptors_that_nobody_asked_for(
     with seqpacket() as sock:
         sock.connect(agent.path)
         sock.sendall(encode(HELLO))
-        for number in range(17):
+        for number in range(65):
             socket.send_fds(sock, [encode(Keep(number, str(number)))], [fd])
         await hung_up(sock)
     os.close(fd)
     assert caplog.text.count("a descriptor without a keep") == 2
     assert "a keep has one descriptor" in caplog.text
     assert "too many descriptors at once" in caplog.text
-    assert "more than 16 descriptors to keep" in caplog.text
-    assert len(agent.server.kept) == 16
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 16
+    assert "more than 64 descriptors to keep" in caplog.text
+    assert len(agent.server.kept) == 64
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 64
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -16,8 +16,6 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group, ranks
 
-PROCESSES = 5
-
 
 class Tied(nn.Module):  # type: ignore[misc]  # torch is not followed
     """A model of drawn sizes: uneven, with tied weights and a frozen part, or without."""
@@ -29,11 +27,13 @@ class Tied(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.last = nn.Linear(hidden, width)
         if draws.random() < 0.3:
             self.first.bias.requires_grad_(False)
+        self.again = nn.Linear(width, hidden)
         self.register_buffer("mean", torch.zeros(width))
         self.width = width
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.last(torch.relu(self.first(x - self.mean)))
+        x = x - self.mean
+        return self.last(torch.relu(self.first(x) - self.again(x)))
 
 
 def builder(seed: int) -> Callable[[Any], dict[str, Any]]:
@@ -43,6 +43,8 @@ def builder(seed: int) -> Callable[[Any], dict[str, Any]]:
         model = Tied(draws)
         half, replicated, layers = draws.random() < 0.3, draws.random() < 0.5, draws.randint(0, 2)
         adam = draws.random() < 0.6
+        if not layers and draws.random() < 0.5:
+            model.again.weight = model.first.weight
         if half:
             model.bfloat16()
         names = ("replicate", "shard")
@@ -145,7 +147,7 @@ def is_of(state: ElasticState, file: Path) -> bool:
     """Whether the state, once it is synchronised, is what is in the file."""
     state.sync()
     kept = torch.load(file)
-    return _same(whole(state), kept["tensors"]) and state.epoch == kept["epoch"]
+    return is_same(whole(state), kept["tensors"]) and state.epoch == kept["epoch"]
 
 
 def train_in_world(
@@ -171,22 +173,33 @@ def train_in_world(
             state._write_shards(replace(last, counter=last.counter + 1), shards)
         if state.epoch % 2:
             state.restore()
-            assert _same(whole(state), tensors)
+            assert is_same(whole(state), tensors)
     torch.distributed.barrier()
     state._end_world()
 
 
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Bit by bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
 
 
-@pytest.mark.parametrize("seeds", [range(12)])
-def test_a_world_of_any_size_goes_on_from_the_last_commit(tmp_path: Path, seeds: range) -> None:
-    children = [Child(live, process, tmp_path, seeds, PROCESSES) for process in range(PROCESSES)]
-    assert [child.result(600) for child in children] == [[]] * PROCESSES
+MANY = [pytest.mark.nightly(part="sharded"), pytest.mark.timeout(7200)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "seeds"),
+    [
+        pytest.param(5, range(2, 8), marks=pytest.mark.timeout(600)),
+        pytest.param(8, range(500), marks=MANY),
+    ],
+)
+def test_a_world_of_any_size_goes_on_from_the_last_commit(
+    tmp_path: Path, processes: int, seeds: range
+) -> None:
+    children = [Child(live, process, tmp_path, seeds, processes) for process in range(processes)]
+    assert [child.result(500 if processes == 5 else 7200) for child in children] == [[]] * processes
 
 
 def refused(rank: int) -> list[str]:

@@ -1117,4 +1117,4 @@ def test_of_many_values_that_differ_three_are_named(
 
 
 def test_a_process_keeps_as_many_names_as_its_agent_allows() -> None:
-    assert snapshot_store.MOST_NAMES == agent_end._NAMES
+    assert snapshot_store.MOST_NAMES < agent_end._NAMES

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -33,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import elastic_etcd as ee
 
 RANK = int(os.environ.get("RANK", "-1"))  # as YOLO has it: of the world in which a process began
-STEPS, BATCH = int(os.environ.get("STEPS", "16")), 4
+STEPS, BATCH = int(os.environ.get("STEPS", "16")), int(os.environ.get("BATCH", "4"))
 DIRECTORY = os.environ.get("DIRECTORY")  # of durable checkpoints
 Values = dict[str, Any]
 
@@ -713,41 +714,169 @@ class Warmup(Habit):
             self.log(self.step, self.history[-1] + sum(self.history))
 
 
+SHARDED: dict[str, type["FSDP"]] = {}
+
+
 class FSDP(Habit):
     """A model that is sharded, by FSDP2; not among the others, whose values are all replicated."""
 
+    accumulate = 1
+
+    def __init_subclass__(cls) -> None:
+        SHARDED[cls.__name__.lower()] = cls
+
     @classmethod
     def values(cls) -> Values:
-        return {"sampler": ee.ElasticSampler(points()), "step": 0}
+        return {"sampler": ee.ElasticSampler(points(cls.accumulate * STEPS * BATCH * 2)), "step": 0}
 
     @classmethod
     def build(cls, world: ee.BuildWorld) -> Values:
         torch.manual_seed(0)
-        model, mesh = network(), world.mesh()
-        for layer in (model[0], model[3]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        model = network()
+        cls.shard(model, world)
+        optimizer = cls.optimize([each for each in model.parameters() if each.requires_grad])
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, STEPS + 1)
         return {"model": model, "optimizer": optimizer, "schedule": schedule}
 
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        mesh = options.pop("mesh", None) or world.mesh()
+        for layer in (model[0], model[3]):
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+
+    @classmethod
+    def optimize(cls, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.02)
+
     def train(self) -> None:
         self.sampler.set_epoch(0)
-        loader = DataLoader(points(), BATCH, sampler=self.sampler)
-        for x, y in self.state.steps(loader, commit_every=2):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(x), y)
+        data = points(self.accumulate * STEPS * BATCH * 2)
+        loader = DataLoader(data, BATCH, sampler=self.sampler)
+        steps = self.state.steps(loader, accumulate=self.accumulate, commit_every=2)
+        for x, y in steps:
+            self.model.set_requires_gradient_sync(steps.ends_step)
+            loss = F.cross_entropy(self.model(x).float(), y) / self.accumulate
             loss.backward()
+            if not steps.ends_step:
+                continue
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+            self.optimizer.zero_grad()
             self.schedule.step()
-            self.state.fsdp_step += 1
+            setattr(self.state, f"{self.name}_step", self.step + 1)
             self.log(self.step, loss)
             if DIRECTORY:
                 self.state.save(DIRECTORY, wait=False)
 
 
-ALL: dict[str, type[Habit]] = {**HABITS, "fsdp": FSDP}
+SHARDED["fsdp"] = FSDP
+
+
+class HSDP(FSDP):
+    """Two replicas of each shard; with two ranks of no shard at all."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        mesh = world.mesh(2, -1, names=("replicate", "shard"))
+        super().shard(model, world, mesh=mesh, **options)
+
+
+class Mixed(FSDP):
+    """Computed in bfloat16, kept in float32."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model[1] = nn.LayerNorm(16)
+        super().shard(model, world, mp_policy=policy, **options)
+
+
+class FloatMoments(torch.optim.Optimizer):
+    """SGD whose momentum is of float32, whatever the parameters are of."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002 - torch's
+        for group in self.param_groups:
+            for each in group["params"]:
+                moment = self.state[each].setdefault(
+                    "moment", torch.zeros_like(each, dtype=torch.float32)
+                )
+                moment.mul_(group["momentum"]).add_(each.grad.float())
+                each.add_(moment.to(each.dtype), alpha=-group["lr"])
+
+
+class Halves(FSDP):
+    """Parameters of bfloat16, with moments of float32."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        model[1] = nn.LayerNorm(16)
+        super().shard(model.bfloat16(), world, **options)
+        model.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+
+    @classmethod
+    def optimize(cls, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return FloatMoments(parameters, lr=0.02)
+
+
+class Momentum(FSDP):
+    """SGD."""
+
+    @classmethod
+    def optimize(cls, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True)
+
+
+class Frozen(FSDP):
+    """The first layer is not trained."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        model[0].requires_grad_(requires_grad=False)
+        super().shard(model, world, **options)
+
+
+class Tied(FSDP):
+    """Two layers have one weight."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        model.insert(3, nn.Linear(16, 16))
+        model.insert(3, nn.Linear(16, 16))
+        model[3].weight = model[4].weight
+        fully_shard(model, mesh=world.mesh(), **options)
+
+
+class Recomputed(FSDP):
+    """Activations are computed once more in the backward pass."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        model[0] = checkpoint_wrapper(model[0])
+        super().shard(model, world, **options)
+
+
+class Compiled(FSDP):
+    """Each block is compiled, as it is sharded."""
+
+    @classmethod
+    def shard(cls, model: nn.Module, world: ee.BuildWorld, **options: Any) -> None:
+        for layer in (model[0], model[3]):
+            layer.compile(backend="aot_eager")
+        super().shard(model, world, **options)
+
+
+class Accumulated(FSDP):
+    """A step is of two batches, and gradients are reduced with the second one."""
+
+    accumulate = 2
+
+
+ALL: dict[str, type[Habit]] = {**HABITS, **SHARDED}
 
 
 class Trainer:
@@ -760,13 +889,18 @@ class Trainer:
             own = ALL[name].values()
             values |= {f"{name}_{key}": value for key, value in own.items()}
         self.names, self.output = names, output
-        build = self.build if "fsdp" in names else None
+        build = self.build if SHARDED.keys() & {*names} else None
         self.state = ee.ElasticState(**values, build=build, habit=0)
         if DIRECTORY:
             self.state.load(DIRECTORY)
 
     def build(self, world: ee.BuildWorld) -> Values:
-        return {f"fsdp_{key}": value for key, value in FSDP.build(world).items()}
+        return {
+            f"{name}_{key}": value
+            for name in self.names
+            if name in SHARDED
+            for key, value in SHARDED[name].build(world).items()
+        }
 
     @ee.run
     def fit(self, state: ee.ElasticState) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import Agent, Job
-from tests.users.habits import HABITS, STEPS
+from tests.users.habits import HABITS, SHARDED, STEPS
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly(part="users")]
 
@@ -25,10 +25,10 @@ RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "r
 Curve = dict[tuple[str, int], list[str]]  # of each step of a training, all losses that it had
 
 
-def curve(job: Job) -> Curve:
+def curve(job: Job, size: int = 2) -> Curve:
     found: Curve = {}
     for name, step, loss, world in lines(job):
-        assert world == "2"
+        assert world == str(size)
         found.setdefault((name, int(step)), []).append(loss)
     return found
 
@@ -47,6 +47,7 @@ def start(
     nnodes: str = "",
     names: tuple[str, ...] = (),
     directory: Path | str = "",
+    batch: int = 4,
 ) -> Agent:
     return job.start(
         f"n{len(job.agents) + 1}",
@@ -61,6 +62,7 @@ def start(
             "FAULT": fault,
             "DIRECTORY": str(directory),
             "OMP_NUM_THREADS": "1",
+            "BATCH": str(batch),
             "STEPS": str(CALM if names == RIGHT else STEPS),
         },  # sums of one order, on any node
     )
@@ -153,30 +155,38 @@ def test_t6_trainings_that_are_right_raise_no_alarm(jobs: Callable[..., Job]) ->
 
 
 @pytest.mark.parametrize("fault", ["worker", "is lost", "leaves"])
+@pytest.mark.parametrize(
+    ("names", "nproc"), [(("hsdp",), 2), (tuple(SHARDED), 1)], ids=["hsdp", "all"]
+)
 def test_sharded_values_are_those_of_an_undisturbed_run(
-    jobs: Callable[..., Job], fault: str
+    jobs: Callable[..., Job], fault: str, names: tuple[str, ...], nproc: int
 ) -> None:
-    """FSDP2: each node has one part, and another node its copy."""
+    """Each node has one part, and another node its copy, or its replica."""
+
+    def begin(job: Job, fault: str) -> Agent:
+        return start(job, fault, nproc, nnodes="2", names=names, batch=4 // nproc)
+
     job = jobs()
-    for node in [start(job, "", names=("fsdp",)) for _ in range(2)]:
+    for node in [begin(job, "") for _ in range(2)]:
         job.exits(node, 0, PATIENCE)
-    whole = curve(job)
+    whole = curve(job, 2 * nproc)
     job = jobs()
-    nodes = [start(job, "worker" if fault == "worker" else "node", names=("fsdp",)) for _ in "12"]
-    if fault != "worker":
-        job.wait("step 4", (job.directory / "fsdp-waits").exists, PATIENCE)
+    nodes = [begin(job, "worker" if fault == "worker" else "node") for _ in range(2)]
+    for name in names if fault != "worker" else ():
+        job.wait(f"step 4 of {name}", (job.directory / f"{name}-waits").exists, PATIENCE)
         node = nodes.pop(0)
         if fault == "leaves":
             node.terminate()
         else:
             node.node_kill()
-        nodes.append(start(job, "node", names=("fsdp",)))
-        (job.directory / "fsdp-goes-on").touch()
+        nodes.append(begin(job, "node"))
+        (job.directory / f"{name}-goes-on").touch()
         if fault == "leaves":
             job.exits(node, 128 + signal.SIGTERM, PATIENCE)
     for node in nodes:
         job.exits(node, 0, PATIENCE)
-    check(curve(job), whole, again={"worker": 2 * AGAIN, "is lost": AGAIN, "leaves": 0}[fault])
+    again = {"worker": 2 * AGAIN, "is lost": AGAIN, "leaves": 0}[fault]
+    check(curve(job, 2 * nproc), whole, again)
 
 
 def test_sharded_values_outlive_a_job_that_is_killed_whole(jobs: Callable[..., Job]) -> None:

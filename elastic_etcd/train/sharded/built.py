@@ -87,8 +87,8 @@ class Built:
         self._shards: PieceStore | None = None
         self._saves: dict[Path, DurableSaves] = {}
 
-    def begin(self, number: int, others: Collection[str]) -> dict[str, Any]:
-        """Make the values for this world; the state has `others` beside them."""
+    def begin(self, snapshots: Snapshots, others: Collection[str]) -> dict[str, Any]:
+        """Make the values for this world; the state has `others` beside them, in `snapshots`."""
         _forget_meshes()
         rank, size = rank_and_size(launched=False)
         values = self._build(BuildWorld(generation(), rank, size, device_of()))
@@ -101,7 +101,8 @@ class Built:
             if name in others:
                 raise UsageError(f"build(world) makes {name!r}, which the state has already")
         self.names, self.there, self._fit = frozenset(values), True, frozenset()
-        self._shards = self._shards or PieceStore(number, self._copies)
+        if self._shards is None:
+            self._shards = PieceStore(snapshots.number, self._copies, snapshots.growing)
         return values
 
     def write(

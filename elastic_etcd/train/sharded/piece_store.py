@@ -10,13 +10,15 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_etcd.errors import MalformedState, PiecesLost, UsageError
+from elastic_etcd.errors import MalformedState, PiecesLost, UsageError, WrongHere
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.sharded.dtensors import (
@@ -35,6 +37,7 @@ from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd
 from elastic_etcd.train.state.sync import BUCKET
+from elastic_etcd.train.sync_point import lose
 
 Batched = Callable[[Iterator[TensorSlice]], Iterable[Sequence[TensorSlice]]]
 
@@ -44,11 +47,13 @@ log = logging.getLogger(__name__)
 class PieceStore:
     """The pieces of one state that this rank has in memory: its own, and copies of others'.
 
-    copies: how many nodes have each piece.
+    copies: how many nodes have each piece. growing: a context for asking for memory and taking it.
     """
 
-    def __init__(self, number: int, copies: int) -> None:
-        self._copies = copies
+    def __init__(
+        self, number: int, copies: int, growing: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._copies, self._growing = copies, growing
         self._number = number
         self._last: Version | None = None  # the commit that counts
         self._names: list[str] = []  # that the agent keeps
@@ -68,8 +73,8 @@ class PieceStore:
         """Commit this rank's pieces, and keep copies of others'. Collective.
 
         last: the commit that counts until this one does. leaves: this node is about to leave. When
-        it returns each rank has what it is to have.
-        Raises UsageError, OSError, MalformedState and torch's errors.
+        it returns each rank has what it is to have. Raises UsageError, OSError, MalformedState and
+        torch's errors; WorldBroken, or WrongHere without ee.run, where another rank has no memory.
         """
         rank, _ = rank_and_size(launched=False)
         table = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
@@ -77,16 +82,16 @@ class PieceStore:
         local = {name: local_of(tensor) for name, tensor in tensors.items()}
         draft = Draft(version, parts, local, batched)
         self._last = last
-        memfd = self._free(self._own, draft.size)
-        snapshot = memfd.set(draft.write(memfd.body(draft.size)))
         node = int(os.environ.get("GROUP_RANK", "0"))
         checksum = zlib.crc32(repr(sorted(table.values())).encode())
-        rows = gather([snapshot.header.size, node, checksum, leaves])
+        rows = gather([draft.size, node, checksum, leaves])
         places = [Place(node, checksum, bool(leaves)) for _, node, checksum, leaves in rows]
         copies = max(self._copies, 2 if any(place.leaves for place in places) else 1)
         plan = partners(places, copies)
-        sizes = {sender: _lengths(rows[sender][0]) for sender, to in enumerate(plan) if rank in to}
-        self._keep_copies(snapshot, plan[rank], sizes)
+        sizes = {sender: rows[sender][0] for sender, to in enumerate(plan) if rank in to}
+        memfd, targets = self._take_memory(draft.size, sizes)
+        snapshot = memfd.set(draft.write(memfd.body(draft.size)))
+        self._keep_copies(snapshot, plan[rank], targets, sizes)
         gather([1])
 
     def load(
@@ -106,9 +111,11 @@ class PieceStore:
         needs = [piece_of(name, model) for name, model in models.items()]
         node = int(os.environ.get("GROUP_RANK", "0"))
         rows: list[Any] = gather_json([node, list(mine), needs])
-        holders = [Holder(node, frozenset(map(_piece, have))) for node, have, _ in rows]
+        holders = [Holder(node, [*map(_piece, have)]) for node, have, _ in rows]
+        wanted = [[*map(_piece, pieces)] for _, _, pieces in rows]
+        sizes = {name: prod(shape) for name, (_, shape) in names.items()}
         try:
-            plan = transfers(holders, [list(map(_piece, wanted)) for _, _, wanted in rows])
+            plan = transfers(holders, wanted, sizes, rank)
         except KeyError as error:
             raise PiecesLost(
                 f"a part of {error.args[0]} was on nodes that are gone, more of them at once than "
@@ -128,13 +135,13 @@ class PieceStore:
             for (sender, to), groups in messages.items()
             if sender == rank
         }
-        sizes = {
+        lengths = {
             sender: [sum(_nbytes(each, dtypes) for each in group) for group in groups]
             for (sender, to), groups in messages.items()
             if to == rank
         }
-        turns = {sender: iter(messages[sender, rank]) for sender in sizes}
-        for sender, message in exchange(sends, sizes):
+        turns = {sender: iter(messages[sender, rank]) for sender in lengths}
+        for sender, message in exchange(sends, lengths):
             start = 0
             for each in next(turns[sender]):
                 end = start + _nbytes(each, dtypes)
@@ -149,11 +156,15 @@ class PieceStore:
         names: Mapping[str, tuple[str, list[int]]],
         values: Mapping[str, Any],
     ) -> dict[str, DTensor]:
-        """As `load`, of a commit of this world, by this rank alone. Raises UsageError."""
+        """As `load`, of a commit of this world, by this rank alone.
+
+        Raises UsageError; WorldBroken, or MalformedState without ee.run, if it has not all of them.
+        """
         models, mine = models_of(values, names), self._pieces_of(version)
         pieces = {name: piece_of(name, model) for name, model in models.items()}
         if not mine.keys() >= {*pieces.values()}:
-            raise UsageError("nothing to restore: this rank has not committed in this world")
+            why = "they are of another world, or damaged"
+            lose("restore(): this rank has not all its pieces", MalformedState(why))
         return {name: sharded_like(models[name], mine[pieces[name]].clone()) for name in names}
 
     def last(self, version: Version) -> StateSnapshot:
@@ -166,30 +177,42 @@ class PieceStore:
         for memfd in chain(self._own, *self._kept):
             memfd.clear()
 
+    def _take_memory(self, own: int, sizes: Mapping[int, int]) -> tuple[Memfd, dict[int, Memfd]]:
+        """Memory for this rank's pieces and for those of others, of these sizes. Collective."""
+        lacking: Exception | None = None
+        try:
+            while len(self._kept) < len(sizes):
+                self._kept.append(self._pair(f"copy{len(self._kept)}"))
+            memfd = self._free(self._own, own)
+            pairs = zip(sizes, self._kept, strict=False)
+            targets = {sender: self._free(pair, sizes[sender]) for sender, pair in pairs}
+        except (UsageError, OSError) as error:
+            lacking = error
+        rows = gather([lacking is not None])
+        if lacking:
+            raise lacking
+        if [1] in rows:
+            lose("nothing is committed", WrongHere(f"rank {rows.index([1])} has no memory for it"))
+        return memfd, targets
+
     def _keep_copies(
         self,
         own: StateSnapshot,
         to: Sequence[int],
-        sizes: Mapping[int, Sequence[int]],
+        targets: Mapping[int, Memfd],
+        sizes: Mapping[int, int],
     ) -> None:
         """Give this rank's snapshot to those ranks, and keep those of the others."""
-        while len(self._kept) < len(sizes):
-            self._kept.append(self._pair(f"copy{len(self._kept)}"))
         header = torch.frombuffer(bytearray(own.header.pack()), dtype=torch.uint8)
         sends = {rank: [header, *own.body.split(BUCKET)] for rank in to}
-        bodies = {sender: sum(lengths[1:]) for sender, lengths in sizes.items()}
-        targets = {
-            sender: self._free(pair, bodies[sender])
-            for sender, pair in zip(sorted(sizes), self._kept, strict=False)
-        }
         headers: dict[int, Header | None] = {}
         ends = dict.fromkeys(sizes, 0)
-        for sender, message in exchange(sends, sizes):
+        for sender, message in exchange(sends, {each: _lengths(sizes[each]) for each in sizes}):
             if sender not in headers:
                 headers[sender] = Header.unpack(bytes(message.tolist()))
                 continue
             start, ends[sender] = ends[sender], ends[sender] + len(message)
-            targets[sender].body(bodies[sender])[start : ends[sender]] = message
+            targets[sender].body(sizes[sender])[start : ends[sender]] = message
         for sender, target in targets.items():
             header = headers[sender]
             if header is None or not target.set(header).is_intact():
@@ -204,7 +227,7 @@ class PieceStore:
             if snapshot is None or snapshot.header.version != version:
                 continue
             if not snapshot.is_intact():
-                log.error("pieces of the snapshot %s are damaged: a copy counts", snapshot.header)
+                log.error("pieces of commit %d are damaged: a copy counts", version.counter)
                 continue
             parts, tensors = snapshot.load()
             for name, (tensor, _) in tensors.items():
@@ -228,9 +251,12 @@ class PieceStore:
         """
         there = [(memfd, memfd.snapshot()) for memfd in pair]
         free = next(m for m, held in there if held is None or held.header.version != self._last)
-        if size > free.capacity:
+        if size <= free.capacity:
+            free.clear(size)
+            return free
+        with self._growing():
             check_memory(size, sum(max(0, size - memfd.capacity) for memfd in pair))
-        free.clear(size)
+            free.clear(size)
         return free
 
     def _pair(self, what: str) -> list[Memfd]:

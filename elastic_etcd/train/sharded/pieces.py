@@ -4,7 +4,7 @@ A piece is a box of a tensor: an offset and a length in each dimension. All here
 what all ranks know alike, so that they agree on each transfer without a word.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -27,10 +27,16 @@ class Piece(NamedTuple):
         """The part that is in both, if any."""
         if self.name != other.name:
             return None
-        begin = tuple(map(max, self.offset, other.offset))
-        end = tuple(map(min, self.end, other.end))
-        shape = tuple(stop - start for start, stop in zip(begin, end, strict=True))
-        return Piece(self.name, begin, shape) if all(length > 0 for length in shape) else None
+        begin, shape = [], []
+        boxes = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        for own, length, its, its_length in boxes:
+            start = max(own, its)
+            stop = min(own + length, its + its_length)
+            if stop <= start:
+                return None
+            begin.append(start)
+            shape.append(stop - start)
+        return Piece(self.name, tuple(begin), tuple(shape))
 
     def within(self, outer: "Piece") -> tuple[slice, ...]:
         """The slices by which it is found in the piece around it."""
@@ -38,11 +44,6 @@ class Piece(NamedTuple):
         return tuple(
             slice(start, start + length) for start, length in zip(starts, self.shape, strict=True)
         )
-
-    @property
-    def end(self) -> Shape:
-        """The end in each dimension."""
-        return tuple(start + length for start, length in zip(self.offset, self.shape, strict=True))
 
 
 class Transfer(NamedTuple):
@@ -59,32 +60,39 @@ class Holder(NamedTuple):
     """A rank, and the pieces of a commit that it has in memory: its own and copies of others'."""
 
     node: int
-    pieces: frozenset[Piece]
+    pieces: Sequence[Piece]
 
 
-def transfers(holders: Sequence[Holder], needs: Sequence[Iterable[Piece]]) -> list[Transfer]:
-    """All transfers by which each rank gets the pieces that it needs, in one order.
+def transfers(
+    holders: Sequence[Holder],
+    needs: Sequence[Iterable[Piece]],
+    sizes: Mapping[str, int],
+    rank: int,
+) -> list[Transfer]:
+    """The transfers from this rank and to it, between two ranks in an order that both know.
 
-    needs: of each rank. A rank takes what it has itself, then what its node has; the others' are
-    asked in turn. Raises KeyError, with the name, for a tensor of which a part is nowhere.
+    needs: of each rank; sizes: the number of elements of each tensor. A rank takes what it has
+    itself, then what its node has; the others are asked in turn. Raises KeyError, on all ranks
+    alike, with the name, for a tensor of which a part is nowhere.
     """
-    found: dict[str, dict[Piece, list[int]]] = {}
-    for rank, holder in enumerate(holders):
-        for piece in sorted(holder.pieces):
-            found.setdefault(piece.name, {}).setdefault(piece, []).append(rank)
+    found: dict[str, dict[Piece, list[int]]] = {name: {} for name in sizes}
+    for other, holder in enumerate(holders):
+        for piece in holder.pieces:
+            found[piece.name].setdefault(piece, []).append(other)
+    for name, size in sizes.items():
+        if sum(piece.size for piece in found[name]) != size:
+            raise KeyError(name)
+    every = {name: list(enumerate(pieces.items())) for name, pieces in found.items()}
+    own = {name: [each for each in pieces if rank in each[1][1]] for name, pieces in every.items()}
     made = []
     for receiver, wanted in enumerate(needs):
+        sources = every if receiver == rank else own
         for target in wanted:
-            parts = [
-                (part, source, ranks)
-                for source, ranks in found.get(target.name, {}).items()
-                if (part := source.overlap(target))
-            ]
-            if sum(part.size for part, _, _ in parts) != target.size:
-                raise KeyError(target.name)
-            for n, (part, source, ranks) in enumerate(parts):
-                sender = _nearest(ranks, holders, receiver, receiver + n)
-                made.append(Transfer(part, source, target, sender, receiver))
+            for n, (source, ranks) in sources[target.name]:
+                if part := source.overlap(target):
+                    sender = _nearest(ranks, holders, receiver, receiver + n)
+                    if rank in (sender, receiver):
+                        made.append(Transfer(part, source, target, sender, receiver))
     return made
 
 

@@ -60,10 +60,12 @@ def agree(commit: int, steps: int, others: Sequence[int] = ()) -> list[list[int]
         rows = gather([commit, steps, *others])
     except RuntimeError as error:
         point.raise_if_broken()
-        sync_point.lose("a collective has failed, here or on another rank", error)
+        what = "a collective has failed, here or on another rank, so nothing is committed"
+        sync_point.lose(what, error)
     point.raise_if_broken()
     if len({(commit, steps) for commit, steps, *_ in rows}) > 1:
-        sync_point.lose("not all ranks have taken the same steps", UsageError(_apart(rows)))
+        what = "not all ranks have taken the same steps, so nothing is committed"
+        sync_point.lose(what, UsageError(_apart(rows)))
     return [row[2:] for row in rows]
 
 

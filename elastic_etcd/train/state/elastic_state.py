@@ -185,7 +185,8 @@ class ElasticState:
     def restore(self) -> None:
         """Set all values to those of the last commit or sync, and drop gradients.
 
-        Raises UsageError when there is none.
+        Raises UsageError when there is none. Sharded values come from this rank's memory: where
+        they are damaged there, or of another world, WorldBroken has ee.run bring all ranks back.
         """
         newest = self._snapshots.newest_intact()
         if newest is None:
@@ -414,7 +415,7 @@ class ElasticState:
 
     def _begin_built(self) -> None:
         if self._built:
-            values = self._built.begin(self._snapshots.number, self._kept_values())
+            values = self._built.begin(self._snapshots, self._kept_values())
             for name in values:
                 self._refuse_name(name)
             self._values.update(values)

@@ -49,8 +49,8 @@ def encode(
     Counter, set or frozenset of them, of exactly these types, nested up to MAX_DEPTH. Keys and
     members of sets are of the first six, or tuples of them. A tensor is named by where it is in
     `name`, and is there once, however often it occurs. Sharded tensors (DTensor) are put into
-    `shards`, if that is given, as often as they occur. Raises UsageError for anything else, which
-    says where it is.
+    `shards`, if that is given, likewise. Raises UsageError for anything else, which says where it
+    is.
     """
     return _Encoder(tensors, allow_pickle, shards).write(value, (name,))
 
@@ -190,8 +190,12 @@ class _Encoder:
     def _name_shard(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         """Its name, dtype and shape, which all ranks have alike."""
         assert self.shards is not None
-        name = _dotted(path)
-        self.shards[name] = value.detach()
+        tensor = value.detach()
+        local = tensor.to_local()
+        # Not its address: a rank's part may be empty, and tied weights are to be so on all ranks.
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape)  # noqa: SLF001
+        name = self.seen.setdefault((*memory, tensor.dtype), _dotted(path))
+        self.shards.setdefault(name, tensor)
         return [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
