@@ -26,7 +26,7 @@ from tests.support.processes import MARK, Changes, command, marked, send
 pytestmark = pytest.mark.timeout(600)
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
-TRAINING, _, FAILING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+TRAINING, _, FAILING, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 LARGE = 1 << 20
 WAITS = """
 import sys, time

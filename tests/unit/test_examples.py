@@ -32,7 +32,7 @@ model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.Adam(model.parameters())
 """
 # In the page, in this order.
-PROGRAMS = ("horovod before", "horovod after", "torchrun before", "torchrun after", "own group")
+PROGRAMS = ("torchrun before", "torchrun after", "horovod after", "own group")
 
 
 def run(launcher: str, script: Path, *arguments: str, cwd: Path, calm: bool = True) -> str:
@@ -125,7 +125,6 @@ def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
 
 @pytest.mark.nightly(part="examples")
 def test_programs_before_migration(tmp_path: Path) -> None:
-    compile(program("horovod before"), "train.py", "exec")  # there may be no Horovod
     script = tmp_path / "train.py"
     script.write_text(program("torchrun before"))
     for launcher in ("torchrun", "launch"):  # as it is
