@@ -80,6 +80,9 @@ SCALE_PATIENCE = 90.0  # of who has scaled a job, beyond the limits' patience
 NOTICE_TIMEOUT = 5.0  # for an answer of the metadata service
 APPROVE_TIMEOUT = 6.0  # for the word to it that the machine may go
 
+HEALTH_TIMEOUT = 60.0  # for the command of --health-check
+HEALTH_INTERVAL = 60  # between two of them
+
 # Somebody who looks at a job.
 LOOK_PERIOD = 2.0  # between two paces of a node
 LOOK_TTL = 10  # so long nodes go on to tell their paces when who has looked was killed

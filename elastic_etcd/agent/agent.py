@@ -153,6 +153,10 @@ async def _run_agent(
 ) -> int:
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
+        if config.health_check:
+            from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as for metrics
+
+            await health_check.check_before_joining(config.health_check)
         logs, client, guardian, embedded, memory, folder = resources
 
         def build(tasks: Tasks) -> Agent:
@@ -183,6 +187,11 @@ async def _run_agent(
                 watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
                 scope.push_async_callback(watch.close)
                 followers.append(watch)
+            if config.health_check:
+                watching = health_check.watch(
+                    config.health_check, config.health_interval, tasks.inbox
+                )
+                tasks.create(watching)
             if embedded:
                 embedded.failed.add_done_callback(tasks.inbox.put_error)
             return Agent(config, tasks, membership, workers, followers)
@@ -303,6 +312,7 @@ class Agent:
         self._asked_at: float | None = None  # when a signal first told it to leave
         self._signal = signal.SIGTERM  # the one on which this node leaves
         self._goes_at: float | None = None  # when this machine goes, as a notice says
+        self._noticed: int | None = None  # the exit code that a notice has
 
     async def live(self) -> int:
         """Join, take part, leave. Raises ElasticEtcdError."""
@@ -597,6 +607,7 @@ class Agent:
         """Leave; the signal that often follows a notice is no second one."""
         left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
         log.warning("%s%s: leaving", notice.what, left)
+        self._noticed = notice.exit_code
         if notice.seconds is not None:
             self._goes_at = self._loop.time() + notice.seconds
             if self._state.local.leaving and self._state.local.stopping:
@@ -630,7 +641,7 @@ class Agent:
         """The exit code of a node that left: 0 would tell a scheduler that its work is done."""
         config, view = self._config, self._state.view
         stopped = view is not None and requests.halted(view, run) is not None
-        code = config.stop_exit_code if stopped else None
+        code = config.stop_exit_code if stopped else self._noticed
         code = config.leave_exit_code if code is None else code
         code = 128 + self._signal if code is None else code
         again = "start it with the same command to go on"

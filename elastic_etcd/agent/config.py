@@ -9,7 +9,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from elastic_etcd.core.schema import PREFIX
-from elastic_etcd.times import GRACE_PARK, LEASE_TTL, UNKILLABLE
+from elastic_etcd.times import GRACE_PARK, HEALTH_INTERVAL, LEASE_TTL, UNKILLABLE
 
 if TYPE_CHECKING:
     from elastic_etcd.core.schema import Limits
@@ -92,6 +92,8 @@ class AgentConfig:
     timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
     metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
     preemption_watch: str | None = None  # aws, gcp, azure or file:PATH, see followers/notices.py
+    health_check: str | None = None  # a shell command, see followers/health_check.py
+    health_interval: float = HEALTH_INTERVAL
 
 
 def substitute(argv: tuple[str, ...], local_rank: int) -> list[str]:

@@ -54,10 +54,14 @@ class Unkillable:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This machine goes, in so many `seconds` if that is known."""
+    """This machine goes, in so many `seconds` if that is known, or is not fit to train.
+
+    exit_code: of the agent that leaves for it, if it has one of its own.
+    """
 
     what: str
     seconds: float | None = None
+    exit_code: int | None = None
 
 
 Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable | Notice

@@ -409,6 +409,22 @@ FAILURES = Section(
             more="See [operate.md](operate.md).",
         ),
         Flag(
+            "--health-check",
+            "shell command that exits 0 where this node is fit to train, such as dcgmi diag -r 1. "
+            "It runs before the node joins, which else exits 8, and then every --health-interval: "
+            "a node that is not fit leaves, and nothing is lost. It has 60 s",
+            metavar="COMMAND",
+            to="health_check",
+            by_default="none",
+            more="See [health.md](health.md).",
+        ),
+        Flag(
+            "--health-interval",
+            "between two runs of the command of --health-check",
+            flag_values.count,
+            to="health_interval",
+        ),
+        Flag(
             "--shutdown-timeout",
             "from SIGTERM to SIGKILL of a worker, but see --leave-deadline; also "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
