@@ -71,6 +71,7 @@ from elastic_etcd.core.lifecycle import (
     ViewChanged,
     Write,
 )
+from elastic_etcd.core.peers import is_left
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Verdict, Wait
 from elastic_etcd.core.schema import (
     Failure,
@@ -644,9 +645,15 @@ class Agent:
         code = config.stop_exit_code if stopped else self._noticed
         code = config.leave_exit_code if code is None else code
         code = 128 + self._signal if code is None else code
+        others = view is not None and any(
+            member.lease != self._state.local.lease and not member.leaving
+            for member in view.members
+        )
         again = "start it with the same command to go on"
-        if stopped:
-            again = "start all nodes with the same command to go on"
+        if stopped or not others or config.etcd is None:
+            again = (
+                "the same command, on all nodes, goes on from the files that the script has saved"
+            )
         elif view and requests.drained(view, config.node):
             again = f"`elastic-etcd undrain {config.job} {config.node}` lets it come back"
         log.info("job %s is not done, this node has left it (exit %d): %s", config.job, code, again)
@@ -699,7 +706,8 @@ def _tell_start(config: AgentConfig, etcd: EtcdConfig, embedded: "EmbeddedEtcd |
     here = counted(config.nproc, "worker")
     if config.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:  # see environment.py
         here += " with OMP_NUM_THREADS=1 each, as under torchrun,"
-    nodes = counted(limits.max_nodes, "node") if limits.max_nodes == 1 else f"{limits.nnodes} nodes"
+    fixed = limits.min_nodes == limits.max_nodes
+    nodes = counted(limits.max_nodes, "node") if fixed else f"{limits.nnodes} nodes"
     text = "elastic_etcd %s, job %s: %s on this node, %s, %s"
     log.info(text, __version__, config.job, here, nodes, whose)
     if embedded and limits.max_nodes > 1:
@@ -732,7 +740,9 @@ def _exit_code(outcome: Outcome, report: Sequence[str]) -> int:
 
 def _root_cause(failure: Failure) -> str:
     if failure.hang and not failure.pid:
-        return f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
+        told = f"root cause: {failure}, after {failure.uptime:.1f} s, {failure.at}"
+        advice = "\n  Let all ranks take equally many steps, and stop at the same one."
+        return told + advice if is_left(failure) else told
     text = failure.message or "(nothing on its stderr)"
     head = f"root cause: {_described(failure)}, {failure.at}"
     return "\n".join([head, *(f"  {line}" for line in text.splitlines())])
@@ -742,7 +752,7 @@ def _described(failure: Failure) -> str:
     where = f"rank {failure.rank} on {failure.node}"
     ids = f"(local rank {failure.local_rank}, pid {failure.pid})"
     how = f": {failure.hang}," if failure.hang else f" {ended(failure.code)}"
-    step = f", in step {failure.step}" if failure.step else ""
+    step = f", in step {failure.step} of its world" if failure.step else ""
     return f"{where} {ids}{how} after {failure.uptime:.1f} s{step}"
 
 

@@ -50,8 +50,12 @@ def of_run(entry: History, going_on: float = 0.0) -> dict[str, Any]:
 
 
 def at_end(entry: History) -> Iterator[str]:
-    """The lines of a run that has ended with this world, in which the agent had rank 0."""
-    return lines(of_run(entry)) if entry.outcome else iter(())
+    """The lines of a run that has ended with this world, in which the agent had rank 0.
+
+    There are none where no step was seen.
+    """
+    found = of_run(entry)
+    return lines(found) if entry.outcome and found["steps"] else iter(())
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -73,4 +77,5 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         of_them = "" if found["planned"] == found["restarts"] else f"{found['planned']} of them "
         planned = f", {of_them}planned" if found["planned"] else ""
         known = f"; longest pause {found['pause']:.1f} s" if found["pause"] else ""
-        yield f"{counted(found['restarts'], 'restart')}{planned}{known}"
+        number = counted(found["restarts"], "change of the world", "changes of the world")
+        yield f"{number}{planned}{known}"

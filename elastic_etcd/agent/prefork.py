@@ -53,6 +53,7 @@ _REFILL_AFTER = 2.0
 _QUIET = 60.0
 _SLOWEST = 60.0
 _WORTH_A_LINE = 0.5  # seconds
+_TELLS = 10.0  # seconds of waiting for the first imports, after which that is told
 
 log = logging.getLogger(__name__)
 
@@ -119,27 +120,33 @@ class Prefork:
 
         Raises UsageError when a module of --preload can't be imported.
         """
+        loop = asyncio.get_running_loop()
+        began, patience = loop.time(), min(_TELLS, IMPORTED)
         while not self._decided.is_set():
             try:
-                async with asyncio.timeout(IMPORTED):
+                async with asyncio.timeout(patience):
                     if self._starting:
                         await asyncio.shield(self._starting)  # for its error
                     await self._decided.wait()
             except TimeoutError:
-                self._tell_slow()
+                self._tell_slow(loop.time() - began)
+                patience = IMPORTED
         if self._error is not None:
             raise self._error
 
-    def _tell_slow(self) -> None:
+    def _tell_slow(self, seconds: float) -> None:
         """Have the imports awaited no longer, unless the fork server is at work on them."""
         pid = self.pid
-        if pid and (seen := stat(pid)) and seen.state == "R":
-            log.info("the fork server (pid %d) still imports, after %g s and more", pid, IMPORTED)
+        if seconds < IMPORTED or (pid and (seen := stat(pid)) and seen.state == "R"):
+            text = (
+                "waiting for %.0f s: the fork server (pid %s) imports torch; then this node joins"
+            )
+            log.info(text, seconds, pid)
             return
         log.warning(
-            "the fork server (pid %s) has not imported all in %g s (is it stopped, or does a file "
-            "system stand still?): workers are started without it until it has",
-            *(pid, IMPORTED),
+            "the fork server (pid %s) has not imported all in %.0f s (is it stopped, or does a "
+            "file system stand still?): workers are started without it until it has",
+            *(pid, seconds),
         )
         self._decided.set()
 

@@ -480,17 +480,13 @@ class Workers:
         self._inbox.put(WorkerEnded(self.generation, failure if code else None, by_peer))
 
     def _left(self) -> str:
-        """A worker of this node that has left the others, and how; "" if none has.
-
-        If it still runs nobody knows whether ee.run returned, or an error ends it soon.
-        """
+        """A worker of this node that has left the others, and how; "" if none has."""
         exited = [worker for worker, code in self._ends if code == 0]
         finished = (worker for worker in self._running.values() if worker.finished)
         worker = next(chain(exited, finished), None)
         if worker is None:
             return ""
-        how = "returned from ee.run" if worker.finished else "ended"
-        how = how if worker in exited else "left ee.run"
+        how = "left ee.run" if worker.finished else "ended"
         return f"rank {worker.spec.rank} on {self._config.node} {how}"
 
     # --- what workers say -----------------------------------------------------------------

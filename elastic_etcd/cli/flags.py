@@ -96,8 +96,7 @@ JOB = Section(
             "run a job once more that has succeeded",
             None,
             to="rerun",
-            by_default="exit 0 at once, because whoever supervises agents may start them again "
-            "after the end",
+            by_default="exit 0 at once: a supervisor may start agents again after the end",
             in_plugin=True,
         ),
         Flag(

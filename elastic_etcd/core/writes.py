@@ -140,7 +140,8 @@ def join(
         known = None  # all have left, and the last one died before it wrote the outcome
     own, asked = spec.limits.nnodes, _asked(view, known) if known else ()
     if known and view.members and not view.outcome and own not in asked:
-        return f"--nnodes {own} differs from {asked[-1][:256]} of the nodes there"
+        differs = f"--nnodes {own} differs from {asked[-1][:256]} of the nodes there"
+        return f"{differs}: give the same, or change the job's by `elastic-etcd scale`"
     fence: tuple[Compare, ...] = (
         Compare(keys.member(member.lease), "create", 0),
         Compare(keys.spec, "mod", _mod_of(seen, keys.spec)),

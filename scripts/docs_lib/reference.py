@@ -50,7 +50,8 @@ EXCEPTIONS = """\
 `ee.` has those that a script's calls raise: `AgentGone`, `EtcdUnreachable`, `MalformedState`,
 `StaleGeneration`, `UsageError`. The others belong to the launcher, and are in
 `elastic_etcd.errors`. [WorldChanged](python.md#elastic_etcd.train.sync_point.WorldChanged) is no
-error: leave it to `ee.run`.
+error, nor is `WorldBroken`, by which `state.check` and `state.commit` end a world that has lost a
+rank: leave both to `ee.run`.
 
 | raised | by | to do |
 |---|---|---|

@@ -12,9 +12,11 @@ from elastic_etcd import launch
 from elastic_etcd.agent import agent as module
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.core.lifecycle import Failed, Life, Log, State
+from elastic_etcd.core.peers import was_left
 from elastic_etcd.core.rules import Ack, Local, Stop, Wait
-from elastic_etcd.core.schema import Failure, Lease, Master, Participant, Phase, Round
+from elastic_etcd.core.schema import Failure, Lease, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
+from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.version import __version__
 
 READY = Ack("ready for generation 2", 2)
@@ -51,6 +53,14 @@ def test_n8_the_start_is_one_line(
     module._tell_start(config, config.etcd, None)
     start = f"elastic_etcd {__version__}, job j"
     assert caplog.messages == [f"{start}: {told}, etcd at e1:1,e2:1"]
+
+
+def test_a_number_of_nodes_that_is_fixed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    config = launch.parse(["--etcd=e1:1", "--job=j", "--nnodes=2", "--no-python", "true"], {})
+    assert config.etcd
+    module._tell_start(config, config.etcd, None)
+    assert "1 worker on this node, 2 nodes, etcd at e1:1" in caplog.text
 
 
 async def test_a_spare_says_why_once_it_knows_its_world(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,12 +120,49 @@ async def test_n8_a_failure_is_told_at_once_and_a_victim_for_debugging(
         for _ in range(2):
             agent._tell_failure()
     who = "rank 3 on n2 (local rank 1, pid 123) was killed by SIGTERM after"
-    cause = f"root cause: {who} 13.0 s, in step 7, now\n  Traceback\n  ValueError: boom"
+    cause = (
+        f"root cause: {who} 13.0 s, in step 7 of its world, now\n  Traceback\n  ValueError: boom"
+    )
     assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", f"{who} 13.0 s, in step 7: ValueError: boom"),
-        ("DEBUG", f"{who} 14.0 s, in step 7: ValueError: boom"),
+        ("WARNING", f"{who} 13.0 s, in step 7 of its world: ValueError: boom"),
+        ("DEBUG", f"{who} 14.0 s, in step 7 of its world: ValueError: boom"),
         ("WARNING", f"nothing trains on this node until etcd answers\n{cause}"),
     ]
+
+
+def test_a_rank_that_stopped_early_is_told_with_what_to_do() -> None:
+    text = module._root_cause(was_left(FAILURE, "rank 0 on n1 left ee.run"))
+    told, advice = text.splitlines()
+    assert told.startswith("root cause: rank 0 on n1 left ee.run while rank 3 on n2 was in step 7,")
+    assert advice == "  Let all ranks take equally many steps, and stop at the same one."
+
+
+@pytest.mark.parametrize(
+    ("etcd", "others", "again"),
+    [
+        (EtcdConfig(("etcd:2379",)), (2,), "start it with the same command to go on"),
+        (
+            EtcdConfig(("etcd:2379",)),
+            (),
+            "the same command, on all nodes, goes on from the files that the script",
+        ),
+        (None, (2,), "the same command, on all nodes, goes on from the files that the script"),
+    ],
+)
+async def test_a_node_that_leaves_says_from_what_the_job_goes_on(
+    etcd: EtcdConfig | None,
+    others: tuple[int, ...],
+    again: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    agent = an_agent()
+    config: Any = SimpleNamespace(job="j", node="n1", leave_exit_code=None, etcd=etcd)
+    members = tuple(Member(lease, f"n{lease}", 1) for lease in (1, *others))
+    agent._config = config
+    agent._state = State(Local(run="r", lease=1), 1, view=View(9, Everything(), members=members))
+    assert agent._unfinished("r") == 143
+    assert again in caplog.text
 
 
 def an_agent() -> Agent:

@@ -232,6 +232,25 @@ async def test_a_hang_is_found_without_etcd_after_another_was_told(
     task.cancel()
 
 
+@pytest.mark.parametrize(
+    ("paths", "place"),
+    [
+        (["/home/ann/train.py", "/py/runpy.py"], "train.py:9 in f0"),
+        (["/py/torch/nn/parallel/distributed.py", "/ann/train.py"], "train.py:9 in f1 (f0)"),
+        (
+            ["/py/torch/c10d.py", "/py/elastic_etcd/train/state/sync.py", "/ann/elastic_etcd/t.py"],
+            "t.py:9 in f2 (f0)",
+        ),
+        (["/py/torch/c10d.py"], "c10d.py:9 in f0"),
+        ([], ""),
+    ],
+)
+def test_the_place_is_the_script_s(paths: list[str], place: str) -> None:
+    """torch's own lines, in which all that wait for a collective stand, tell nobody's apart."""
+    stack = "".join(f'  File "{path}", line 9 in f{n}\n' for n, path in enumerate(paths))
+    assert evidence.Evidence(1, stack).place == place
+
+
 async def test_evidence_is_gathered_once_and_belongs_to_its_generation(
     dumping_pid: int,
     quick: None,

@@ -47,20 +47,21 @@ def test_a_run_that_is_over() -> None:
     assert list(lines(found)) == [
         "goodput 95.8 %: trained for 178.1 of 186.0 s",
         ", ".join(LOST),
-        "1 restart; longest pause 2.0 s",
+        "1 change of the world; longest pause 2.0 s",
     ]
 
 
 def test_a_pause_that_nobody_knows_is_not_said_to_be_none() -> None:
     """Of scripts whose steps are not seen."""
     unseen = replace(SECOND, spent=Spent(unknown=40.0, rendezvous=2.0))
-    assert list(lines(of_run(unseen)))[-1] == "1 restart"
+    assert list(lines(of_run(unseen)))[-1] == "1 change of the world"
 
 
 def test_only_who_had_rank_0_in_the_last_world_says_it() -> None:
     last = decode(History, OVER[KEYS.history(2)])
     assert list(at_end(last)) == list(lines(of_run(last)))
     assert list(at_end(FIRST)) == []
+    assert list(at_end(replace(FIRST, outcome=last.outcome, spent=Spent(stop=0.7)))) == []
 
 
 def test_a_run_that_goes_on() -> None:
@@ -86,7 +87,7 @@ def test_what_nobody_knows_is_said() -> None:
     assert next(lines(of_run(History(1)))) == "goodput is not known: no steps were seen"
     for planned, told in ((0, ""), (1, ", 1 of them planned"), (2, ", planned")):
         changed = replace(SECOND, spent=Spent(worlds=3, planned=planned), spent_before=UNSET)
-        assert list(lines(of_run(changed)))[-1] == f"2 restarts{told}"
+        assert list(lines(of_run(changed)))[-1] == f"2 changes of the world{told}"
 
 
 def test_only_the_newest_run_counts_and_garbage_does_not() -> None:

@@ -374,19 +374,18 @@ def with_files(rank: int, folder: Path, which: list[str], commits: int) -> Any:
         state.sync()
     except UsageError as error:
         return str(error), told()
-    return state.epoch, told()
+    return state._position(), told()
 
 
 def test_t9_a_file_that_counts_or_does_not_is_told(tmp_path: Path) -> None:
     one, other = ranks(2, tmp_path, with_files, tmp_path, ["", "one"], 0)
-    assert one[0] == other[0] == 3
-    said = "INFO: all go on from the file that rank 1 has loaded, at its commit 3; 1 ranks had none"
-    assert (one[1], other[1]) == ([said], [])
+    place = "commit 3 (epoch 3) of the file that rank 1 has loaded,"
+    assert one == other == (place, [])
 
 
 def test_t9_a_file_of_another_training_that_does_not_count_is_told(tmp_path: Path) -> None:
     one, other = ranks(2, tmp_path, with_files, tmp_path, ["", "one"], 2)
-    assert one[0] == other[0] == 20
+    assert one[0] == other[0] == "commit 2 (epoch 20)"
     for _, told in (one, other):
         assert "WARNING: the file that rank 1 has loaded, at its commit 3, does not" in str(told)
 

@@ -34,6 +34,7 @@ _KERNEL = 1 << 12  # bytes of each file of a thread's
 # faulthandler writes this of the thread that takes the signal, which is the main one.
 _STACK = re.compile(r"^Stack [^\n]*\n((?:  File [^\n]*(?:\n|\Z))+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_LIBRARIES = re.compile("/(torch|elastic_etcd/train)/")  # a script's calls end there
 _NCCL_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 # The name of now, and of before.
 _NCCL_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -52,9 +53,14 @@ class Evidence(NamedTuple):
 
     @property
     def place(self) -> str:
-        """`train.py:9 in sleeps`, "" where that is not known."""
-        frame = _FRAME.match(self.stack)
-        return f"{Path(frame[1]).name}:{frame[2]} in {frame[3]}" if frame else ""
+        """`train.py:9 in sleeps`, and what it called of torch; "" where that is not known."""
+        frames = [frame for line in self.stack.splitlines() if (frame := _FRAME.match(line))]
+        if not frames:
+            return ""
+        last = frames[0]
+        own = next((frame for frame in frames if not _LIBRARIES.search(frame[1])), last)
+        called = f" ({last[3]})" if own is not last else ""
+        return f"{Path(own[1]).name}:{own[2]} in {own[3]}{called}"
 
     @property
     def in_collective(self) -> bool:

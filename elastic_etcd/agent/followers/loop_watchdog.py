@@ -8,13 +8,14 @@ import logging
 import sys
 import threading
 import traceback
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Self
 
 from elastic_etcd.agent.timer import Timer
 
-_DEPTH = 12
+_DEPTH = 5
 
 log = logging.getLogger(__name__)
 
@@ -84,4 +85,6 @@ def _where(frame: FrameType | None) -> str:
     calls = traceback.StackSummary.extract(
         traceback.walk_stack(frame), limit=_DEPTH, lookup_lines=False
     )
-    return ", called by ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in calls)
+    return ", called by ".join(
+        f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls
+    )

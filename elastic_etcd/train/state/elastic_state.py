@@ -104,6 +104,7 @@ class ElasticState:
         self._handled = 0  # the id of the exception that was handled when the step began
         self._ranks: dict[int, int] = {}  # this process's, in each generation that it was in
         self._old: World | None = None  # the world of the commit that all have loaded
+        self._file = ""  # from which all go on, in words
         # The last commit, and a digest of its samplers' counts.
         self._counted: tuple[Version, int] | None = None
         self._directory: Path | None = None  # of the checkpoints that load() has named
@@ -224,7 +225,7 @@ class ElasticState:
                 self._write_snapshot(newest or _version(0, secrets.randbits(62)), saved)
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
-            _report_files(newest, [each.loaded for each in inventories], rank)
+            self._file = _file_that_counts(newest, [each.loaded for each in inventories])
             holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
@@ -479,7 +480,7 @@ class ElasticState:
         version = self._snapshots.version()
         numbers = [f"{name} {value}" for name, value in self._values.items() if type(value) is int]
         commit = f"commit {version.counter if version else 0}"
-        return f"{commit} ({', '.join(numbers)})" if numbers else commit
+        return (f"{commit} ({', '.join(numbers)})" if numbers else commit) + self._file
 
     def _begin_step(self) -> None:
         """All that trains may be in an `except`; what it keeps alive must not be kept here."""
@@ -625,8 +626,11 @@ def _takes_worlds(callback: Callable[..., Any]) -> bool:
     return False
 
 
-def _report_files(newest: Version, loaded: list[Version | None], rank: int) -> None:
-    """Log which files count and which don't; raise UsageError, on all ranks, where that is open."""
+def _file_that_counts(newest: Version, loaded: list[Version | None]) -> str:
+    """The file that is the newest, in words; "" if none is. Those that don't count are logged.
+
+    Raises UsageError, on all ranks, where it is open which counts.
+    """
     files = {version.lineage: (version, r) for r, version in enumerate(loaded) if version}
     those = [f"rank {r} has loaded, at its commit {file.counter}" for file, r in files.values()]
     if newest not in loaded:
@@ -638,10 +642,10 @@ def _report_files(newest: Version, loaded: list[Version | None], rank: int) -> N
                     "it with a node that loads the file",
                     *(text, newest.counter),
                 )
-    elif len(files) > 1:
+        return ""
+    if len(files) > 1:
         raise UsageError(
             f"the file that {', and another that '.join(those)}, are of two trainings: which one "
             "counts? Let all nodes load the same, or remove those of another training"
         )
-    elif rank == 0:
-        log.info("all go on from the file that %s; %d ranks had none", those[0], loaded.count(None))
+    return f" of the file that rank {loaded.index(newest)} has loaded,"
