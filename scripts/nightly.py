@@ -20,6 +20,7 @@ OPERATED = f"{VERSION} && scripts/test tests/e2e/test_etcd_operated.py"
 BENCHMARKS = (  # so short that they measure little: it is seen whether they still run
     "activity --calls 1000 --repeat 1",
     "state --megabytes 32 --repeat 1 --ranks 1 2",
+    "sharded --no-jobs --megabytes 8",
     "sampler --quick",
     "idle --pairs 1 --seconds 5",
     "prefork --repeats 1 --workers 1",

@@ -45,7 +45,7 @@ from elastic_etcd.protocol.packets import receive
 from elastic_etcd.system.threads import in_thread
 
 _WORKERS = 1024  # connections
-_NAMES = 64  # that one worker may have us keep
+_NAMES = 128  # that one worker may have us keep: copies of the pieces of many ranks, for one
 _SHARED = 24  # that one worker may share
 _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
@@ -166,6 +166,18 @@ class ChannelServer:
         for fd in fds:
             if fd is not None:
                 os.close(fd)
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of the memory files that are held for workers: their own, and others' copies."""
+        files = [*((name, fd) for (_, name), fd in self.kept.items()), *self.shared.items()]
+        own = copies = 0
+        for name, fd in files:
+            size = os.fstat(fd).st_blocks * 512
+            if ".copy" in name:  # as the sharded half of a state calls them
+                copies += size
+            else:
+                own += size
+        return own, copies
 
     def _accept(self) -> None:
         assert self._socket is not None

@@ -103,6 +103,8 @@ def worker_env(
         ELASTIC_ETCD_MEMORY=memory,
         ELASTIC_ETCD_COMPARE_EVERY=limits.compare_every,
         ELASTIC_ETCD_ON_DIVERGENCE=limits.on_divergence,
+        ELASTIC_ETCD_COPIES=str(limits.copies),
+        ELASTIC_ETCD_TOPOLOGY_LABEL=config.topology_label,
         ELASTIC_ETCD_LEAVE_DEADLINE=f"{limits.leave_deadline:g}",
     )
     if timer_file:

@@ -140,6 +140,11 @@ class Workers:
         """On which the workers of this generation write what they do, also if they have ended."""
         return self._pages.all()
 
+    def bytes_held(self) -> tuple[int, int, int]:
+        """Bytes of the last commits here: own, and copies; and how many nodes have each piece."""
+        copies = [now.copies for _, now in self.activities() if now.copies]
+        return *self._channels.bytes_held(), min(copies, default=0)
+
     @property
     def finished(self) -> bool:
         """Whether some that run have left their worlds: they do what comes after the training."""

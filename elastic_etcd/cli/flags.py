@@ -481,6 +481,14 @@ FAILURES = Section(
             to="limits.on_divergence",
         ),
         Flag(
+            "--copies",
+            "how many nodes have each piece of a sharded state, of different --topology-label if "
+            "possible; all but one of them may be lost at once",
+            flag_values.count,
+            to="limits.copies",
+            more="See [state.md](state.md#sharded-values).",
+        ),
+        Flag(
             "--straggler-factor",
             "a node is reported as slow if a step takes it, outside of collectives, so many times "
             "as long as the median of all nodes, over 50 steps; of scripts that train with "

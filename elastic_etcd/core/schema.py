@@ -31,7 +31,7 @@ PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
         *("hang", "steps", "wanted", "watched", "paces"),
-        *("step_times", "stragglers", "divergence"),
+        *("step_times", "stragglers", "divergence", "held"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -130,6 +130,7 @@ class Keys:
     world = _Below("world/")
     paces = _Below("paces/")
     step_times = _Below("step_times/")
+    held = _Below("held/")
 
     def member(self, lease: int) -> str:
         return self.members + hexed(lease)
@@ -142,6 +143,9 @@ class Keys:
 
     def step_time(self, lease: int) -> str:
         return self.step_times + hexed(lease)
+
+    def held_by(self, lease: int) -> str:
+        return self.held + hexed(lease)
 
     def acks(self, generation: int | None = None) -> str:
         return self._folder("acks", generation)
@@ -279,6 +283,7 @@ class Limits(Sizes, frozen=True):
     hang_action: Literal["report", "restart"] = "report"
     compare_every: Every = "auto"  # commits, from a comparison of the replicas to the next
     on_divergence: Literal["report", "restart", "drain"] = "report"
+    copies: Nodes = 2  # of each piece of a sharded state, each on another node
     straggler_factor: Factor = 1.5  # 0: nobody is looked for
     settle: Seconds = 3.0
     join_settle: Seconds | None = None  # JOIN_SETTLE, 0 where all workers are elastic
@@ -657,6 +662,17 @@ class StepTime(Value, frozen=True):
     generation: Number
     outside: Seconds  # of collectives
     whole: Seconds
+
+
+class CommitMemory(Value, frozen=True):
+    """The memory of a node in which the last commits of its workers' states are, in bytes."""
+
+    FROM_KEY: ClassVar = ("lease",)
+
+    lease: int
+    own: Number  # of its own workers' values
+    copies: Number  # of other nodes' pieces of sharded values
+    nodes: Number  # that have each piece of the last commit, at least; 0 where nothing is sharded
 
 
 class Stragglers(Value, frozen=True):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
     VERSION,
+    CommitMemory,
     Divergence,
     Hang,
     Keys,
@@ -96,6 +97,7 @@ class View(Struct, frozen=True):
     divergence: Divergence | None = None
     steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
+    held: tuple[CommitMemory, ...] = ()
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
@@ -216,6 +218,8 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
+    of_nodes = [kv for key, kv in kvs.items() if key.startswith(keys.held)]
+    held, _ = _read_all(CommitMemory, of_nodes, bad)
     acks, no_acks = _read_all(Ready, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(view.last, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
@@ -230,6 +234,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
+        held=tuple(sorted(held, key=_BY_LEASE)),
         divergence=_value(Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )

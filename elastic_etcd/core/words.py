@@ -18,6 +18,11 @@ def listed(names: Sequence[str], on: str = "") -> str:
     return " and ".join(filter(None, (", ".join(first), last)))
 
 
+def shown(size: int) -> str:
+    """A number of bytes: `1.50 GiB`."""
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"
+
+
 def ended(code: int) -> str:
     """The end of a process with this exit code: `exited 1`, `was killed by SIGKILL`."""
     return f"exited {code}" if code >= 0 else f"was killed by {signal_name(-code)}"

@@ -32,6 +32,7 @@ _WHAT_AT = 64
 _COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when the last one ended
 _COMMITS_AT = 192
 _INIT_AT = 256  # when it began to do that
+_COPIES_AT = 264  # how many nodes have each piece of its last commit
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
@@ -77,6 +78,7 @@ class Activity(NamedTuple):
     usual: float = 0.0  # for a step: a median, 0 if it is not known yet
     outside: float = 0.0  # of collectives in a step, likewise
     measured: int = 0  # times that this was measured
+    copies: int = 0  # nodes that have each piece of its last commit; 0 where nothing is sharded
 
 
 class ActivityPage:
@@ -118,6 +120,10 @@ class ActivityPage:
                 more = (commits + 1, spent + took, start + took)
                 _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
 
+    def keep_copies(self, nodes: int) -> None:
+        """So many nodes have each piece of the last commit."""
+        _ONE.pack_into(self._memory, _COPIES_AT, nodes)
+
     def done(self) -> None:
         """From here on nothing is a step, until one has ended."""
         _, *rest = _HEAD.unpack_from(self._memory)
@@ -158,6 +164,7 @@ class ActivityPage:
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
         (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
+        (copies,) = _ONE.unpack_from(self._memory, _COPIES_AT)
         _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
         now = monotonic_ns()
@@ -175,6 +182,7 @@ class ActivityPage:
             usual=_middle([took for took in recent if took]) * _NS,
             outside=_middle(outside) * _NS if measured >= MEASURED else 0.0,
             measured=measured,
+            copies=copies,
         )
 
 
@@ -246,6 +254,12 @@ def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[No
     """While this is open, the worker does something else than a step."""
     page = _page if _looked else look()
     return page.during(doing, what) if page else contextlib.nullcontext()
+
+
+def keep_copies(nodes: int) -> None:
+    """So many nodes have each piece of this worker's last commit."""
+    if page := _page if _looked else look():
+        page.keep_copies(nodes)
 
 
 def done() -> None:

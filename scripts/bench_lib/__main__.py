@@ -11,6 +11,7 @@ NAMES = {
     "idle": "what an agent takes of a core, without metrics and with them",
     "sampler": "the sampler, at up to 10^10 indices",
     "state": "commit, restore and sync of a training's state",
+    "sharded": "FSDP2 that changes its world, beside torchrun and checkpoints in tmpfs",
     "activity": "what it costs a worker to say what it does",
     "prefork": "start and memory of a worker that is forked ahead",
     "imports": "a restart to the end of its script's imports, beside torchrun",

@@ -625,16 +625,16 @@ async def test_descriptors_that_nobody_asked_for(
     with seqpacket() as sock:
         sock.connect(agent.path)
         sock.sendall(encode(HELLO))
-        for number in range(65):
+        for number in range(129):
             socket.send_fds(sock, [encode(Keep(number, str(number)))], [fd])
         await hung_up(sock)
     os.close(fd)
     assert caplog.text.count("a descriptor without a keep") == 2
     assert "a keep has one descriptor" in caplog.text
     assert "too many descriptors at once" in caplog.text
-    assert "more than 64 descriptors to keep" in caplog.text
-    assert len(agent.server.kept) == 64
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 64
+    assert "more than 128 descriptors to keep" in caplog.text
+    assert len(agent.server.kept) == 128
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 128
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -46,6 +46,7 @@ SAID = {
         "hang_action": "report",
         "compare_every": "auto",
         "on_divergence": "report",
+        "copies": 2,
         "straggler_factor": 1.5,
         "settle": 3.0,
         "join_timeout": 600.0,

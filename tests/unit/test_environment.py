@@ -87,6 +87,8 @@ def test_every_variable() -> None:
         "ELASTIC_ETCD_ACTIVITY": "/proc/1/fd/9",
         "ELASTIC_ETCD_COMPARE_EVERY": "auto",
         "ELASTIC_ETCD_ON_DIVERGENCE": "report",
+        "ELASTIC_ETCD_COPIES": "2",
+        "ELASTIC_ETCD_TOPOLOGY_LABEL": "",
         "ELASTIC_ETCD_LEAVE_DEADLINE": "30",
         "ELASTIC_ETCD_MEMORY": "/dev/shm/memory",
         "ELASTIC_ETCD_AGENT": "1:2:host-a@j",

@@ -29,6 +29,11 @@ class Pace(TypedDict):
     doing: str
 
 
+class CommitBytes(TypedDict):
+    own: int
+    copies: int
+
+
 class Node(TypedDict):
     node: str
     lease: str
@@ -38,6 +43,7 @@ class Node(TypedDict):
     nproc: int
     group_rank: int | None
     ranks: list[int]
+    commit_bytes: CommitBytes | None
 
 
 class NodeOfTop(Node):
@@ -117,6 +123,7 @@ class Job(Told):
     limits: dict[str, Any] | None
     coordinator: str | None
     master: str | None
+    commit_nodes: int | None
     history: list[World]
     suspects: list[Suspect]
     wanted: dict[str, Any] | None

@@ -6,8 +6,7 @@ from math import prod
 
 import pytest
 
-from elastic_etcd.agent import channel
-from elastic_etcd.train.sharded.pieces import Holder, Piece, Place, partners, transfers
+from elastic_etcd.train.sharded.pieces import Holder, Piece, transfers
 
 Wanted = list[list[Piece]]
 
@@ -79,12 +78,3 @@ def test_what_is_nowhere_is_missed_by_all_alike(seed: int) -> None:
     for rank in range(len(holders)):
         with pytest.raises(KeyError, match=gone.name):
             transfers(left, needs, sizes, rank)
-
-
-@pytest.mark.parametrize("ranks", [1, 8, 16])
-def test_an_agent_keeps_all_that_a_large_node_gives_to_a_small_one(ranks: int) -> None:
-    places = [Place(0, n, leaves=False) for n in range(ranks)] + [Place(1, ranks, leaves=False)]
-    copies = sum(ranks in to for to in partners(places, 2))
-    assert copies == ranks
-    of_a_state, own = 2, 2
-    assert of_a_state + own + 2 * copies <= channel._NAMES

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_etcd.core.words import shown
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.state import free_memory as room
 from elastic_etcd.train.state.elastic_state import ElasticState
@@ -149,4 +150,4 @@ def test_g5_a_commit_that_the_cgroup_has_no_memory_for_is_an_error_with_the_figu
     ("size", "text"), [(3 << 19, "1.50 MiB"), (1 << 30, "1.00 GiB"), (3 << 29, "1.50 GiB")]
 )
 def test_a_size_in_words(size: int, text: str) -> None:
-    assert room.shown(size) == text
+    assert shown(size) == text

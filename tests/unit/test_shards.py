@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import UsageError, WrongHere
+from elastic_etcd.train.state import free_memory
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group, ranks
 
@@ -223,8 +224,40 @@ def test_what_can_not_be_is_refused_by_name(tmp_path: Path) -> None:
         assert file == "nothing to save: commit() first"
 
 
+def asked(rank: int, free: int) -> str:
+    """What a commit says on a node of two ranks, of which each needs so much for its pieces."""
+    del rank
+    os.environ |= {"GROUP_RANK": "0", "ELASTIC_ETCD_COPIES": "2"}
+    there: Any = free_memory
+    there.free_memory = lambda: free_memory.Free(free, "the machine's memory")
+    state = ElasticState(build=wide, epoch=0)
+    try:
+        state.sync()
+    except WrongHere as error:
+        return str(error)
+    return ""
+
+
+def wide(world: Any) -> dict[str, Any]:
+    return {"model": fully_shard(nn.Linear(1 << 10, 1 << 10), mesh=world.mesh())}  # 4 MiB
+
+
+def test_a_node_is_asked_once_for_the_memory_of_all_its_ranks(tmp_path: Path) -> None:
+    both = 4 * (2 << 20) + (1 << 16)  # two snapshots of a half, on each of two ranks
+    for number, free in enumerate((both, both * 3 // 4)):
+        (folder := tmp_path / str(number)).mkdir()
+        told = ranks(2, folder, asked, free)
+        if free == both:
+            assert told == ["", ""]
+            continue
+        for each in told:
+            assert "two commits of the pieces of 2 ranks on this node" in each
+            assert "8.01 MiB more of host memory are needed, 6.05 MiB" in each
+            assert "of the machine's memory are free. Less is needed" in each
+
+
 def test_what_goes_with_build_is_a_value_without_it() -> None:
-    state = ElasticState(first=True, copies=3)
-    assert (state.first, state.copies) == (True, 3)
+    state = ElasticState(first=True)
+    assert state.first is True
     with pytest.raises(UsageError, match="build is a function"):
         ElasticState(build=3)  # type: ignore[arg-type]

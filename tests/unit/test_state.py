@@ -1116,5 +1116,6 @@ def test_of_many_values_that_differ_three_are_named(
     assert f"rank 1 had committed another {named}, whose counts" in caplog.text
 
 
-def test_a_process_keeps_as_many_names_as_its_agent_allows() -> None:
-    assert snapshot_store.MOST_NAMES < agent_end._NAMES
+def test_an_agent_keeps_all_states_and_the_copies_of_a_node_of_many_ranks() -> None:
+    of_sixteen_ranks, own = 16 * 2, 2
+    assert snapshot_store.MOST_NAMES + own + of_sixteen_ranks <= agent_end._NAMES

@@ -25,6 +25,7 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     LONGEST,
+    CommitMemory,
     Contact,
     Divergence,
     Failure,
@@ -112,6 +113,7 @@ def asked(draw: st.DrawFn) -> Limits:
     policy["hang_action"] = draw(st.sampled_from(["report", "restart"]))
     policy["compare_every"] = draw(st.sampled_from(["auto", "off", "1", "500"]))
     policy["on_divergence"] = draw(st.sampled_from(["report", "restart", "drain"]))
+    policy["copies"] = draw(st.integers(1, 9))
     sizes = tuple(nodes) if listed else ()
     return Limits(nodes[0] * step, nodes[-1] * step, sizes, step, **policy)
 
@@ -164,6 +166,7 @@ hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
 step_times = st.builds(StepTime, leases, numbers, spans, spans)
+held = st.builds(CommitMemory, leases, numbers, numbers, numbers)
 stragglers = st.builds(Stragglers, numbers, numbers, words, st.lists(words, max_size=3).map(tuple))
 divergences = st.builds(Divergence, numbers, st.lists(words, max_size=8).map(tuple))
 reports = st.builds(Report, leases, numbers, st.none() | failures)
@@ -265,6 +268,11 @@ def test_step_time(found: StepTime) -> None:
     assert decode(StepTime, encode(found), lease=found.lease) == found
 
 
+@given(held)
+def test_held(found: CommitMemory) -> None:
+    assert decode(CommitMemory, encode(found), lease=found.lease) == found
+
+
 @given(stragglers)
 def test_stragglers(found: Stragglers) -> None:
     assert decode(Stragglers, encode(found)) == found
@@ -340,6 +348,7 @@ JOB = {
     KEYS.history(4): encode(History(4)),
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
     KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
+    KEYS.held_by(0xA): encode(CommitMemory(0xA, 9, 8, 2)),
     KEYS.divergence: encode(Divergence(4, ("replicas differ: ...",))),
     KEYS.stragglers: encode(Stragglers(4, 1, "n2 is slow ...", ("n2",))),
 }

@@ -26,6 +26,7 @@ from typing import Annotated, Self
 import torch.distributed as dist
 from msgspec import Meta, MsgspecError, Struct, json
 
+from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
 from elastic_etcd.train.checkpoint.checkpoint_folder import (
@@ -47,7 +48,6 @@ from elastic_etcd.train.checkpoint.checkpoint_folder import (
     remove_unfinished,
 )
 from elastic_etcd.train.checkpoint.memory_checkpoint import remember
-from elastic_etcd.train.state.free_memory import shown
 
 PATIENCE = 300.0  # seconds for the other nodes' workers to get here, and for each copy of theirs
 _LOG_EVERY = 10.0  # seconds of waiting or copying between two lines in the log

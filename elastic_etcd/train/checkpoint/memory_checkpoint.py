@@ -36,7 +36,6 @@ def memory_checkpoint(
     disk: str | os.PathLike[str] | None = None,
     disk_every: int | None = None,
     sharded: bool = False,
-    copies: int = 2,
 ) -> Iterator[Path | None]:
     """A folder for a checkpoint in this node's memory; None if none is due after `step` steps.
 
@@ -56,15 +55,15 @@ def memory_checkpoint(
 
     sharded: each worker writes its part of a state that is spread over all of them, as
     `torch.distributed.checkpoint` does, and all workers of a node into one folder. The block is
-    collective then, on the default process group, and each file is copied to so many nodes (copies)
-    when it ends. After a restart, in a world of any size, each node gets the files of all:
+    collective then, on the default process group, and when it ends each file is on as many nodes as
+    `--copies` says. After a restart, in a world of any size, each node gets the files of all:
 
         with ee.memory_checkpoint(step, every=10, sharded=True) as folder:
             if folder:
                 dcp.save({"app": app}, checkpoint_id=folder)
 
-    The node keeps the newest, and the one before it until the next is begun, so
-    that it takes twice its size. `ee.latest_checkpoint` finds the newest after a restart.
+    The node keeps the newest, and the one before it until the next is begun, so that it takes twice
+    its size. `ee.latest_checkpoint` finds the newest after a restart.
 
     Without our launcher there is no such memory, and a checkpoint is due for `disk` only. Raises
     UsageError if there is neither, and with the figures, in bytes, when the memory is too small.
@@ -74,7 +73,7 @@ def memory_checkpoint(
     if target and sharded:
         from elastic_etcd.train.checkpoint.sharded_checkpoint import ShardedTarget  # noqa: PLC0415 - needs torch's DTensor
 
-        target = ShardedTarget.of(target, copies)
+        target = ShardedTarget.of(target)
     if target is None:
         yield None
         return

@@ -40,11 +40,10 @@ from elastic_etcd.train.state.sync import BUCKET
 class ShardedTarget(Target):
     """The folder of a node, or on a disk that of all. Whatever a rank does here is collective."""
 
-    copies: int = 1
     first: bool = True  # of the workers that write there
 
     @classmethod
-    def of(cls, target: Target, copies: int) -> Self:
+    def of(cls, target: Target) -> Self:
         """The folder that this worker shares with others. Raises UsageError."""
         if not dist.is_initialized():
             raise UsageError(
@@ -56,7 +55,7 @@ class ShardedTarget(Target):
             folder, first = memory / ".0", target.memory is not None
         else:
             folder = Path(str(gather_json(str(target.folder))[0]))
-        return cls(target.checkpoint, folder, target.memory, target.disk, copies, first)
+        return cls(target.checkpoint, folder, target.memory, target.disk, first)
 
     def begin(self) -> None:
         """Make the folder, for all that write there."""
@@ -78,14 +77,15 @@ class ShardedTarget(Target):
         _wait_for_all()
         own = describe(self.folder, self.checkpoint).files if self.first else []
         copied_to = self.disk / aside(self.checkpoint.name) if self.disk and self.memory else ""
-        rows: list[Any] = gather_json([self.first, to_builtins(own), str(copied_to)])
+        label = os.environ.get("ELASTIC_ETCD_TOPOLOGY_LABEL", "")
+        rows: list[Any] = gather_json([self.first, to_builtins(own), label, str(copied_to)])
         parts = {
             rank: [File(**file) for file in files]
-            for rank, (first, files, _) in enumerate(rows)
+            for rank, (first, files, *_) in enumerate(rows)
             if first
         }
         whole = _whole(parts.values())
-        here = [*own, *(self._keep_copies(parts) if self.memory else [])]
+        here = [*own, *(self._keep_copies(parts, [row[2] for row in rows]) if self.memory else [])]
         _wait_for_all()
         step, generation = self.checkpoint.step, self.checkpoint.generation
         path, root = self.folder, self.memory or self.disk
@@ -104,11 +104,17 @@ class ShardedTarget(Target):
         if self.disk:
             flush(self.disk)
 
-    def _keep_copies(self, parts: Mapping[int, Sequence[File]]) -> list[File]:
+    def _keep_copies(
+        self, parts: Mapping[int, Sequence[File]], labels: Sequence[str]
+    ) -> list[File]:
         """Give this node's files to others, and take theirs; gives those that came."""
         rank, ranks = rank_and_size()[0], list(parts)
-        places = [Place(node, node, leaves=False) for node in range(len(ranks))]
-        keepers = [[ranks[to] for to in kept] for kept in partners(places, self.copies)]
+        places = [
+            Place(node, labels.index(labels[first]), node, leaves=False)
+            for node, first in enumerate(ranks)
+        ]
+        copies = int(os.environ.get("ELASTIC_ETCD_COPIES", "2"))
+        keepers = [[ranks[to] for to in kept] for kept in partners(places, copies)]
         sends = {to: _chunks(parts[rank], self.folder) for to in keepers[ranks.index(rank)]}
         taken = {
             sender: parts[sender]
@@ -122,9 +128,8 @@ class ShardedTarget(Target):
         for file in files:
             _make(self.folder / file.name, file.size)
         targets = {sender: _chunks(each, self.folder) for sender, each in taken.items()}
-        sizes = {sender: list(_lengths(each)) for sender, each in taken.items()}
-        for sender, message in exchange(sends, sizes):
-            next(targets[sender]).copy_(message)
+        for _ in exchange(sends, targets):
+            pass
         return files
 
 
@@ -151,13 +156,8 @@ def _make(path: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)  # else a full memory would kill, not raise
 
 
-def _lengths(files: Iterable[File]) -> Iterator[int]:
-    for file in files:
-        yield from (min(BUCKET, file.size - start) for start in range(0, file.size, BUCKET))
-
-
 def _chunks(files: Iterable[File], folder: Path) -> Iterator[torch.Tensor]:
-    """The files' memory itself, in as many tensors as they have lengths."""
+    """The files' memory itself, in parts."""
     for file in files:
         if file.size:
             path = str(folder / file.name)

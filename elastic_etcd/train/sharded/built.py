@@ -75,12 +75,12 @@ class BuildWorld(NamedTuple):
 class Built:
     """The values that `build` has made for this world, and their pieces in memory."""
 
-    def __init__(self, build: Callable[[BuildWorld], dict[str, Any]], copies: int) -> None:
+    def __init__(self, build: Callable[[BuildWorld], dict[str, Any]]) -> None:
         if not callable(build):
             raise UsageError(
                 "build is a function that makes a state's sharded values: see its docs"
             )
-        self._build, self._copies = build, copies
+        self._build = build
         self.names: frozenset[str] = frozenset()
         self.there = False  # in this world
         self._fit: frozenset[str] = frozenset()  # sharded tensors that another world can hold
@@ -101,8 +101,7 @@ class Built:
             if name in others:
                 raise UsageError(f"build(world) makes {name!r}, which the state has already")
         self.names, self.there, self._fit = frozenset(values), True, frozenset()
-        if self._shards is None:
-            self._shards = PieceStore(snapshots.number, self._copies, snapshots.growing)
+        self._shards = self._shards or PieceStore(snapshots.number)
         return values
 
     def write(

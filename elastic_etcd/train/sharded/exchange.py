@@ -1,12 +1,12 @@
 """Pieces go from rank to rank, through the default process group: copies, and parts of them.
 
-All is collective. Each message carries its sum, and one that arrives otherwise is refused.
+All is collective. A message that does not arrive with its sum is refused.
 """
 
 import ctypes
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
 import torch
@@ -32,31 +32,40 @@ def gather_json(value: object) -> list[object]:
 
 
 def exchange(
-    sends: Mapping[int, Iterable[torch.Tensor]], sizes: Mapping[int, Sequence[int]]
+    sends: Mapping[int, Iterable[torch.Tensor]], places: Mapping[int, Iterable[torch.Tensor]]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Send messages of bytes to other ranks, and give those that come, by their senders, in order.
 
-    sizes: the lengths of the messages from each rank. Raises MalformedState.
+    places: the memory, of this machine, for the messages of each rank: each is given when it is
+    filled. Raises MalformedState.
     """
     rank, size = rank_and_size(launched=False)
+    device = device_of()
     for shift in range(1, size):
         to, sender = (rank + shift) % size, (rank - shift) % size
-        for message, length in zip_longest(sends.get(to, ()), sizes.get(sender, ())):
+        for message, place in zip_longest(sends.get(to, ()), places.get(sender, ())):
             operations = []
             if message is not None:
-                own_sum = torch.frombuffer(bytearray(sum_of(message)), dtype=torch.uint8)
-                signed = torch.cat([message, own_sum])
-                operations.append(dist.P2POp(dist.isend, signed.to(device_of()), to))
-            if length is not None:
-                arrived = torch.empty(length + _SUM, dtype=torch.uint8, device=device_of())
-                operations.append(dist.P2POp(dist.irecv, arrived, sender))
+                sent = (message.to(device), _sum_in(message).to(device))
+                operations += [dist.P2POp(dist.isend, each, to) for each in sent]
+            if place is not None:
+                arriving = place.to(device)  # the place itself, where it can be
+                its_sum = torch.empty(_SUM, dtype=torch.uint8, device=device)
+                coming = (arriving, its_sum)
+                operations += [dist.P2POp(dist.irecv, each, sender) for each in coming]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            if length is not None:
-                found = arrived.cpu()
-                if sum_of(found[:length]) != _bytes(found[length:]):
+            if place is not None:
+                if arriving is not place:
+                    place.copy_(arriving)
+                if not torch.equal(_sum_in(place), its_sum.cpu()):
                     raise MalformedState(f"what rank {sender} has sent did not arrive as it was")
-                yield sender, found[:length]
+                yield sender, place
+
+
+def _sum_in(message: torch.Tensor) -> torch.Tensor:
+    """The sum of a message, to be sent after it."""
+    return torch.frombuffer(bytearray(sum_of(message)), dtype=torch.uint8)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

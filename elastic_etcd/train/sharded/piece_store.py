@@ -10,7 +10,6 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from math import prod
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_etcd.errors import MalformedState, PiecesLost, UsageError, WrongHere
+from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
+from elastic_etcd.protocol import activity
 from elastic_etcd.train.agent_channel import agent
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.collectives import gather, generation, rank_and_size
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
     models_of,
@@ -29,9 +29,17 @@ from elastic_etcd.train.sharded.dtensors import (
     targets_of,
 )
 from elastic_etcd.train.sharded.exchange import exchange, gather_json
-from elastic_etcd.train.sharded.pieces import Holder, Piece, Place, Transfer, partners, transfers
+from elastic_etcd.train.sharded.pieces import (
+    Holder,
+    Piece,
+    Place,
+    Transfer,
+    fewest_nodes,
+    partners,
+    transfers,
+)
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.free_memory import check_memory
+from elastic_etcd.train.state.free_memory import shortage_of
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
@@ -45,17 +53,15 @@ log = logging.getLogger(__name__)
 
 
 class PieceStore:
-    """The pieces of one state that this rank has in memory: its own, and copies of others'.
+    """The pieces of one state that this rank has in memory: its own, and copies of others'."""
 
-    copies: how many nodes have each piece. growing: a context for asking for memory and taking it.
-    """
-
-    def __init__(
-        self, number: int, copies: int, growing: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        self._copies, self._growing = copies, growing
+    def __init__(self, number: int) -> None:
+        self._copies = int(os.environ.get("ELASTIC_ETCD_COPIES", "2"))
         self._number = number
         self._last: Version | None = None  # the commit that counts
+        self._places: tuple[int, list[list[int]]] | None = None  # of the plan, and its generation
+        self._plan: list[list[int]] = []  # the ranks that keep copies of each rank's pieces
+        self._nodes = 0  # that have each piece then
         self._names: list[str] = []  # that the agent keeps
         weakref.finalize(self, Snapshots.let_go, self._names).atexit = False
         self._own = self._pair("own")
@@ -82,17 +88,17 @@ class PieceStore:
         local = {name: local_of(tensor) for name, tensor in tensors.items()}
         draft = Draft(version, parts, local, batched)
         self._last = last
-        node = int(os.environ.get("GROUP_RANK", "0"))
         checksum = zlib.crc32(repr(sorted(table.values())).encode())
-        rows = gather([draft.size, node, checksum, leaves])
-        places = [Place(node, checksum, bool(leaves)) for _, node, checksum, leaves in rows]
-        copies = max(self._copies, 2 if any(place.leaves for place in places) else 1)
-        plan = partners(places, copies)
-        sizes = {sender: rows[sender][0] for sender, to in enumerate(plan) if rank in to}
+        rows = gather([draft.size, _node(), _label(), checksum, leaves])
+        if self._places != (generation(), rows):
+            self._make_plan(rows)
+            self._places = generation(), rows
+        sizes = {sender: rows[sender][0] for sender, to in enumerate(self._plan) if rank in to}
         memfd, targets = self._take_memory(draft.size, sizes)
         snapshot = memfd.set(draft.write(memfd.body(draft.size)))
-        self._keep_copies(snapshot, plan[rank], targets, sizes)
+        self._keep_copies(snapshot, self._plan[rank], targets, sizes)
         gather([1])
+        activity.keep_copies(self._nodes)
 
     def load(
         self,
@@ -109,8 +115,7 @@ class PieceStore:
         models = targets_of(values, names)
         mine = self._pieces_of(version)
         needs = [piece_of(name, model) for name, model in models.items()]
-        node = int(os.environ.get("GROUP_RANK", "0"))
-        rows: list[Any] = gather_json([node, list(mine), needs])
+        rows: list[Any] = gather_json([_node(), list(mine), needs])
         holders = [Holder(node, [*map(_piece, have)]) for node, have, _ in rows]
         wanted = [[*map(_piece, pieces)] for _, _, pieces in rows]
         sizes = {name: prod(shape) for name, (_, shape) in names.items()}
@@ -119,8 +124,13 @@ class PieceStore:
         except KeyError as error:
             raise PiecesLost(
                 f"a part of {error.args[0]} was on nodes that are gone, more of them at once than "
-                f"there were copies ({self._copies})"
+                f"there were other copies (--copies {self._copies})"
             ) from None
+        having: dict[Piece, set[int]] = {}
+        for holder in holders:
+            for piece in holder.pieces:
+                having.setdefault(piece, set()).add(holder.node)
+        activity.keep_copies(min(map(len, having.values()), default=0))
         dtypes = {name: DTYPES[dtype] for name, (dtype, _) in names.items()}
         there = {
             piece: torch.empty(piece.shape, dtype=dtypes[piece.name], device="cpu")
@@ -131,21 +141,21 @@ class PieceStore:
                 _put(each, mine[each.source][each.part.within(each.source)], there)
         messages = _in_messages(plan, dtypes)
         sends = {
-            to: (_packed(group, mine) for group in groups)
+            to: (_packed(group, mine, dtypes) for group in groups)
             for (sender, to), groups in messages.items()
             if sender == rank
         }
-        lengths = {
-            sender: [sum(_nbytes(each, dtypes) for each in group) for group in groups]
+        places = {
+            sender: (_empty_message(group, dtypes) for group in groups)
             for (sender, to), groups in messages.items()
             if to == rank
         }
-        turns = {sender: iter(messages[sender, rank]) for sender in lengths}
-        for sender, message in exchange(sends, lengths):
+        turns = {sender: iter(messages[sender, rank]) for sender in places}
+        for sender, message in exchange(sends, places):
             start = 0
             for each in next(turns[sender]):
                 end = start + _nbytes(each, dtypes)
-                flat = message[start:end].clone().view(dtypes[each.part.name])
+                flat = message[start:end].view(dtypes[each.part.name])
                 _put(each, flat.view(each.part.shape), there)
                 start = end
         return {piece.name: sharded_like(models[piece.name], there[piece]) for piece in needs}
@@ -177,22 +187,48 @@ class PieceStore:
         for memfd in chain(self._own, *self._kept):
             memfd.clear()
 
+    def _make_plan(self, rows: Sequence[Sequence[int]]) -> None:
+        """Say who keeps whose copies, and ask for the memory: each node for all of its ranks.
+
+        rows: each rank's size of its pieces, node, label, checksum of its table, and whether it
+        leaves. Collective. Raises WrongHere, or WorldBroken where another node lacks memory.
+        """
+        rank, _ = rank_and_size(launched=False)
+        places = [Place(node, label, table, bool(leaves)) for _, node, label, table, leaves in rows]
+        self._plan = partners(places, self._copies)
+        self._nodes = fewest_nodes(places, self._plan)
+        senders = [sender for sender, to in enumerate(self._plan) if rank in to]
+        while len(self._kept) < len(senders):
+            self._kept.append(self._pair(f"copy{len(self._kept)}"))
+        bodies = [rows[each][0] for each in (rank, *senders)]
+        pairs = zip([self._own, *self._kept], bodies, strict=False)
+        lacking = sum(max(0, size - memfd.capacity) for pair, size in pairs for memfd in pair)
+        asked = gather([lacking])
+        here = [n for n, place in enumerate(places) if place.node == places[rank].node]
+        shortage = shortage_of(sum(asked[n][0] for n in here))
+        _raise_together(
+            WrongHere(
+                f"two commits of the pieces of {len(here)} ranks on this node and their copies of "
+                f"others' (--copies {self._copies}): {shortage}. Less is needed on each of more "
+                "nodes, or with fewer copies"
+            )
+            if shortage
+            else None
+        )
+
     def _take_memory(self, own: int, sizes: Mapping[int, int]) -> tuple[Memfd, dict[int, Memfd]]:
         """Memory for this rank's pieces and for those of others, of these sizes. Collective."""
         lacking: Exception | None = None
         try:
-            while len(self._kept) < len(sizes):
-                self._kept.append(self._pair(f"copy{len(self._kept)}"))
+            for unused in chain(*self._kept[len(sizes) :]):  # since another world
+                if (held := unused.snapshot()) is None or held.header.version != self._last:
+                    unused.release()
             memfd = self._free(self._own, own)
             pairs = zip(sizes, self._kept, strict=False)
             targets = {sender: self._free(pair, sizes[sender]) for sender, pair in pairs}
-        except (UsageError, OSError) as error:
+        except OSError as error:
             lacking = error
-        rows = gather([lacking is not None])
-        if lacking:
-            raise lacking
-        if [1] in rows:
-            lose("nothing is committed", WrongHere(f"rank {rows.index([1])} has no memory for it"))
+        _raise_together(lacking)
         return memfd, targets
 
     def _keep_copies(
@@ -202,22 +238,21 @@ class PieceStore:
         targets: Mapping[int, Memfd],
         sizes: Mapping[int, int],
     ) -> None:
-        """Give this rank's snapshot to those ranks, and keep those of the others."""
+        """Give this rank's snapshot to those ranks, and keep those of others, of these sizes."""
         header = torch.frombuffer(bytearray(own.header.pack()), dtype=torch.uint8)
         sends = {rank: [header, *own.body.split(BUCKET)] for rank in to}
-        headers: dict[int, Header | None] = {}
-        ends = dict.fromkeys(sizes, 0)
-        for sender, message in exchange(sends, {each: _lengths(sizes[each]) for each in sizes}):
-            if sender not in headers:
-                headers[sender] = Header.unpack(bytes(message.tolist()))
-                continue
-            start, ends[sender] = ends[sender], ends[sender] + len(message)
-            targets[sender].body(sizes[sender])[start : ends[sender]] = message
+        headers = {sender: torch.empty_like(header) for sender in sizes}
+        places = {
+            sender: [headers[sender], *target.body(sizes[sender]).split(BUCKET)]
+            for sender, target in targets.items()
+        }
+        for _ in exchange(sends, places):
+            pass
         for sender, target in targets.items():
-            header = headers[sender]
-            if header is None or not target.set(header).is_intact():
-                target.clear()
+            arrived = Header.unpack(bytes(headers[sender].tolist()))
+            if arrived is None:
                 raise MalformedState(f"the pieces from rank {sender} did not arrive as they were")
+            target.set(arrived)
 
     def _pieces_of(self, version: Version) -> dict[Piece, torch.Tensor]:
         """Each piece of that commit that is here, and intact."""
@@ -251,12 +286,9 @@ class PieceStore:
         """
         there = [(memfd, memfd.snapshot()) for memfd in pair]
         free = next(m for m, held in there if held is None or held.header.version != self._last)
-        if size <= free.capacity:
-            free.clear(size)
-            return free
-        with self._growing():
-            check_memory(size, sum(max(0, size - memfd.capacity) for memfd in pair))
-            free.clear(size)
+        if free.capacity > 2 * size:  # this world's pieces are smaller
+            free.release()
+        free.clear(size)
         return free
 
     def _pair(self, what: str) -> list[Memfd]:
@@ -266,6 +298,23 @@ class PieceStore:
 
     def _name(self, what: str, half: int) -> str:
         return f"shards{self._number}.{what}.{half}"
+
+
+def _node() -> int:
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _label() -> int:
+    return zlib.crc32(os.environ.get("ELASTIC_ETCD_TOPOLOGY_LABEL", "").encode())
+
+
+def _raise_together(lacking: Exception | None) -> None:
+    """Raise it, and on all other ranks that somebody lacks memory. Collective."""
+    rows = gather([lacking is not None])
+    if lacking:
+        raise lacking
+    if [1] in rows:
+        lose("nothing is committed", WrongHere(f"rank {rows.index([1])} has no memory for it"))
 
 
 def shards_in(parts: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
@@ -288,19 +337,14 @@ def shards_in(parts: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def _lengths(size: int) -> list[int]:
-    """The lengths of the messages in which a snapshot is sent: its header, and its body."""
-    header = len(Header(Version(0, 0, 0), 0, 0, bytes(16)).pack())
-    return [header, *(min(BUCKET, size - start) for start in range(0, size, BUCKET))]
-
-
 def _in_messages(
     plan: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]
 ) -> dict[tuple[int, int], list[list[Transfer]]]:
     """The transfers between two ranks, so many in each message as fit into it."""
     found: dict[tuple[int, int], list[list[Transfer]]] = {}
     left: dict[tuple[int, int], int] = {}
-    for each in plan:
+    # The larger numbers first, so that each begins where it can be read.
+    for each in sorted(plan, key=lambda each: -dtypes[each.part.name].itemsize):
         pair = each.sender, each.receiver
         if each.sender == each.receiver:
             continue
@@ -317,9 +361,23 @@ def _nbytes(each: Transfer, dtypes: Mapping[str, torch.dtype]) -> int:
     return each.part.size * int(dtypes[each.part.name].itemsize)
 
 
-def _packed(group: Sequence[Transfer], mine: Mapping[Piece, torch.Tensor]) -> torch.Tensor:
-    parts = (mine[each.source][each.part.within(each.source)] for each in group)
-    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+def _empty_message(group: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
+    size = sum(_nbytes(each, dtypes) for each in group)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def _packed(
+    group: Sequence[Transfer],
+    mine: Mapping[Piece, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> torch.Tensor:
+    message, start = _empty_message(group, dtypes), 0
+    for each in group:
+        end = start + _nbytes(each, dtypes)
+        part = mine[each.source][each.part.within(each.source)]
+        message[start:end] = part.contiguous().view(-1).view(torch.uint8)
+        start = end
+    return message
 
 
 def _put(each: Transfer, part: torch.Tensor, there: Mapping[Piece, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ A piece is a box of a tensor: an offset and a length in each dimension. All here
 what all ranks know alike, so that they agree on each transfer without a word.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -107,6 +108,7 @@ class Place(NamedTuple):
     """A rank that is about to commit, as the others know it."""
 
     node: int
+    label: int  # a checksum of its node's topology label
     table: int  # a checksum of its pieces: ranks with the same are replicas of each other
     leaves: bool  # with its node, after this commit
 
@@ -114,26 +116,59 @@ class Place(NamedTuple):
 def partners(places: Sequence[Place], copies: int) -> list[list[int]]:
     """For each rank the ranks on other nodes that are to keep a copy of its pieces.
 
-    copies: how many nodes, of those that stay, are to have each piece, replicas among them.
-    Neighbours in the order of ranks have one topology label, so that copies go as far from each
-    other as can be.
+    copies: how many nodes, of those that stay, are to have each piece, replicas among them. Nodes
+    with another topology label come first, then those that keep less, then those that are far: in
+    the order of ranks neighbours are likely to fail together.
     """
-    ranks: dict[int, list[int]] = {}
+    order = sorted({place.node for place in places})
+    labels = {place.node: place.label for place in places}
+    having = _nodes_by_table(places)
+    staying: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         if not place.leaves:
-            ranks.setdefault(place.node, []).append(rank)
-    order = sorted({place.node for place in places})
-    found = []
-    for rank, (node, table, _) in enumerate(places):
-        having = {other.node for other in places if other.table == table and not other.leaves}
-        local = [other for other, place in enumerate(places) if place.node == node].index(rank)
-        chosen: list[int] = []
-        for step in _far_first(len(order), copies):
-            other = order[(order.index(node) + step) % len(order)]
-            if len(having) < copies and other in ranks and other not in having:
-                having.add(other)
-                chosen.append(ranks[other][local % len(ranks[other])])
-        found.append(chosen)
+            staying.setdefault(place.node, []).append(rank)
+    far = {step: turn for turn, step in enumerate(_far_first(len(order), copies))}
+    kept, seen = Counter[int](), Counter[int]()
+    found: list[list[int]] = []
+    for node, _, table, _ in places:
+        nodes, local = having[table], seen[node]
+        seen[node] += 1
+        targets = {
+            other: ranks[local % len(ranks)]
+            for other, ranks in staying.items()
+            if other not in nodes and other != node
+        }
+        found.append([])
+        while targets and len(nodes) < copies:
+            taken = {labels[each] for each in nodes}
+            best = min(
+                targets,
+                key=lambda other: (
+                    labels[other] in taken,
+                    kept[targets[other]],
+                    far[(order.index(other) - order.index(node)) % len(order)],
+                ),
+            )
+            nodes.add(best)
+            kept[targets[best]] += 1
+            found[-1].append(targets.pop(best))
+    return found
+
+
+def fewest_nodes(places: Sequence[Place], plan: Sequence[Sequence[int]]) -> int:
+    """How many of the nodes that stay have each piece, at least, once that plan is carried out."""
+    having = _nodes_by_table(places)
+    for place, to in zip(places, plan, strict=True):
+        having[place.table] |= {places[rank].node for rank in to}
+    return min(map(len, having.values()))
+
+
+def _nodes_by_table(places: Sequence[Place]) -> dict[int, set[int]]:
+    """The nodes that have the pieces of each table, and stay."""
+    found: dict[int, set[int]] = {place.table: set() for place in places}
+    for place in places:
+        if not place.leaves:
+            found[place.table].add(place.node)
     return found
 
 

@@ -66,7 +66,7 @@ class ElasticState:
     build: makes the values that are sharded (FSDP2, HSDP) for each world anew, and others that hold
     on to them, such as a scheduler: `build(world)` returns them by name. With it there may be
     `first`: `first(state)` is called on all ranks when there is nothing to go on from, and may load
-    a checkpoint; and `copies`: how many nodes have each piece of what is sharded, 2 by default.
+    a checkpoint. `--copies` says how many nodes have each piece of what is sharded.
 
     Raises UsageError for a name that is a method's or begins with an underscore, and for values of
     which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh) and that
@@ -86,7 +86,7 @@ class ElasticState:
             from elastic_etcd.train.sharded import built  # noqa: PLC0415 - it takes a second
 
             self._first = values.pop("first", None)
-            self._built = built.Built(build, values.pop("copies", 2))
+            self._built = built.Built(build)
         for name, value in values.items():
             self._refuse_name(name)
             codecs.refuse_sharded(name, value)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from elastic_etcd.core.words import shown
 from elastic_etcd.errors import WrongHere
 
 _PROC = Path("/proc")
@@ -50,7 +51,7 @@ def check_memory(size: int, lacking: int) -> None:
     """
     if shortage := shortage_of(lacking):
         two = f"a snapshot of this state takes {shown(size)}, and there are two of them"
-        raise WrongHere(f"{two}: {shortage}")
+        raise WrongHere(f"{two}: {shortage}. Give this node more, or keep less in the state")
 
 
 def shortage_of(size: int) -> str:
@@ -111,8 +112,3 @@ def _reclaimable(folder: Path, prefix: str) -> int:
     """Bytes that the kernel can take back: files that are cached only, and its own caches."""
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(stat.get(f"{prefix}{kind}", 0)) for kind in _RECLAIMABLE)
-
-
-def shown(size: int) -> str:
-    """A number of bytes, for a person."""
-    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"

@@ -33,7 +33,7 @@ from elastic_etcd.train.state.snapshot_memfds import (
     StateSnapshot,
 )
 
-MOST_NAMES = 16  # of memory files of states; the agent keeps more, for pieces and their copies
+MOST_NAMES = 16  # of a process's states; the agent keeps more, of which copies need most
 _TIMES = 10  # this rank's own time for its sums, if that is longer than COPY_PATIENCE
 
 log = logging.getLogger(__name__)
