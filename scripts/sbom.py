@@ -2,10 +2,12 @@
 
 The files are the release's own. The parts are those of scripts/locked.txt, which the node image
 installs, with the hashes that the index has of them, and torch, of which any build may be taken.
+Their licences are those of the packages in .venv, by which this has to be run.
 """
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -22,10 +24,20 @@ def purl(name: str, version: str) -> str:
     return f"pkg:pypi/{name}@{version}"
 
 
+def licences(name: str) -> list[dict[str, Any]]:
+    """An SPDX expression, or else the words by which the package itself names it."""
+    told = importlib.metadata.metadata(name)
+    if expression := told["License-Expression"]:
+        return [{"expression": expression}]
+    kinds = [each.rpartition(" :: ")[2] for each in told.get_all("Classifier", [])]
+    named = [each for each in kinds if "License" in each] or [told["License"]]
+    return [{"license": {"name": each}} for each in named]
+
+
 def component(name: str, version: str) -> dict[str, Any]:
     reference = purl(name, version)
     named = {"name": name, "version": version, "purl": reference, "bom-ref": reference}
-    return {"type": "library", **named}
+    return {"type": "library", **named, "licenses": licences(name)}
 
 
 def distribution(url: str, hashes: list[str]) -> dict[str, Any]:
@@ -53,7 +65,6 @@ def locked() -> list[tuple[str, str, list[str], list[str]]]:
 
 def bom(files: list[Path]) -> dict[str, Any]:
     ours = component(OURS, version_of(OURS, "elastic_etcd/version.py", r'__version__ = "(.+)"'))
-    ours["licenses"] = [{"license": {"id": "Apache-2.0"}}]
     ours["externalReferences"] = [
         distribution(file.name, [hashlib.sha256(file.read_bytes()).hexdigest()]) for file in files
     ]

@@ -7,8 +7,11 @@
 # One member is enough for a batch job: the batch script runs on the first node, and ends with it. Three
 # are for `salloc`, whose shell runs elsewhere: then any one of them may be lost.
 #
-# Nobody is asked for a password here, and whoever reaches these ports can write into the job. Where
-# you don't trust everybody in the cluster's network, give an ETCD with TLS and users.
+# etcd and etcdctl, 3.5.6 or newer, have to be on the PATH of the compute nodes.
+#
+# Nobody is asked for a password here, and squeue tells everybody the ports. Count the right to write
+# into the job as the right to run code in its workers: where you don't trust everybody in the cluster's
+# network, give an ETCD with TLS and users, and PET_CACERT, PET_CERT and PET_KEY, or PET_USER.
 
 etcd_member() { # etcd_member ARGUMENT...: serve until Slurm ends this step
     local data
@@ -36,7 +39,7 @@ start_etcd() {
     for i in "${!nodes[@]}"; do
         address=${addresses[i]}
         # A step of its own beside the agents', which it takes nothing from (--overlap).
-        srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" bash -c 'etcd_member "$@"' member \
+        srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" bash -c 'etcd_member "$@"' member \
             --name "m$i" --initial-cluster "$cluster" --initial-cluster-token "$SLURM_JOB_ID" \
             --listen-client-urls "http://0.0.0.0:$((port + 2 * i))" \
             --advertise-client-urls "http://$address:$((port + 2 * i))" \

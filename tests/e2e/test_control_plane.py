@@ -152,10 +152,31 @@ def test_o11_a_job_that_is_stopped_stays_so(
     assert len(kubelet.pods) == 2, "none was replaced"
 
 
+def run_helm(plane: ControlPlane, command: str, *flags: str) -> str:
+    """Words of an error, "" if there is none."""
+    done = helm(command, "digits", *flags, "--kubeconfig", plane.config)
+    return "" if done.returncode == 0 else done.stderr
+
+
+def test_o11_helm_leaves_a_job_in_a_queue_as_kueue_has_it(plane: ControlPlane) -> None:
+    def upgraded(nodes: int) -> Any:
+        flags = ("--reuse-values", "--set", f"nodes={nodes}")
+        assert not run_helm(plane, "upgrade", str(CHART), *flags)
+        spec = plane.ask("GET", JOB)["spec"]
+        assert (spec["parallelism"], spec["completions"]) == (nodes, nodes)
+        return spec["suspend"]
+
+    assert not run_helm(plane, "install", str(CHART), "--set", "kueue.queue=training")
+    assert upgraded(5) is True, "it waits"
+    plane.patch(JOB, {"spec": {"suspend": False}})
+    assert upgraded(6) is False, "it trains"
+    assert upgraded(5) is False
+    assert not run_helm(plane, "uninstall")
+
+
 def test_o11_helm_installs_the_chart_and_changes_the_number_of_nodes(plane: ControlPlane) -> None:
     def run(command: str, *flags: str) -> str:
-        done = helm(command, "digits", *flags, "--kubeconfig", plane.config)
-        return "" if done.returncode == 0 else done.stderr
+        return run_helm(plane, command, *flags)
 
     chart = (str(CHART), "--reuse-values")
     assert not run("install", str(CHART))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.debian import NotToBeHad
+from tests.support.etcd import EtcdServer
 from tests.support.job import PATIENCE, ROOT
 from tests.support.slurm import Slurm
 
@@ -137,6 +138,18 @@ def test_a_job_goes_back_to_the_queue_and_on(slurm: Slurm, tmp_path: Path) -> No
     assert log(slurm, *name).count(f"a world of 2, its first step is {int(saved) + 1}, ") == 2
     (tmp_path / "stop").touch()
     slurm.ends(job)
+
+
+def test_a_job_goes_back_to_the_queue_while_etcd_is_away(
+    slurm: Slurm, tmp_path: Path, etcd: EtcdServer
+) -> None:
+    told = {"ETCD": etcd.endpoint, "NNODES": "1:2", **FLAGS}
+    job = slurm.sbatch("--nodes=2", "requeue.sbatch", "train.py", str(tmp_path), **told)
+    trains(slurm, 2, (job, "requeue"), times=2)
+    etcd.kill()
+    slurm.run("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait("it begins again", lambda: slurm.field(job, "Restarts") == "1")
+    slurm.run("scancel", job)
 
 
 def worker_of(agent: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_etcd import __version__
 from tests.support.charts import (
     BASE,
     CHART,
@@ -68,9 +69,12 @@ def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
 
 
 def charted(*flags: str) -> dict[tuple[str, str], Manifest]:
-    """The chart's, with the name of its volume as in the base: each release has one of its own."""
+    """The chart's; the volume's name and etcd's claims as in the base: a release has its own."""
     text = yaml.safe_dump_all(template(*flags)).replace("digits-checkpoints", "checkpoints")
-    return by_name(list(yaml.safe_load_all(text)))
+    named = by_name(list(yaml.safe_load_all(text)))
+    if etcd := named.get(("StatefulSet", "etcd")):  # that of the manifests outlives each job
+        assert etcd["spec"].pop("persistentVolumeClaimRetentionPolicy") == {"whenDeleted": "Delete"}
+    return named
 
 
 def test_the_base_is_the_manifests_and_the_chart() -> None:
@@ -107,6 +111,11 @@ def test_the_overlay_is_a_team_s() -> None:
     assert agent["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert agent["env"]["PET_ETCD"].count("https://") == 3
     assert {each["metadata"]["namespace"] for each in made.values()} == {"vision"}
+    ours = {kind for kind, name in made if name == "resnet-7"}
+    assert ours == {"Job", "PodDisruptionBudget", "NetworkPolicy", "PersistentVolumeClaim"}
+    claim = spec["template"]["spec"]["volumes"]["checkpoints"]["persistentVolumeClaim"]["claimName"]
+    assert claim == "resnet-7"
+    assert "digits" not in yaml.safe_dump(list(made.values()))
 
 
 def test_the_chart_of_a_release_is_that_one(tmp_path: Path) -> None:
@@ -116,7 +125,7 @@ def test_the_chart_of_a_release_is_that_one(tmp_path: Path) -> None:
     flags = ("--kube-version", KUBERNETES, *WATCHED)
     made = [helm("template", "digits", chart, *flags).stdout for chart in (CHART, packed)]
     assert made[0] == made[1]
-    assert "JobDoesNotTrain" in made[1], "what the folder links to is in it"
+    assert "JobDoesNotTrain" in made[1]
 
 
 def test_helm_finds_no_fault_with_the_chart() -> None:
@@ -129,14 +138,69 @@ def test_helm_finds_no_fault_with_the_chart() -> None:
     [
         ("nodes=9", "nodes has to be from nnodes.min to nnodes.max"),
         ("etcd.enabled=false", "etcd.endpoints has to name an etcd"),
+        ("etcd.endpoints=etcd1:2379", "with it goes etcd.enabled=false"),
+        ("flags[0]=--prefix=/teams/x", "--prefix=/teams/x is for `elastic-etcd`"),
+        ("shm=", "at '/shm': minLength"),
+        ("nprocPerNode=", "at '/nprocPerNode': minLength"),
+        ("networkPolicy.monitoringNamespace=", "monitoringNamespace': minLength"),
+        ("monitoring.runbooks=https://here", "does not match pattern"),
         ("node=4", "'node' not allowed"),
         ("leaveDeadline=soon", "want integer"),
+        ("pod.volumes[0].name=data", "pod.volumes is the chart's own"),
+        ("pod.terminationGracePeriodSeconds=9", "pod.terminationGracePeriodSeconds is the chart's"),
     ],
 )
 def test_wrong_values_are_refused(values: str, said: str) -> None:
     done = helm("template", "digits", CHART, "--kube-version", KUBERNETES, "--set", values)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("release", "said"), [("123", ""), ("true", ""), ("etcd", "can't"), ("a.b", "can't")]
+)
+def test_names_of_releases(release: str, said: str) -> None:
+    done = helm("template", release, CHART, "--kube-version", KUBERNETES)
+    assert said in done.stderr
+    made = [each for each in yaml.safe_load_all(done.stdout) if each]
+    names = [each["metadata"]["name"] for each in made if each["kind"] == "Job"]
+    assert names == ([] if said else [release]), "text, not a number"
+
+
+def test_an_etcd_that_is_there_anyway_with_a_prefix_and_a_user() -> None:
+    flags = ("etcd.prefix=/teams/x,etcd.user=trainer", "tls.enabled=true")
+    made = charted(*ELSEWHERE, *(word for flag in flags for word in ("--set", flag)))
+    (agent,) = made["Job", "digits"]["spec"]["template"]["spec"]["containers"]
+    env = agent["env"]
+    assert (env["PET_PREFIX"], env["PET_USER"]) == ("/teams/x", "trainer")
+    assert env["PET_PASSWORD_FILE"].startswith(
+        f"{agent['volumeMounts']['/etcd-user']['mountPath']}/"
+    )
+    assert env["PET_CACERT"]
+    assert "PET_CERT" not in env
+
+
+def test_monitoring_is_labelled_and_names_pages() -> None:
+    page = "https://example.com/elastic-etcd/"
+    given = f"monitoring.labels.release=prometheus,monitoring.runbooks={page}"
+    made = charted(*WATCHED, "--set", given)
+    labelled = [made[kind, "elastic-etcd"] for kind in ("PodMonitor", "PrometheusRule")]
+    assert all(each["metadata"]["labels"] == {"release": "prometheus"} for each in labelled)
+    rules = labelled[1]["spec"]["groups"][0]["rules"]
+    assert all(r["annotations"]["runbook_url"].startswith(f"{page}docs/") for r in rules)
+
+
+@pytest.mark.parametrize(
+    ("given", "rendered"),
+    [
+        ("registry:5000/vision/resnet", f"registry:5000/vision/resnet:{__version__}"),
+        ("vision/resnet:7", "vision/resnet:7"),
+        ("registry:5000/resnet@sha256:abc", "registry:5000/resnet@sha256:abc"),
+    ],
+)
+def test_an_image_has_a_version(given: str, rendered: str) -> None:
+    spec = charted("--set", f"image={given}")["Job", "digits"]["spec"]["template"]["spec"]
+    assert [container["image"] for container in spec["containers"]] == [rendered]
 
 
 def test_what_a_team_gives_is_taken() -> None:
@@ -148,7 +212,9 @@ def test_what_a_team_gives_is_taken() -> None:
         "flags": ["--max-restarts=9"],
         "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
         "checkpoints": {"claim": "resnets"},
-        "pod": {"nodeSelector": {"gpu": "h100"}, "priorityClassName": "training"},
+        "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
+        "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
+        "pod": {"nodeSelector": {"gpu": "h100"}, "securityContext": {"runAsUser": 2000}},
         "resources": {"limits": {"nvidia.com/gpu": 8}},
     }
     flags = [f"--set-json={name}={json.dumps(value)}" for name, value in given.items()]
@@ -158,11 +224,16 @@ def test_what_a_team_gives_is_taken() -> None:
     assert (spec["parallelism"], spec["completions"]) == (2, 2)
     pod = spec["template"]["spec"]
     assert pod["nodeSelector"] == {"gpu": "h100"}
-    assert pod["priorityClassName"] == "training"
+    kept = charted()["Job", "digits"]["spec"]["template"]["spec"]["securityContext"]
+    assert pod["securityContext"] == kept | {"runAsUser": 2000}
+    assert kept["runAsNonRoot"]
+    assert pod["volumes"]["data"]["hostPath"] == {"path": "/data"}
     assert pod["terminationGracePeriodSeconds"] == 140
     assert pod["volumes"]["checkpoints"]["persistentVolumeClaim"] == {"claimName": "resnets"}
     (agent,) = pod["containers"]
     assert agent["image"] == given["image"]
+    assert agent["volumeMounts"]["/data"]["readOnly"]
+    assert set(agent["volumeMounts"]) > {"/tmp", "/data"}
     assert agent["env"]["NCCL_DEBUG"] == "WARN"
     assert agent["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert agent["resources"]["requests"], "what is not given stays"

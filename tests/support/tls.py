@@ -57,16 +57,20 @@ class Authority:
         self.cacert = str(path)
 
     def issue(
-        self, name: str, address: str = "127.0.0.1", days: tuple[int, int] = (-1, 1)
+        self,
+        name: str,
+        address: str = "127.0.0.1",
+        days: tuple[int, int] = (-1, 1),
+        host: str = "localhost",
     ) -> Files:
-        """A certificate for the common name and the IP address, for servers and clients.
+        """A certificate for the common name, the host and the IP address, for servers and clients.
 
         `days`: from when to when it is valid, from now on.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName("localhost")]
+        names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName(host)]
         builder = (
             self._builder(subject, key, days)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)

@@ -155,7 +155,7 @@ def test_o10_the_variants_with_tls_differ_in_nothing_else(name: str) -> None:
     assert set(re.findall(r"http://.*:(\d+)", tls)) <= {"2381"}, "but for metrics and probes"
     before, after = (re.sub("https?://", "", text).split("\n") for text in (plain, tls))
     changed = [line for line in ndiff(before, after) if line[0] in "-+" and line[1:].strip()]
-    known = ("/etcd-", "etcd-server", "etcd-client", "CERT_AUTH", "volumes:")
+    known = ("/etcd-", "etcd-server", "etcd-client", "CERT_AUTH", "CERT_ALLOWED", "volumes:")
     assert all(line[0] == "+" and any(word in line for word in known) for line in changed), changed
 
 
@@ -205,6 +205,19 @@ def test_o10_nobody_else_reaches_agents_and_etcd() -> None:
 def test_o10_the_image_is_in_nobody_s_registry(name: str) -> None:
     """A name without a registry would be somebody's on Docker Hub."""
     assert agent(name)["image"].startswith("registry.example.com/")
+
+
+def test_all_pods_of_a_job_have_one_version() -> None:
+    """Without a tag a pod that comes later may have another one."""
+    texts = [
+        path.read_text()
+        for name in ("kubernetes", "kubeflow")
+        for path in FOLDER.with_name(name).iterdir()
+    ]
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    found = re.findall(r"registry\.example\.com/elastic-etcd/node(\S*)", "".join([*texts, page]))
+    assert len(found) == 8
+    assert set(found) == {f":{__version__}"}
 
 
 @pytest.mark.parametrize("name", WITH_A_JOB)
@@ -293,8 +306,11 @@ def test_all_is_watched() -> None:
     matched = monitor["spec"]["selector"]["matchLabels"]
     for name in WITH_A_JOB:
         assert matched.items() <= job_spec(name)["template"]["metadata"]["labels"].items()
-    alerts = yaml.safe_load((ROOT / "examples/prometheus/alerts.yml").read_text())
-    assert rules["spec"] == alerts
+    alerts = (ROOT / "examples/prometheus/alerts.yml").read_text()
+    assert rules["spec"] == yaml.safe_load(alerts)
+    charted = ROOT / "examples/helm/elastic-etcd/alerts.yml"
+    assert not charted.is_symlink(), "a copied chart is whole"
+    assert charted.read_text() == alerts, f"cp examples/prometheus/alerts.yml {charted}"
 
 
 def test_o3_each_alert_names_its_runbook() -> None:
@@ -358,8 +374,10 @@ def test_kueue_admits_what_can_train() -> None:
     (group,) = cluster["spec"]["resourceGroups"]
     assert [each["name"] for each in group["flavors"]] == [flavor["metadata"]["name"]]
     requested = agent("kueue")["resources"]["requests"]
-    assert set(requested) == set(group["coveredResources"])
+    assert set(requested) | {"nvidia.com/gpu"} == set(group["coveredResources"])
     quota = {each["name"]: each["nominalQuota"] for each in group["flavors"][0]["resources"]}
+    gpus = quota.pop("nvidia.com/gpu")
+    assert gpus == 8 * limits.max_nodes, "for the line that is a comment in the Job"
     assert quota == {"cpu": limits.max_nodes, "memory": f"{4 * limits.max_nodes}Gi"}
     assert requested == {"cpu": "1", "memory": "4Gi"}
 

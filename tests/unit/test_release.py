@@ -4,9 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
+
+from elastic_etcd import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,13 +31,22 @@ def test_o11_hashes_are_those_of_the_versions_that_are_tested() -> None:
 def test_o11_the_parts_are_all_that_is_locked_and_torch() -> None:
     made = json.loads(subprocess.check_output([sys.executable, ROOT / "scripts" / "sbom.py"]))
     for each in made["components"]:
+        assert all(each["licenses"]), each["name"]
         if each["name"] != "torch":
             assert each["externalReferences"][0]["hashes"]
     parts = {each["name"]: each["version"] for each in made["components"]}
     torch = {"torch": pinned("scripts/constraints.txt")["torch"]}
     assert parts == pinned("scripts/locked.txt") | torch
     needs = {each["ref"]: each["dependsOn"] for each in made["dependencies"]}
-    reached, rest = set(), [made["metadata"]["component"]["bom-ref"]]
+    wheel = made["metadata"]["component"]
+    assert wheel["licenses"] == [{"expression": "Apache-2.0"}]
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    asked = setup["options"]["install_requires"] + setup["options.extras_require"]["metrics"]
+    names = {Requirement(line).name for line in asked.splitlines() if line}
+    known = {each["bom-ref"]: each["name"] for each in made["components"]}
+    assert {known[each] for each in needs[wheel["bom-ref"]]} == names, "scripts/lock"
+    reached, rest = set(), [wheel["bom-ref"]]
     while rest:
         reached.add(part := rest.pop())
         rest += [each for each in needs[part] if each not in reached]
@@ -64,4 +77,5 @@ def test_o11_there_is_one_recipe_for_the_image() -> None:
     for file in asking:
         images = re.findall(r"registry\.example\.com/\S+", file.read_text())
         ours = [image for image in images if not image.startswith("registry.example.com/vision/")]
-        assert set(ours) == {f"registry.example.com/{node['image']}"}, file
+        names = {image.removesuffix(f":{__version__}") for image in ours}
+        assert names == {f"registry.example.com/{node['image']}"}, file

@@ -53,6 +53,16 @@ def test_o11_it_starts_a_node_and_gives_it_the_time_to_leave(tmp_path: Path) -> 
     assert known["KillMode"] == "mixed", "workers get SIGTERM from the agent, when it is time"
 
 
+def test_o11_the_job_s_variables_are_nobody_else_s(tmp_path: Path) -> None:
+    """There may be a password among them."""
+    lines = re.findall(r"^#   (install .*|.*printf .*)$", UNIT.read_text(), re.MULTILINE)
+    script = "\n".join(lines).replace("/etc/", f"{tmp_path}/")
+    subprocess.run(["sh", "-ec", script], check=True)
+    file = tmp_path / "elastic-etcd" / "resnet-7.env"
+    assert "PET_NNODES=2:8\n" in file.read_text()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o750)
+
+
 def test_o11_exit_codes_mean_to_systemd_what_they_mean() -> None:
     page = (ROOT / "docs/failures.md").read_text().partition("## Exit codes")[2]
     rows = dict(re.findall(r"^\| ([\w +]+) \| (.*) \|$", page, re.MULTILINE))

