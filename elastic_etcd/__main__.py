@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser
 from importlib import import_module
@@ -59,6 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
 
         return launch.main(rest, prog="elastic-etcd launch")
+    try:
+        try:
+            return _run_command(command, rest)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except BrokenPipeError:  # as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's own attempt, at its end
+        return 0
+
+
+def _run_command(command: str, rest: list[str]) -> int:
     if command in _MODULES:
         return int(import_module(f"elastic_etcd.{_MODULES[command]}").main(rest))
     if command in _STEERING:

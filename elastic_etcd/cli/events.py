@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import UTC, datetime
+from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 TORCHS = "torchelastic.worker.status."
 OURS = "elastic_etcd."
 BACKEND = "etcd-v3"
+_REQUESTS = ("drain", "stop", "scale")
 _EPILOG = f"""\
 Times are UTC, of the machine on which something happened. Events that only show as they happen
 (nodes that come and go, the phases of a round) have the time of this one.
@@ -68,7 +70,10 @@ async def _events(client: Client, args: Namespace) -> None:
     before = await query.views(client, args)
     widest = max(map(len, before), default=1) if args.all else 0
     printer = _Printer(as_json=args.json, widest=widest)
-    printer.print(_by_time(before))
+    told = _by_time(before)
+    printer.print(told)
+    if not (told or args.follow or args.all):
+        query.note(f"nothing has happened to job {args.job} yet")
 
     def is_over() -> bool:
         return not args.all and all(v.outcome and not v.members for v in before.values())
@@ -90,13 +95,21 @@ async def _events(client: Client, args: Namespace) -> None:
 
 def _by_time(views: Mapping[str, View]) -> list[Event]:
     """All jobs' histories as one; each one's events stay in their order."""
-    timed = []
+    timed: list[tuple[int, Event]] = []
     for job, view in views.items():
-        at = 0
-        for event in past(job, view):
-            at = max(at, event.timestamp)
-            timed.append((at, event))
+        timed += _timed(job, view)
     return [event for _, event in sorted(timed, key=itemgetter(0))]
+
+
+def _timed(job: str, view: View) -> Iterator[tuple[int, Event]]:
+    """A job's events with the times by which they are sorted: those of worlds stay in order."""
+    at = 0
+    for event in past(job, view):
+        if event.name.removeprefix(OURS) in _REQUESTS:
+            yield event.timestamp, event
+        else:
+            at = max(at, event.timestamp)
+            yield at, event
 
 
 class _Printer:
@@ -136,7 +149,7 @@ class Event(Struct, frozen=True):
         """For people to read; with the job's name, in so many columns, if they are not 0."""
         name = self.name.removeprefix(TORCHS).removeprefix(OURS)
         job = f"  {self.metadata['run_id']:{widest}}" if widest else ""
-        return f"{self.time or '-':23}{job}  {name:14}  {self.text}"
+        return f"{self.time or '-':24}{job}  {name:14}  {self.text}"
 
     @property
     def time(self) -> str:
@@ -144,7 +157,7 @@ class Event(Struct, frozen=True):
         if not 0 < self.timestamp < _LATEST:
             return ""
         at = datetime.fromtimestamp(self.timestamp / 1e3, UTC)
-        return at.isoformat(timespec="milliseconds").removesuffix("+00:00")
+        return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 _LATEST = 253402300800000  # the year 10000
@@ -197,7 +210,7 @@ def event(
 
 def lines(job: str, view: View) -> list[str]:
     """A job's history in short lines, for who shows the end of it beside other things."""
-    return [f"{each.time[11:19] or '-':8} {each.text}" for each in past(job, view)]
+    return [f"{query.when(each.time) or '-':20} {each.text}" for each in _by_time({job: view})]
 
 
 def past(job: str, view: View) -> Iterator[Event]:
@@ -244,8 +257,9 @@ def _of_world(job: str, entry: History, ended: float | None) -> Iterator[Event]:
         )
     of_kind = (("hang", entry.hangs), ("straggler", entry.stragglers))
     for kind, told in (*of_kind, ("divergence", entry.divergences)):
-        for line in told or ():
-            yield event(kind, f"generation {generation}: {line}", reason=line, **common)
+        times = (entry.hung_at or ()) if kind == "hang" else ()
+        for line, at in zip_longest(told or (), times[: len(told or ())], fillvalue=""):
+            yield event(kind, f"generation {generation}: {line}", at=at, reason=line, **common)
     for failure in entry.failures or ():
         text = f"generation {generation}: {failure} after {failure.uptime:.1f} s{_said(failure)}"
         yield event("FAILED", text, at=failure.at, failure=failure, **common)

@@ -30,7 +30,6 @@ from elastic_etcd.errors import UsageError
 if TYPE_CHECKING:
     from elastic_etcd.agent.config import StreamChoice
 
-_PARTS = ", ".join(sorted(PARTS))
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -79,9 +78,10 @@ def in_multiples(asked: Limits, step: int) -> Limits:
 def job_id(text: str) -> str:
     """A job's id, which is one part of a key in etcd."""
     if not valid_job(text):
+        means = f", where {text} means something else" if text in PARTS else ""
         raise ArgumentTypeError(
             f"{text[:140]!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a "
-            f"part of a key in etcd, where {_PARTS} mean something else"
+            f"part of a key in etcd{means}"
         )
     return text
 
@@ -89,10 +89,11 @@ def job_id(text: str) -> str:
 def prefix(text: str) -> str:
     """A prefix of keys: `/a` or `/a/b`."""
     if not valid_prefix(text):
+        parts = [part for part in text.split("/") if part in PARTS]
+        own = f"; {parts[0]} is a part of a job's own keys" if parts else ""
         raise ArgumentTypeError(
             f"{text[:140]!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or "
-            f"several times, without a '/' at its end; for example /elastic_etcd. {_PARTS} are "
-            "parts of a job's own keys"
+            f"several times, without a '/' at its end; for example /elastic_etcd{own}"
         )
     return text
 

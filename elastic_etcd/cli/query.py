@@ -12,6 +12,7 @@ import sys
 from argparse import ArgumentTypeError
 from contextlib import suppress
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from io import TextIOWrapper, UnsupportedOperation
 from typing import TYPE_CHECKING, Any, Never, TypeAlias, TypeVar
 
@@ -218,10 +219,22 @@ class Job:
         seen = await self.client.range(*self.ranges, timeout=self.timeout)
         if not is_known(self.view_of(seen)):
             raise ElasticEtcdError(
-                f"{self.client.endpoint} has no job at {self.keys.root}; elastic-etcd status --all "
-                "shows those under --prefix"
+                f"{self.client.endpoint} has no job at {self.keys.root}{await self._meant()}; "
+                "elastic-etcd status --all shows those under --prefix"
             )
         return seen
+
+    async def _meant(self) -> str:
+        """A hint at jobs whose names are like this one, as far as their keys may be read."""
+        every = Get(f"{self.args.prefix}/", prefix=True)
+        with suppress(EtcdError):
+            listed = await self.client.list(
+                every, timeout=self.timeout, values=False, most=MOST_KEYS
+            )
+            names = list(by_job(listed.snapshot.kvs, self.args.prefix))
+            if near := get_close_matches(self.name, names):
+                return f" (did you mean {' or '.join(near)}?)"
+        return ""
 
     def view_of(self, seen: Snapshot) -> View:
         return view_of(seen, self.keys, Everything())
@@ -335,9 +348,10 @@ async def ask_whether_there(
         await asyncio.sleep(_ASK)
 
 
-def timestamp() -> str:
-    """This moment, as `when` tells it."""
-    return when(datetime.now(UTC).isoformat())
+def timestamp(at: float | None = None) -> str:
+    """A time in seconds since 1970, by default this moment, as `when` tells it."""
+    told = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
+    return when(told.isoformat())
 
 
 def in_one_line(text: str) -> str:

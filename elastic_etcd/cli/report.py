@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from elastic_etcd.agent import goodput
 from elastic_etcd.cli import query, status
-from elastic_etcd.core.schema import Phase, plain, seconds_of
+from elastic_etcd.core.schema import Phase, Spent, plain, seconds_of
 from elastic_etcd.errors import ElasticEtcdError
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ Goodput is the share of a run's seconds that were spent on steps whose results w
   first step     until their first step had ended
   trained again  steps after the last commit of a world that was lost
 
-{query.CODES}"""
+{query.CODES.replace("no such job ", "no such job, or no world yet ")}"""
 
 
 def parser() -> parsers.Parser:
@@ -64,6 +66,8 @@ def _show_one(found: dict[str, Any]) -> None:
     if found["going_on"]:
         since = f"{found['going_on']:.1f} s in generation {found['generation']}"
         print(f"  {since}, which goes on, count as trained")
+    if found["hangs"]:
+        print(f"  generation {found['generation']} hangs: its last {found['hangs']:.1f} s are lost")
 
 
 def describe(job: str, view: View, now: float) -> dict[str, Any]:
@@ -71,7 +75,12 @@ def describe(job: str, view: View, now: float) -> dict[str, Any]:
     entries = worlds(view)
     if not entries:
         raise ElasticEtcdError(f"job {job} has had no world yet")
-    found = goodput.of_run(entries[-1], _going_on(view, entries[-1], now))
+    last, going_on = entries[-1], _going_on(view, entries[-1], now)
+    hung = min(going_on, _hangs(view, now))
+    if hung:
+        before = last.spent_before or Spent(worlds=0)
+        last = replace(last, spent_before=before.plus(Spent(worlds=0, hang=hung)))
+    found = goodput.of_run(last, going_on - hung) | {"hangs": round(hung, 3)}
     of_each = [
         {"generation": e.generation, "began": e.began or "", "spent": plain(e.spent)}
         for e in entries
@@ -91,6 +100,13 @@ def is_current(view: View, world: History) -> bool:
     """Whether that world is the one that trains, if anybody is there."""
     now = view.round
     return now is not None and (now.generation, now.phase) == (world.generation, Phase.FINAL)
+
+
+def _hangs(view: View, now: float) -> float:
+    """How long its workers have been in their step, where they hang, by the same clocks."""
+    hang = status.hanging(view)
+    found = seconds_of(hang.at) if hang else None
+    return max(0.0, now - found + hang.seconds) if hang and found is not None else 0.0
 
 
 def _going_on(view: View, last: History, now: float) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import events, query, tables
-from elastic_etcd.core import requests, suspects, words
+from elastic_etcd.core import hangs, requests, suspects, words
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
-from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain
+from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
 from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from elastic_etcd.cli import parsers
-    from elastic_etcd.core.schema import Limits, Member, Participant, Spec
+    from elastic_etcd.core.schema import Hang, Limits, Member, Participant, Spec
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
+_NARROW = 80  # columns below which a reason is worth more than numbers
+_SAID = 40  # lines of what the worker has said that has ended the job
 _EVENTS = 16  # lines of the history shown; `elastic-etcd events` has all
 _SHORT = (
-    *("job", "state", "since", "why", "last_words", "phase", "generation", "reason", "restarts"),
-    *("limits", "world_size"),
+    *("job", "state", "since", "hangs_since", "why", "last_words", "phase", "generation", "reason"),
+    *("restarts", "limits", "world_size"),
 )
 _GOES_ON = ("training", "forming")
 _ORDER = {"training": 0, "forming": 0, "deserted": 1}
@@ -54,7 +57,7 @@ async def _show(client: Client, args: Namespace) -> None:
     views = await query.views(client, args)
     states = [describe(job, view) for job, view in views.items()]
     if args.json:
-        for state in states:
+        for state in by_urgency(states):
             query.print_json(state, args)
     elif not args.all:
         ((job, view),) = views.items()
@@ -79,8 +82,9 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "job": job,
         "state": state_of(view),
         "since": _since(view, newest),
+        "hangs_since": _hangs_since(view),
         "why": _why(view, reason),
-        "last_words": failure.last_words if failure else "",
+        "last_words": _last_words(failure) if failure else "",
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
@@ -118,9 +122,25 @@ def _since(view: View, newest: dict[str, Any]) -> str | None:
     return newest.get("began_at" if goes_on and view.members else "ended_at")
 
 
+def hanging(view: View) -> Hang | None:
+    """The line about its workers, if some are there that hang."""
+    return hangs.that_lasts(view) if view.members and not view.outcome else None
+
+
+def _hangs_since(view: View) -> str | None:
+    """The time from which on a worker has not ended its step; "" where nobody has told it."""
+    hang = hanging(view)
+    if hang is None:
+        return None
+    found = seconds_of(hang.at)
+    return query.timestamp(found - hang.seconds) if found is not None else ""
+
+
 def _why(view: View, reason: str) -> str:
     """Why the job is in its state, and for what it waits."""
     now = view.round
+    if hang := hanging(view):
+        return f"{hang.line}, as of {query.when(hang.at)}" if hang.at else hang.line
     if view.outcome or (view.trains and view.members):
         return reason
     if not view.members:
@@ -139,6 +159,12 @@ def _failure(view: View, reason: str) -> Failure | None:
         return view.outcome.failure
     failures = (f for world in reversed(query.worlds(view)) for f in world.failures or ())
     return next((f for f in failures if str(f) in reason), None)
+
+
+def _last_words(failure: Failure) -> str:
+    if failure.code == -signal.SIGKILL and not failure.message and not failure.hang:
+        return f"none; if {failure.node} ran out of memory, its dmesg says so"
+    return failure.last_words
 
 
 def in_short(state: dict[str, Any]) -> dict[str, Any]:
@@ -160,11 +186,15 @@ def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:
     rows = []
     for short in jobs:
         nodes = ", ".join(f"{count} {state}" for state, count in short["nodes"].items())
-        used = _used(short["restarts"], short["limits"]) if short["limits"] else "-"
+        used = _used(short["restarts"], short["limits"])
         why = ": ".join(filter(None, (short["why"], short["last_words"])))
-        cells = (short["state"], nodes or "-", str(short["world_size"]), used, why)
+        state = short["state"] if short["hangs_since"] is None else "hangs"
+        cells = (state, nodes or "-", str(short["world_size"]), used, why)
         rows.append((short["job"], *cells))
     heads = ("job", "state", "nodes", "ranks", "restarts", "because")
+    if room < _NARROW:
+        head, *others = ((*row[:3], row[5]) for row in (heads, *rows))
+        return tables.table(head, others, room, soft=(3, 2))
     return tables.table(heads, rows, room, soft=(5, 2), right=(3, 4))
 
 
@@ -247,6 +277,10 @@ def _lines_of(state: dict[str, Any], told: Sequence[str]) -> Iterator[str]:
     yield from _commits(state)
     yield from _reasons(state)
     yield from told[-_EVENTS:]
+    failure = (state["outcome"] or {}).get("failure")
+    if failure and (said := failure["message"].rstrip().splitlines()):
+        yield f"rank {failure['rank']} on {failure['node']} said:"
+        yield from (f"  {line}" for line in said[-_SAID:])
 
 
 def _commit_nodes(view: View) -> int | None:
@@ -274,30 +308,31 @@ def _commits(state: dict[str, Any]) -> Iterator[str]:
 def _reasons(state: dict[str, Any]) -> Iterator[str]:
     """The reasons why nodes do not train, those that are not there among them."""
     for node in state["nodes"]:
-        if node["why"]:
+        if node["why"] not in ("", "ready"):
             yield f"{node['node']}: {node['why']}"
     there = {node["node"] for node in state["nodes"]}
     yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
 
 
-def _used(restarts: int, limits: dict[str, Any]) -> str:
-    most = limits["max_restarts"]
+def _used(restarts: int, limits: dict[str, Any] | None) -> str:
+    """How many, and of how many: not of a job that is over, nor where torchrun counts."""
+    most = limits["max_restarts"] if limits else UNCOUNTED
     return str(restarts) if most >= UNCOUNTED else f"{restarts} of {most}"
 
 
 def summary(state: dict[str, Any]) -> Iterator[str]:
     """The job in some lines: what it does, since when, and why."""
-    phase = f" ({state['phase']})" if state["state"] == "forming" else ""
     since = f" since {query.when(state['since'])}" if state["since"] else ""
-    yield f"job {state['job']}: {state['state']}{phase}{since}, generation {state['generation']}"
+    if (hung := state["hangs_since"]) is not None:
+        since += f", hangs since {hung}" if hung else ", hangs"
+    yield f"job {state['job']}: {state['state']}{since}, generation {state['generation']}"
     if state["why"]:
         yield f"  because {state['why']}"
     if state["last_words"]:
         yield f"  last words: {state['last_words']}"
-    if limits := state["limits"]:
-        yield f"  {_sizes(limits)} nodes, {_used(state['restarts'], limits)} restarts used"
-    else:
-        yield f"  {state['restarts']} restarts used"
+    used = _used(state["restarts"], state["limits"])
+    restarts = f"{used} {'restart' if used == '1' else 'restarts'} used"
+    yield f"  {_sizes(state['limits'])} nodes, {restarts}" if state["limits"] else f"  {restarts}"
     if state["coordinator"] or state["master"]:
         yield f"  coordinator {state['coordinator'] or '-'}, master {state['master'] or '-'}"
     yield from _steered(state)
@@ -329,6 +364,8 @@ def _sizes(limits: dict[str, Any]) -> str:
     if limits["sizes"]:
         *some, last = map(str, limits["sizes"])
         return f"{', '.join(some)} or {last}" if some else last
+    if limits["min_nodes"] == limits["max_nodes"]:
+        return str(limits["min_nodes"])
     step = f" (multiples of {limits['multiple_of']})" if limits["multiple_of"] > 1 else ""
     return f"{limits['min_nodes']} to {limits['max_nodes']}{step}"
 

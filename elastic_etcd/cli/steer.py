@@ -46,14 +46,15 @@ examples:
 {_OF_ALL}
 {_CODES}"""
 _UNDRAIN = f"""\
-An agent that waits there joins at once. If none waits, start one.
+An agent that waits there joins at once. If none waits, start one. A node that is not drained is
+refused.
 {_OF_ALL}
 {_CODES}"""
 _STOP = f"""\
 All nodes leave at once. Scripts in ee.run stop at a step that all ranks agree on, others get
 SIGTERM and --shutdown-timeout (30 s by default). With --save `ee.leaving()` is true, and they have
 --leave-deadline to save, as on SIGTERM to every agent. The job's outcome is `stopped`, its agents
-exit 143. Agents that are started after that begin a new run.
+exit 143. Agents that are started after that begin a new run. A deserted job is refused.
 
 examples:
   elastic-etcd stop resnet-7 --etcd etcd1:2379 --save --wait
@@ -62,7 +63,8 @@ examples:
 {_CODES}"""
 _FORGET = f"""\
 Its keys are removed: its outcome, its history, its drains. Its id may be used again, as that of any
-job that is over. A job with nodes is refused, and a deserted one without --force.
+job that is over. A job with nodes is refused, a deserted one without --force, and one that is not
+there, as after the first time.
 
 examples:
   elastic-etcd forget resnet-7 --etcd etcd1:2379
@@ -129,7 +131,11 @@ def scale() -> parsers.Parser:
         "nnodes", metavar="NODES", type=flag_values.nnodes, help="MIN:MAX, or all sizes: 2,4,8"
     )
     parser.add_argument(
-        "--nodes-multiple-of", type=flag_values.count, default=1, metavar="N", help="(default: 1)"
+        "--nodes-multiple-of",
+        type=flag_values.count,
+        default=1,
+        metavar="N",
+        help="only multiples of N from MIN to MAX (default: 1)",
     )
     parser.add_argument("--wait", action="store_true", help="return when so many nodes train")
     _may_stop_training(parser)
@@ -234,7 +240,10 @@ async def _in_one(command: str, client: Client, args: Namespace, job: str) -> in
 def _nothing_to_do(command: str, args: Namespace) -> int:
     """A name that no job knows may be mistyped; where no job goes on, all have stopped."""
     if command in ("stop", "forget"):
-        which = "goes on" if command == "stop" else f"was over {args.older_than:g} s ago"
+        which = "goes on"
+        if command == "forget":
+            ago = "a week" if args.older_than == 7 * _DAY else f"{args.older_than:g} s"
+            which = f"was over {ago} ago"
         query.note(f"no job under {args.prefix} {which}")
         return 0
     node, prefix = write_requests.node_of(args), args.prefix
@@ -288,7 +297,7 @@ _ABOUT: dict[str, tuple[Callable[[View, Namespace], bool], Callable[[Namespace],
         lambda view, args: requests.drained(view, args.node) is not None,
         lambda args: f"node {args.node} may come back to",
     ),
-    "stop": (lambda view, _: _goes_on(view), lambda _: "to stop:"),
+    "stop": (lambda view, _: _goes_on(view) and bool(view.members), lambda _: "to stop:"),
     "forget": (_is_old, lambda _: "to forget:"),
 }
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _HEAD = 3  # lines of status: what it does, why, and the last words
 _CODES = {"succeeded": 0, "training": 0, "failed": 1}  # others: 3
 _EPILOG = """\
-A job that nobody has begun yet is waited for, too. At the end status' first lines are printed.
+A job that nobody has begun yet is waited for, too, and so is a deserted one, since agents that are
+started again go on with it: a note says so. At the end status' first lines are printed.
 
 examples:
   elastic-etcd wait resnet-7 --etcd etcd1:2379 && ./evaluate.sh
@@ -36,7 +37,8 @@ def parser() -> parsers.Parser:
     """The command line of `elastic-etcd wait JOB`."""
     made = query.parser("wait", "Waits for the end of a job.", _EPILOG, "JOB")
     choices = ("end", "training")
-    made.add_argument("--for", dest="until", choices=choices, default="end", help="(default: end)")
+    text = "until the job is over, or until a world of it trains (default: end)"
+    made.add_argument("--for", dest="until", choices=choices, default="end", help=text)
     return made
 
 
@@ -51,9 +53,16 @@ async def _wait(client: Client, args: Namespace) -> int:
     if not query.is_known(job.view_of(before)):
         query.note(f"{client.endpoint} has no job at {job.keys.root} yet")
 
+    deserted = False
+
     def found(seen: Snapshot) -> View | None:
+        nonlocal deserted
         view = job.view_of(seen)
-        trains = args.until == "training" and status.state_of(view) == "training"
+        state, before = status.state_of(view), deserted
+        deserted = state == "deserted" and query.is_known(view)
+        if deserted and not before:
+            query.note(f"job {job.name} is deserted: it goes on if agents are started again")
+        trains = args.until == "training" and state == "training"
         return view if view.outcome or trains else None
 
     waiting = first(client, job.ranges, found)

@@ -33,6 +33,7 @@ from elastic_etcd.core.schema import (
     hexed,
 )
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
+from elastic_etcd.core.words import counted
 from elastic_etcd.errors import ElasticEtcdError, NewerFormat, NotInTime
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
@@ -165,11 +166,12 @@ def _too_few(view: View, node: str, limits: Limits) -> str:
     """Says what happens where too few other nodes are left, else ""."""
     left = [m for m in _staying(view) if m.node != node]
     if not left:
-        return "no other node is there: the job ends as stopped"
+        return "no other node would be left: the job would end as stopped"
     if limits.largest(len(left)):
         return ""
-    least = f"{len(left)} of at least {limits.min_nodes} nodes are left"
-    return f"{least}: training stops until more come, or ends after {limits.join_timeout:g} s"
+    would = f"{counted(len(left), 'node')} would be left, at least {limits.min_nodes} are needed"
+    ends = f"or end after {limits.join_timeout:g} s"
+    return f"{would}: training would stop until more come, {ends}"
 
 
 def _staying(view: View) -> list[Member]:
@@ -263,14 +265,14 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 def _fewer(view: View, asked: Limits) -> str:
     """Says what happens where too few nodes are there for such a world, else ""."""
     there = len(_staying(view))
-    few = f"{there} of at least {asked.min_nodes} nodes are there: training stops until more come"
-    return "" if asked.largest(there) else few
+    few = f"{counted(there, 'node is', 'nodes are')} there, at least {asked.min_nodes} are needed"
+    return "" if asked.largest(there) else f"{few}: training would stop until more come"
 
 
 def _refuse(why: str, args: Namespace) -> None:
     """Raises ElasticEtcdError where training would stop, and nobody has said that it may."""
     if why and not args.force:
-        raise ElasticEtcdError(f"nothing is done, as {why}\nGive --force if that is meant.")
+        raise ElasticEtcdError(f"refused: {why}\nGive --force if that is meant.")
 
 
 def _fits(view: View, asked: Limits) -> bool:
@@ -285,6 +287,11 @@ async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 
     def change(view: View) -> Requests:
         run = job.run_of(view).run
+        if not view.members:
+            again = "agents that are started again go on with it, forget --force removes it"
+            raise ElasticEtcdError(
+                f"job {job.name} is deserted, nobody is there to stop it: {again}"
+            )
         if requests.halted(view, run):
             return view.wanted or Requests()
         return replace(_pruned(view), stop=Halt(run, args.save, by, at))
@@ -294,7 +301,9 @@ async def stop(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     if args.wait:
         leaving = [requests.leave_deadline(view, m, spec.limits) for m in view.members]
         late = spec.limits.patience + max(leaving, default=0.0)
-        ended = await job.wait("it goes on", lambda v: _is_over(v, spec.run), late)
+        await job.wait("it goes on", lambda v: _is_over(v, spec.run) or not v.members, late)
+        gone = "no node is there, and nobody has said that it is over"
+        ended = await job.wait(gone, lambda v: _is_over(v, spec.run), STOP_PATIENCE)
         state = ended.outcome.state if ended.outcome else "stopped"
     text = f"job {job.name} is over: {state}" if state else f"job {job.name} is to stop"
     if not changed:
@@ -324,8 +333,7 @@ async def forget(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 
 
 def _is_over(view: View, run: str) -> bool:
-    """Whether it has an outcome, or nobody is left to write one."""
-    return bool(view.outcome and view.outcome.run == run) or not view.members
+    return bool(view.outcome and view.outcome.run == run)
 
 
 def node_of(args: Namespace) -> str:

@@ -2,8 +2,9 @@
 
 The agent that finds a worker too long in its step publishes where its workers are. The coordinator
 then asks all agents, by a Hang without a line. If none of the ranks does what may take long it asks
-once more, for evidence, and at last it says in one line who is behind and who waits. In a healthy
-world nothing of this is written.
+once more, for evidence, and at last it says in one line who is behind and who waits. The agents of
+those that stood publish it when they go on, until the line can be taken back. In a healthy world
+nothing of this is written.
 """
 
 import math
@@ -22,6 +23,7 @@ _BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT))
 MAY_LAST = _BEGINS | {RankDoing.COMMIT, RankDoing.SAVE, RankDoing.QUIET, RankDoing.TRACED}
 _IN_STEP = frozenset((RankDoing.STEP, RankDoing.WAIT))
 _MOVING = _IN_STEP | {RankDoing.CHECK}
+_GO_ON = "all ranks go on"
 
 
 class At(NamedTuple):
@@ -36,6 +38,12 @@ def of_now(view: View) -> Hang | None:
     """The question or the line about the world that trains."""
     hang = view.hang
     return hang if hang and hang.generation == view.trains else None
+
+
+def that_lasts(view: View) -> Hang | None:
+    """The line about ranks that hang, until it is known that all of them have gone on."""
+    hang = of_now(view)
+    return hang if hang and hang.alarm else None
 
 
 def lead(view: View, waited: float) -> Hang | None:
@@ -53,9 +61,17 @@ def lead(view: View, waited: float) -> Hang | None:
     number = asked.number if asked else 0
     asking = [s for s in view.steps if s.number == number + 1]
     if not asking:
-        return None
+        return _gone_on(view, asked) if asked and asked.alarm else None
     seconds = max((r.seconds for s in asking for r in s.ranks if r.doing in _IN_STEP), default=0)
     return Hang(view.trains, number + 1, float(seconds))
+
+
+def _gone_on(view: View, told: Hang) -> Hang | None:
+    """The line that the hang which was told is over, once no rank is known to stand any more."""
+    known = (rank for steps in view.steps if steps.number == told.number for rank in steps.ranks)
+    if any(_is_still(rank, told.seconds) for rank in known):
+        return None
+    return replace(told, number=told.number + 1, line=_GO_ON, alarm=False, rank=None)
 
 
 def patience(asked: Hang) -> float:
@@ -88,7 +104,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     """
     still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
     if not still:
-        return replace(asked, line="all ranks go on")
+        return replace(asked, line=_GO_ON)
     ended = _ended(ranks)
     few = len(still) <= len(ended)
     if few and asked.evidence and not any(_waits(at) for at in still):

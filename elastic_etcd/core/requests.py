@@ -22,9 +22,9 @@ def departure(view: View, run: str, lease: int) -> Departure | None:
     """Whether the member of `run` with that lease is to go."""
     member = next((m for m in view.members if m.lease == lease), None)
     if member and (drain := _of_member(view, member)):
-        return Departure(f"{member.node} is drained{_by(drain)}", drain.deadline)
+        return Departure(f"{member.node} is drained{by(drain)}", drain.deadline)
     if halt := halted(view, run):
-        return Departure(f"the job is to stop{_by(halt)}", save=halt.save)
+        return Departure(f"the job is to stop{by(halt)}", save=halt.save)
     return None
 
 
@@ -60,7 +60,7 @@ def leave_deadline(view: View, member: Member, limits: Limits) -> float:
 def why_stopped(view: View, run: str) -> str:
     """The reason why a run ends whose last node has left."""
     halt = halted(view, run)
-    return f"stopped{_by(halt)}" if halt else "the last node left"
+    return f"stopped{by(halt)}" if halt else "the last node left"
 
 
 def _drains(view: View) -> tuple[Drain, ...]:
@@ -74,5 +74,6 @@ def _of_member(view: View, member: Member) -> Drain | None:
     return max(both, key=lambda d: d.lease, default=None)
 
 
-def _by(asked: Drain | Halt) -> str:
+def by(asked: Drain | Halt) -> str:
+    """The user who has asked for it, if that is known, in words."""
     return f" by {asked.by}" if asked.by else ""

@@ -297,10 +297,10 @@ def _known(view: View, now: Round) -> bool:
 def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
     """The thing for which a member waits that has nothing to do in this round."""
     if now.phase is Phase.FINAL and _known(view, now) and not view.part(local.lease):
-        own = _own_name(view, local)
-        if why := suspects.why_left_out(now.suspects, own, limits.suspect_after):
+        own, larger = _own_name(view, local), limits.larger(now.nodes)
+        why = suspects.why_left_out(now.suspects, own, limits.suspect_after)
+        if why and larger:
             return f"spare, until it is needed: {why}"
-        larger = limits.larger(now.nodes)
         if larger == now.nodes + 1:
             often = limits.join_interval
             rare = f", once in {often:g} s at most (--join-interval)" if often else ""
@@ -309,7 +309,9 @@ def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
         return f"spare: {_train(now.nodes)}, {more}this one takes a place that gets free"
     if now.phase is Phase.FINAL:
         return f"generation {now.generation} trains: {now.reason}"
-    return f"generation {now.generation} is about to begin: {now.reason}"
+    needs = f"once enough nodes are ready, at least {limits.min_nodes}"
+    lead = f"; {now.node} says who is not" if now.node else ""
+    return f"generation {now.generation} begins {needs}{lead}: {now.reason}"
 
 
 def _own_part(view: View, now: Round, local: Local) -> Ack | Run | None:
@@ -352,7 +354,7 @@ def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
         begun = view.ledger.final > 0
         return _claim(view, local, "no round is under way" if begun else "the job begins")
     if view.coordinator:
-        return _claim(view, local, _is_leaving(view.coordinator.node), planned=True)
+        return _claim(view, local, _is_leaving(view, view.coordinator.node), planned=True)
     why = f"{now.node or 'the coordinator'} is lost"
     if now.phase is not Phase.FINAL:
         return _claim(view, local, why)
@@ -483,7 +485,7 @@ def _await_steps(
     if not awaited:
         return None
     if leavers := [m for m in _leavers(view) if m.lease not in done]:
-        return _claim(view, local, _is_leaving(leavers[0].node), planned=True)
+        return _claim(view, local, _is_leaving(view, leavers[0].node), planned=True)
     if lost := _lost(view):
         return _claim(view, local, f"{lost[0]} is lost")
     if failed := next((r.failure for r in view.reports if r.failure), None):
@@ -536,7 +538,7 @@ def _freeze(
         ledger = replace(ledger, restarts=0, rapid_failures=0)
         early, trained = "", 0.0
     elif culprit and lost:
-        if now.reason not in map(_is_leaving, lost):
+        if not now.reason.startswith(tuple(f"{node} is leaving" for node in lost)):
             are = "is" if len(lost) == 1 else "are"
             now = replace(now, reason=f"{' and '.join(lost)} {are} lost")
     elif culprit and culprit.node in doubt.difference(m.node for m in fit):
@@ -618,7 +620,7 @@ def _remembered(
         return ()
     known = suspects.aged(view.ledger.suspects, elapsed.ran, after)
     if lost or not culprit or not culprit.node:
-        return suspects.went(known, lost)
+        return suspects.went(known, [node for node in lost if not requests.drained(view, node)])
     rapid = culprit.uptime < limits.min_uptime or bool(culprit.hang)
     return suspects.failed(known, culprit.node, rapid=rapid)
 
@@ -682,7 +684,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
     culprit = _culprit(view)
     if culprit:  # beside a node that goes it is taken for that one's victim, see _freeze
         leavers = [m for m in _leavers(view) if m.lease not in done]
-        why = _is_leaving(leavers[0].node) if leavers else str(culprit)
+        why = _is_leaving(view, leavers[0].node) if leavers else str(culprit)
         return _claim(view, local, why)
     members, missing = {m.lease: m for m in view.members}, ""
     for p in view.world:
@@ -693,7 +695,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         elif p.lease not in members:
             return _claim(view, local, f"{p.node} is lost")
         elif members[p.lease].leaving:
-            return _claim(view, local, _is_leaving(p.node), planned=True)
+            return _claim(view, local, _is_leaving(view, p.node), planned=True)
     if missing:
         return Wait(_may_be_back(missing), elapsed.listing)
     world = frozenset(_leases(view))
@@ -800,8 +802,9 @@ def _ready(ready: list[Member], missing: list[Member]) -> str:
     return f"{_are(len(ready))} ready{f', {late} yet' if late else ''}"
 
 
-def _is_leaving(node: str) -> str:
-    return f"{node} is leaving"
+def _is_leaving(view: View, node: str) -> str:
+    drain = requests.drained(view, node)
+    return f"{node} is leaving" + (f" (drained{requests.by(drain)})" if drain else "")
 
 
 def _may_be_back(node: str) -> str:

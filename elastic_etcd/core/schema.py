@@ -591,6 +591,7 @@ class Hang(Value, frozen=True):
     line: Text = ""  # the answer
     alarm: bool = False  # the answer is that they hang
     rank: Number | None = None  # of the worker that is behind or has ended, if that is known
+    at: Text = ""  # when that was found
 
 
 class Drain(Value, frozen=True):
@@ -742,8 +743,8 @@ class History(Lasting, frozen=True):
 
     OPTIONAL: ClassVar = (
         *("run", "began", "began_at", "coordinator", "nodes", "world_size", "restarts"),
-        *("ended", "ended_at", "failures", "hangs", "stragglers", "divergences", "outcome"),
-        *("spent", "spent_before"),
+        *("ended", "ended_at", "failures", "hangs", "hung_at", "stragglers", "divergences"),
+        *("outcome", "spent", "spent_before"),
     )
 
     generation: Number
@@ -758,6 +759,7 @@ class History(Lasting, frozen=True):
     ended_at: Text | UnsetType = UNSET
     failures: tuple[Failure, ...] | UnsetType = UNSET
     hangs: tuple[Text, ...] | UnsetType = UNSET
+    hung_at: tuple[Text, ...] | UnsetType = UNSET  # the time of each of these
     stragglers: tuple[Text, ...] | UnsetType = UNSET
     divergences: tuple[Text, ...] | UnsetType = UNSET
     outcome: Outcome | UnsetType = UNSET

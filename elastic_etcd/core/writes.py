@@ -6,6 +6,7 @@ the wall-clock time for people to read; nothing compares it.
 """
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -461,7 +462,11 @@ def _history_with(keys: Keys, view: View, said: Hang | Stragglers) -> tuple[Put,
         return ()
     known = _known_history(said.generation, entry)
     if isinstance(said, Hang):
-        known = replace(known, hangs=(*(known.hangs or ()), said.line)[-HANGS:])
+        told = known.hangs or ()
+        # A coordinator of another version may have told some without their times.
+        times = (*(known.hung_at or ()), *repeat("", len(told)))[: len(told)]
+        hangs, hung_at = (*told, said.line), (*times, said.at)
+        known = replace(known, hangs=hangs[-HANGS:], hung_at=hung_at[-HANGS:])
     else:
         known = replace(known, stragglers=(*(known.stragglers or ()), said.line)[-STRAGGLERS:])
     return (Put(keys.history(said.generation), encode(known)),)

@@ -58,7 +58,8 @@ class Mirror:
         self._changed = changed
         self._period = reconcile
         self._most = most
-        self._what = ", ".join(get.key for get in ranges)
+        more = f" and {len(ranges) - 1} more" if len(ranges) > 1 else ""
+        self._what = f"{ranges[0].key}{more}"
         self._kvs: dict[str, KeyValue] = {}
         self._revision = 0  # of the newest list or event
         self._next: list[int] = []  # for each range, the revision from which to watch

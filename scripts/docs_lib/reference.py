@@ -22,8 +22,8 @@ METRICS = """\
 # Metrics
 
 What `--metrics-addr` answers at `/metrics`, made from the program's own registry. Each has the
-labels `job` and `node`. [Prometheus](../docs/prometheus.md#metrics) says what the values mean and
-when they begin anew.
+labels `training_job` and `node`. [Prometheus](../docs/prometheus.md#metrics) says what the values
+mean and when they begin anew.
 
 | metric | type | more labels | |
 |---|---|---|---|

@@ -428,7 +428,7 @@ def test_a_hang_is_found_while_newcomers_wait(job: Job) -> None:
     nodes = [job.start(node, script=command, **flags) for node in ("n1", "n2")]
     job.wait("it evaluates", (job.directory / "hung").exists, 120)
     nodes.append(job.start("n3", script=command, **flags))
-    job.said(nodes[2], "about to begin: n3 joins", 120)
+    job.said(nodes[2], "says who is not: n3 joins", 120)
     (job.directory / "go on").touch()
     for agent in nodes:
         job.exits(agent, 0, 120)

@@ -97,8 +97,8 @@ def test_status(shell: Shell) -> None:
     assert [(s["job"], s["state"], s["world_size"]) for s in states] == [
         ("a", "training", 2),
         ("b", "training", 2),
-        ("c", "succeeded", 0),
         ("d", "deserted", 0),
+        ("c", "succeeded", 0),
     ]
     assert states[0] == json.loads(shell.ok("status", "a", "--json"))
 
@@ -226,8 +226,8 @@ def test_all_jobs_are_stopped(shell: Shell) -> None:
     assert shell.wanted("a") is None
     code, out, err = shell("stop", "--all", "--yes", "--save")
     assert code == 0
-    assert err == f"to stop: 3 jobs under {shell.prefix}: a, b, d\n"
-    assert sorted(out.splitlines()) == [f"job {job} is to stop" for job in ("a", "b", "d")]
+    assert err == f"to stop: 2 jobs under {shell.prefix}: a, b\n"
+    assert sorted(out.splitlines()) == [f"job {job} is to stop" for job in ("a", "b")]
     for job in ("a", "b"):
         there = shell.wanted(job)
         assert there

@@ -56,13 +56,17 @@ def test_what_a_job_went_through() -> None:
     assert shorts({KEYS.history(7): "garbage"}) == ["malformed"]
     lines = [e.line() for e in past("j", view(RUNNING))]
     assert [tuple(re.split("  +", line)) for line in lines[:3]] == [
-        (f"{DAY}T10:00:03.000", "RENDEZVOUS", "generation 1: the job begins; world of 2 on n1, n2"),
         (
-            f"{DAY}T10:01:05.500",
+            f"{DAY}T10:00:03.000Z",
+            "RENDEZVOUS",
+            "generation 1: the job begins; world of 2 on n1, n2",
+        ),
+        (
+            f"{DAY}T10:01:05.500Z",
             "FAILED",
             f"generation 1: {FAILURE} after 61.5 s: RuntimeError: why",
         ),
-        (f"{DAY}T10:01:05.510", "STOPPED", f"generation 1: {FAILURE} (trained 60.0 s, 600 steps)"),
+        (f"{DAY}T10:01:05.510Z", "STOPPED", f"generation 1: {FAILURE} (trained 60.0 s, 600 steps)"),
     ]
     assert f"generation 2: {FAILURE}; 1.0 s later world of 2 on n1, " in lines[3]
     assert lines[4].startswith("-     ")  # nobody knows when

@@ -370,6 +370,19 @@ def test_all_are_asked_twice_and_then_it_is_said() -> None:
     assert hangs.lead(view(again, hang=found), 0.0) == Hang(3, 3, 65.0)
 
 
+def test_a_hang_lasts_until_the_last_of_its_ranks_has_gone_on() -> None:
+    told = Hang(3, 2, 61.0, evidence=True, line="rank 3 ...", alarm=True, rank=3)
+    moves = [RankStep(n, 7, STEP, 0.5) for n in range(4)]
+    some = view(said(0xA, 2, *moves[:2]), said(0xB, 2, WAITS[2], FIRST[3]), hang=told)
+    assert hangs.lead(some, 99.0) is None
+    assert hangs.that_lasts(some) == told
+    over = hangs.lead(view(said(0xA, 2, *moves[:2]), said(0xB, 2, *moves[2:]), hang=told), 0.0)
+    assert over == Hang(3, 3, 61.0, evidence=True, line="all ranks go on")
+    assert hangs.that_lasts(view(hang=over)) is None
+    again = view(said(0xA, 2, *moves[:2]), said(0xB, 4, *FIRST[2:]), hang=over)
+    assert hangs.lead(again, 0.0) == Hang(3, 4, 61.0)
+
+
 def test_a_suspicion_whose_evidence_is_known_already() -> None:
     """An agent has it when etcd was away for a while."""
     assert hangs.lead(view(said(0xB, 1, *WAITS[2:])), 0.0) == Hang(3, 1, 62.0)
@@ -451,7 +464,7 @@ def test_a_hang_of_an_older_world_is_none() -> None:
 
 def test_the_line_is_in_the_history_and_fenced() -> None:
     entry = encode(History(3, "r", "why", hangs=tuple("12345678")))
-    found = replace(ASKED, line="rank 3 ...", alarm=True, rank=3)
+    found = replace(ASKED, line="rank 3 ...", alarm=True, rank=3, at="2026-11-26T11:30:17Z")
     txn = writes.put_hang(KEYS, view(history=((3, entry),), hang_mod=5), LOCAL, found)
     assert [(c.key, c.target, c.value) for c in txn.compare] == [
         (KEYS.round, "mod", 7),
@@ -461,7 +474,9 @@ def test_the_line_is_in_the_history_and_fenced() -> None:
     hang, history = (p for p in txn.then if isinstance(p, Put))
     assert decode(Hang, hang.value) == found
     assert hang.lease == 0
-    assert decode(History, history.value).hangs == (*"2345678", "rank 3 ...")
+    told = decode(History, history.value)
+    assert told.hangs == (*"2345678", "rank 3 ...")
+    assert told.hung_at == (*7 * [""], found.at)
 
 
 @pytest.mark.parametrize("entry", [None, "spoilt"])

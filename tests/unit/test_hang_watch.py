@@ -334,6 +334,35 @@ async def test_a_world_that_goes_on_is_not_begun_anew(
     task.cancel()
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_rank_that_goes_on_after_it_was_told_to_hang_is_published(
+    pid: int, quick: None, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    """Under the number of the line, so that its coordinator can take that back; and once."""
+    node, task = await asked(pid)
+    node.see(state(replace(ASKED, number=2, evidence=True)))
+    await node.until(lambda: node.said == [1, 2])
+    node.see(state(NOBODY))
+    await node.until(lambda: "nobody has moved" in caplog.text)
+    await node.seen(HUNG)
+    assert node.said == [1, 2]
+    node.answers = not refused
+    await node.seen(Activity(Doing.STEP, 0.1, 7, 0.1))
+    await node.until(lambda: len(node.said) >= (4 if refused else 3))
+    node.answers = True
+    await node.until(lambda: not node.watch._published)
+    put = node.published[-1].then[0]
+    assert isinstance(put, Put)
+    assert [(r.step, r.seconds) for r in decode(NodeSteps, put.value, lease=0xB).ranks] == [
+        (8, 0.1)
+    ]
+    await node.seen(Activity(Doing.STEP, 0.1, 8, 0.1))
+    told = len(node.said)
+    await node.seen(Activity(Doing.STEP, 0.1, 9, 0.1))
+    assert len(node.said) == told
+    task.cancel()
+
+
 async def test_f3_a_world_that_waits_for_one_at_its_end_is_not_begun_anew(
     pid: int, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:

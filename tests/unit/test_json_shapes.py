@@ -95,6 +95,7 @@ class World(TypedDict):
     ended_at: NotRequired[str]
     failures: NotRequired[list[Failure]]
     hangs: NotRequired[list[str]]
+    hung_at: NotRequired[list[str]]
     stragglers: NotRequired[list[str]]
     divergences: NotRequired[list[str]]
     outcome: NotRequired[Ended]
@@ -109,6 +110,7 @@ class Told(TypedDict):
     job: str
     state: str
     since: str | None
+    hangs_since: str | None
     why: str
     last_words: str
 
@@ -170,6 +172,7 @@ class Report(TypedDict):
     seconds: float
     trained: float
     going_on: float
+    hangs: float
     lost: dict[str, float]
     unknown: float
     worlds: int

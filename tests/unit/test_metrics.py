@@ -306,3 +306,8 @@ def test_o3_a_hang_counts_once() -> None:
         seen = replace(IN_WORLD, view=replace(IN_WORLD.view, hang=hang))
         metrics.see(seen, Tick(), seen)
     assert 'elastic_etcd_hangs_total{node="n1",training_job="j"} 2.0' in metrics.text().decode()
+    assert 'elastic_etcd_hanging{node="n1",training_job="j"} 1.0' in metrics.text().decode()
+    over = replace(asked, number=3, line="all ranks go on")
+    seen = replace(IN_WORLD, view=replace(IN_WORLD.view, hang=over))
+    metrics.see(seen, Tick(), seen)
+    assert 'elastic_etcd_hanging{node="n1",training_job="j"} 0.0' in metrics.text().decode()

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 
 import pytest
 from msgspec import UNSET
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent.goodput import at_end, lines, of_run
 from elastic_etcd.cli.report import describe
-from elastic_etcd.core.schema import History, Keys, Spent, decode, encode
+from elastic_etcd.core.schema import Hang, History, Keys, Spent, decode, encode
 from elastic_etcd.errors import ElasticEtcdError
 from tests.support.etcd import EtcdServer
 from tests.support.jobs import FIRST, KEYS, OVER, RUNNING, SECOND, SPENT, view
@@ -72,6 +72,16 @@ def test_a_run_that_goes_on() -> None:
     assert early["going_on"] == 0.0
     left = {key: value for key, value in RUNNING.items() if not key.startswith(KEYS.members)}
     assert describe("j", view(left), BEGAN + 100)["going_on"] == 0.0
+
+
+def test_a_hang_that_lasts_is_not_trained() -> None:
+    at = datetime.fromtimestamp(BEGAN + 30, UTC).isoformat()
+    hang = Hang(2, 2, 10.0, line="rank 1 ...", alarm=True, at=at)
+    found = describe("j", view(RUNNING | {KEYS.hang: encode(hang)}), BEGAN + 100)
+    assert (found["going_on"], found["hangs"], found["lost"]["hang"]) == (20.0, 80.0, 80.0)
+    assert found["trained"] == 60.0 - 0.9 + 20.0
+    before = describe("j", view(RUNNING), BEGAN + 100)
+    assert (before["seconds"], before["hangs"]) == (found["seconds"], 0.0)
 
 
 def test_what_nobody_knows_is_said() -> None:

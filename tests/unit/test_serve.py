@@ -169,6 +169,8 @@ async def test_o3_prometheus_reads_how_each_job_is(etcd: EtcdServer, prefix: str
         for sample in family.samples
     }
     assert found == {
+        ("etcd_up",): 1,
+        ("hanging", "j"): 0,
         ("job_state", "j", "training"): 1,
         ("job_state", "left", "deserted"): 1,
         ("job_state", "over", '"odd"\\ \\x1b'): 1,
@@ -179,9 +181,10 @@ async def test_o3_prometheus_reads_how_each_job_is(etcd: EtcdServer, prefix: str
         ("outcome_timestamp_seconds", "over", '"odd"\\ \\x1b'): 1795341960,
     }
     of_agents = Metrics(CONFIG).text().decode()
+    own = ("", "elastic_etcd_job_state", "elastic_etcd_etcd_up")
     for line in text.splitlines():
         name = line.split()[2] if line.startswith("# TYPE") else ""
-        assert f"# TYPE {name} gauge" in of_agents or name in ("", "elastic_etcd_job_state")
+        assert f"# TYPE {name} gauge" in of_agents or name in own
 
 
 async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
@@ -199,7 +202,9 @@ async def test_jobs_by_http(etcd: EtcdServer, prefix: str) -> None:
         state = server.json("/api/jobs/j")
         assert state["nodes"][0]["node"] == ATTACK
         assert state["nodes"][0]["pace"] == {"step": 1041, "per_second": 4.5, "doing": "step"}
-        assert state["events"][-1] == "10:05:04 generation 2: node7 is lost; 0.5 s later"
+        assert (
+            state["events"][-1] == "2026-11-22T10:05:04Z generation 2: node7 is lost; 0.5 s later"
+        )
         assert server.json("/api/jobs/over")["outcome"]["failure"]["message"] == TRACEBACK
         assert server.get("/api/jobs/none")[0] == server.get("/jobs/none")[0] == 404
         assert server.get("/api/jobs/a%20b/events")[0] == 404

@@ -14,6 +14,7 @@ from elastic_etcd.__main__ import main
 from elastic_etcd.cli import events, query, status
 from elastic_etcd.core.schema import (
     Failure,
+    Hang,
     History,
     Ledger,
     Limits,
@@ -133,7 +134,9 @@ def test_why_each_spare_waits() -> None:
         "nodee": left_out.format("nodee", 15, "it went 3 times lately"),
         "nodef": "not ready yet",
     }
-    assert waiting(Limits(1, 2), F, acked=[F])["nodef"].startswith("spare: 2 nodes train, this one")
+    full = waiting(Limits(1, 2), D, F, acked=[D, F])
+    assert full["nodef"].startswith("spare: 2 nodes train, this one")
+    assert full["noded"].startswith("spare: 2 nodes train, this one"), "that binds it"
     sizes = waiting(Limits(2, 8, sizes=(2, 4, 8)), F, acked=[F])
     assert sizes["nodef"].startswith("spare: 2 nodes train, the next size is 4, ")
     rare = waiting(Limits(1, 3, join_interval=600), F, acked=[F])
@@ -167,7 +170,7 @@ def test_a_finished_job() -> None:
 def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
     spec = encode(Spec("r", Limits(1, 2, max_restarts=UNCOUNTED), "node1"))
     state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
-    assert "  1 to 2 nodes, 1 restarts used" in list(status.summary(state))
+    assert "  1 to 2 nodes, 1 restart used" in list(status.summary(state))
 
 
 def test_o1_its_first_lines_say_what_it_does_since_when_and_why() -> None:
@@ -180,7 +183,7 @@ def test_o1_its_first_lines_say_what_it_does_since_when_and_why() -> None:
     assert "node1 training 0 0-1 2 10.0.0.1" in lines
     assert "node4 spare - - 1 10.0.0.4" in lines
     assert lines[-2:] == [
-        "08:00:00 generation 3: first formation; world of 3 on node1, node2",
+        "2026-11-21T08:00:00Z generation 3: first formation; world of 3 on node1, node2",
         "- generation 3: node2 left",
     ]
 
@@ -219,7 +222,7 @@ FAILED = replace(OUTCOME, failure=CAUSE)
                 KEYS.history(4): encode(History(4, ended_at="2026-11-21T09:00:00Z")),
             },
             (
-                "job j: forming (joinable) since 2026-11-21T09:00:00Z, generation 5\n"
+                "job j: forming since 2026-11-21T09:00:00Z, generation 5\n"
                 "  because node2 is lost; 1 node is ready, node4 is not yet; at least 3 must be"
             ),
         ),
@@ -232,6 +235,36 @@ def test_o1_the_cause_has_its_last_words(more: dict[str, str], told: str) -> Non
     assert (
         told.splitlines()[-1].removeprefix("  last words: ").removeprefix("  because ") in of_all[1]
     )
+
+
+def test_a_job_that_has_failed_shows_what_its_worker_said() -> None:
+    told = shown(RUNNING | {KEYS.outcome: encode(FAILED)})
+    assert told.endswith("rank 1 on n2 said:\n  Traceback:\n    x\n  ValueError: batch 17\n")
+    silent = replace(FAILED, failure=replace(CAUSE, code=-9, message=""))
+    told = shown(RUNNING | {KEYS.outcome: encode(silent)})
+    assert "  last words: none; if n2 ran out of memory, its dmesg says so\n" in told
+
+
+def test_a_hang_is_told_where_one_looks_first() -> None:
+    line = "rank 2 on node3 is in step 7 for 16 s, 2 others wait in 7"
+    hang = Hang(4, 2, 16.0, line=line, alarm=True, rank=2, at="2026-11-26T11:30:17.250+00:00")
+    hung = {KEYS.hang: encode(hang)}
+    lines = shown(RUNNING | hung).splitlines()
+    assert lines[:2] == [
+        "job j: training, hangs since 2026-11-26T11:30:01Z, generation 4",
+        f"  because {line}, as of 2026-11-26T11:30:17Z",
+    ]
+    short = status.in_short(status.describe("j", view(RUNNING | hung)))
+    assert status.jobs_table([short], 200)[1].split()[:2] == ["j", "hangs"]
+    assert "as of" in status.jobs_table([short], 200)[1]
+    untimed = {KEYS.hang: encode(replace(hang, at=""))}
+    assert shown(RUNNING | untimed).startswith(
+        f"job j: training, hangs, generation 4\n  because {line}\n"
+    )
+    for other in (replace(hang, alarm=False), replace(hang, generation=3)):
+        assert "because node2 left" in shown(RUNNING | {KEYS.hang: encode(other)})
+    over = hung | {KEYS.outcome: encode(OUTCOME)}
+    assert "hangs" not in shown(RUNNING | over)
 
 
 def test_o1_who_has_gone_without_a_word_is_told() -> None:

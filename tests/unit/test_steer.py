@@ -102,8 +102,8 @@ def test_o6_what_would_stop_training_is_refused(shell: Shell) -> None:
         1,
         [
             (
-                "error: nothing is done, as 1 of at least 2 nodes are left: training stops until "
-                "more come, or ends after 600 s"
+                "error: refused: 1 node would be left, at least 2 are needed: training would stop "
+                "until more come, or end after 600 s"
             ),
             "Give --force if that is meant.",
         ],
@@ -111,7 +111,7 @@ def test_o6_what_would_stop_training_is_refused(shell: Shell) -> None:
     assert shell.wanted == Requests((Drain("b"),))
     assert shell("drain", "j", "b")[0] == 0, "which it is"
     code, told = shell("scale", "j", "3:8")
-    assert (code, "as 2 of at least 3 nodes are there" in told) == (1, True)
+    assert (code, "2 nodes are there, at least 3 are needed" in told) == (1, True)
     assert shell.wanted == Requests((Drain("b"),))
 
 
@@ -123,6 +123,9 @@ def test_o7_a_job_that_is_over_is_forgotten(shell: Shell) -> None:
     shell.put(shell.keys.history(1), encode(History(1)))
     code, told = shell("forget", "j")
     assert (code, "is deserted, not over" in told) == (1, True)
+    code, told = shell("stop", "j")
+    assert (code, "is deserted, nobody is there to stop it: " in told) == (1, True)
+    assert shell.wanted is None
     outcome = Outcome("succeeded", "all are done", "r", 1, 0, at="2026-11-22T10:00:00Z")
     shell.put(shell.keys.outcome, encode(outcome))
     other = shell.keys.root + "2/outcome"
@@ -176,10 +179,10 @@ def test_a_job_is_scaled_and_back(shell: Shell) -> None:
 
 def test_a_scale_is_of_what_the_run_was_begun_with(shell: Shell) -> None:
     shell.ok("scale", "j", "3:8")
-    assert "2 of at least 3 nodes are left" in shell("drain", "j", "a")[1]
+    assert "2 nodes would be left, at least 3 are" in shell("drain", "j", "a")[1]
     shell.ok("drain", "j", "a", "--force")
     shell.put(shell.keys.spec, encode(Spec("r", Limits(2, 4))))  # all had left, and came with that
-    assert "1 of at least 2 nodes are left" in shell("drain", "j", "b")[1]
+    assert "1 node would be left, at least 2 are" in shell("drain", "j", "b")[1]
 
 
 def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
@@ -200,7 +203,9 @@ def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
         (("drain", "j", "a", "--self"), 2, "which node?"),
         (("drain", "j", "a", "--deadline", "soon"), 2, "soon is not a number of seconds"),
         (("undrain", "j", "a"), 1, "node a of job j is not drained"),
-        (("stop", "a/b"), 2, "a job id is 1 to 128"),
+        (("stop", "a/b"), 2, "becomes a part of a key in etcd\n"),
+        (("stop", "acks"), 2, "part of a key in etcd, where acks means something else\n"),
+        (("stop", "jj"), 1, " has no job at PREFIX/jj (did you mean j?); "),
         (("scale", "j"), 2, "no nodes given"),
         (("scale", "j", "2:1025"), 1, "--nnodes 2:3, which can be scaled to 1024 nodes"),
         (("scale", "j", "3:2"), 2, "3:2: MIN is above MAX; did you mean 2:3?"),
@@ -209,7 +214,7 @@ def test_a_job_for_one_node_is_not_scaled(shell: Shell) -> None:
 )
 def test_what_is_refused(shell: Shell, argv: tuple[str, ...], code: int, told: str) -> None:
     returned, said = shell(*argv)
-    assert (returned, told in said) == (code, True), said
+    assert (returned, told.replace("PREFIX", shell.prefix) in said) == (code, True), said
     assert said.startswith("error: ")
     assert shell.wanted is None
 
@@ -237,6 +242,20 @@ def test_who_ends_a_wait_is_told_what_stands(shell: Shell) -> None:
         130,
         "note: a is still there; what was asked for stands\n",
     )
+
+
+def test_a_job_that_nobody_ends_is_not_said_to_be_stopped(shell: Shell) -> None:
+    """All of its agents are killed meanwhile."""
+    where = ("--etcd", shell.etcd.endpoint, "--prefix", shell.prefix, "--timeout", "60")
+    command = [sys.executable, "-m", "elastic_etcd", "stop", "j", "--wait", *where]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while shell.wanted is None:
+            assert time.monotonic() < deadline
+        for member in (A, B, C):
+            shell.etcd.ctl("del", shell.keys.member(member.lease))
+        told = process.communicate(timeout=60)[1]
+    assert (process.returncode, "no node is there, and nobody has said" in told) == (4, True)
 
 
 def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic_etcd.core.rules import Elapsed, _remembered
-from elastic_etcd.core.schema import Ledger, Limits, Member, Participant, Suspect
+from elastic_etcd.core.schema import Drain, Ledger, Limits, Member, Participant, Requests, Suspect
 from elastic_etcd.core.suspects import (
     LONGEST,
     MOST,
@@ -88,3 +88,18 @@ def test_they_are_forgotten_when_nobody_of_the_last_world_is_there(
     view = View(9, Everything(), members=(Member(lease, "n1", 1),), world=world, ledger=ledger)
     limits = Limits(1, 2, suspect_after=after)
     assert len(_remembered(view, [], None, limits, Elapsed(0.0, 0.0))) == known
+
+
+def test_a_node_that_people_drain_is_no_suspect() -> None:
+    world = (
+        Participant(1, "n1", 1, 0, 0),
+        Participant(2, "n2", 1, 1, 1),
+        Participant(3, "n3", 1, 2, 2),
+    )
+    asked = Requests((Drain("n2"),))
+    members = (Member(1, "n1", 1),)
+    view = View(9, Everything(), members=members, world=world, ledger=Ledger(3, 3, 3), wanted=asked)
+    limits = Limits(1, 2, suspect_after=2)
+    assert _remembered(view, ["n2", "n3"], None, limits, Elapsed(0.0, 0.0)) == (
+        Suspect("n3", went=1),
+    )

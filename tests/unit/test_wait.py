@@ -22,7 +22,8 @@ class Shell:
         self.where = ("--etcd", etcd.endpoint, "--prefix", prefix, "--timeout", "60")
 
     def put(self, values: dict[str, str]) -> None:
-        for key, value in values.items():
+        # Nodes come first, as else the job would be deserted for a moment.
+        for key, value in sorted(values.items(), key=lambda kv: KEYS.members not in kv[0]):
             self.etcd.ctl("put", key.replace(KEYS.root, self.keys.root), value)
 
     @contextmanager
@@ -74,6 +75,15 @@ def test_a_world_is_waited_for(shell: Shell) -> None:
         out, _ = process.communicate(timeout=90)
         assert (process.returncode, out.partition(" since")[0]) == (0, "job j: training")
         assert to_the_end.poll() is None
+
+
+def test_a_deserted_job_is_waited_for_with_a_note(shell: Shell) -> None:
+    shell.put({key: value for key, value in RUNNING.items() if not key.startswith(KEYS.members)})
+    with shell.begun("wait") as process:
+        assert process.stderr
+        assert next(process.stderr).startswith("note: job j is deserted: it goes on if agents ")
+        shell.put({KEYS.outcome: encode(OUTCOME)})
+        assert process.wait(90) == 0
 
 
 @pytest.mark.parametrize(("command", "flags"), [("events", ["--follow"]), ("wait", [])])

@@ -2,7 +2,12 @@
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -49,6 +54,33 @@ async def test_r8_a_loop_that_stands_still_is_told_with_its_stack(
     message = next(r.getMessage() for r in caplog.records if "stood still" in r.getMessage())
     assert message.count("called by") == 4
     assert "called by blocks_the_loop (test_watchdog.py:" in message
+
+
+STOPPED = """
+import asyncio, logging, sys
+from elastic_etcd.agent.followers.loop_watchdog import Watchdog
+
+async def watched():
+    async with Watchdog(ttl=1.0):
+        print("watched", flush=True)
+        await asyncio.sleep(600)
+
+logging.basicConfig(stream=sys.stdout)
+asyncio.run(watched())
+"""
+
+
+def test_a_process_that_was_stopped_says_so() -> None:
+    command = [sys.executable, "-u", "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "watched\n"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        time.sleep(1.0)  # so long it stands still
+        process.send_signal(signal.SIGCONT)
+        assert "this process stood still for" in process.stdout.readline()
+        process.kill()
 
 
 async def test_a_loop_that_turns_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

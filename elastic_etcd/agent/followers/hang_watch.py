@@ -8,7 +8,10 @@ others wait for (core/hangs.py); an agent that gets no answer names its own work
 import asyncio
 import logging
 import math
+from datetime import UTC, datetime
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from elastic_etcd.agent.followers.evidence import Evidence, gather, status
 from elastic_etcd.agent.followers.periodic import PeriodicFollower, leads
@@ -160,7 +163,9 @@ class HangWatch(PeriodicFollower):
             self._question = key, self._loop.time()
         following = hangs.lead(view, self._loop.time() - self._question[1])
         if following:
-            await self.publish(writes.put_hang(self._keys, view, state.local, following))
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            told = replace(following, at=now if following.line else "")
+            await self.publish(writes.put_hang(self._keys, view, state.local, told))
 
     async def _tell(self, state: State, view: View) -> None:
         """Publish where the workers are, where that was asked or is to be asked."""
@@ -171,10 +176,19 @@ class HangWatch(PeriodicFollower):
                 self._number = number
             if self._number >= number:  # all nodes were asked about those that were published
                 self._judged, self._suspicion, self._again = self._published, None, math.inf
+        elif asked and asked.alarm and self._has_gone_on():
+            stood = self._published
+            if not await self._publish_steps(state, view, replace(asked, evidence=False)):
+                self._published = stood
         elif self._suspicion is not None and self._number <= number:
             question = Hang(self._generation, number + 1, self._longest)
             if await self._publish_steps(state, view, question):
                 self._number = number + 1
+
+    def _has_gone_on(self) -> bool:
+        """Whether a rank that was published as one that stands does so no more."""
+        now = {worker.spec.rank: _reached(at) for worker, at in self._workers.activities()}
+        return any(now.get(rank) != place for rank, place in self._published.items())
 
     async def _publish_steps(self, state: State, view: View, asked: Hang) -> bool:
         if asked.evidence:

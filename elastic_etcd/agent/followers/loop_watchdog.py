@@ -65,6 +65,9 @@ class Watchdog:
                 stood_at = None
             # A thread that was late itself has been stopped, and so has the loop: it comes next.
             stopped = woken - before > 2 * self._period
+            if woken - before > self._ttl / 2:
+                text = "this process stood still for %.1f s: was it stopped, or its machine?"
+                log.warning(text, woken - before)
             if stood_at is None and not stopped and woken - turned > self._ttl / 2:
                 stood_at = turned
                 self._tell_standstill(woken - turned)

@@ -28,6 +28,7 @@ from elastic_etcd.agent.followers.recovery import Histogram, Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core import hangs
 from elastic_etcd.core.lifecycle import Event, Finished, Life, State, WorkersDiverged
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, seconds_of
@@ -210,6 +211,9 @@ class Metrics(Collector):
         yield self._gauge("commit_bytes", text, {"own": own, "copies": copies}, "of")
         text = "Nodes that have each piece of the last commit; absent where nothing is sharded."
         yield self._gauge("commit_nodes", text, {"": of_each} if of_each else {})
+        hang = hangs.that_lasts(self._state.view) if self._state.view else None
+        text = "1: workers of the job hang now, as far as they were told to; 0: none."
+        yield self._gauge("hanging", text, {"": int(hang is not None)})
         text = "Hangs of the job that were told while this agent was there."
         yield self._counter("hangs", text, {"": self._hangs})
         text = "Workers here whose values were found to differ from the other replicas'."

@@ -17,16 +17,19 @@ _GAUGES = {
     "job_state": "1; what the job does, or how it has ended.",
     "generation": "The newest generation of the job.",
     "world_size": "Ranks of the world that trains; 0: none.",
+    "hanging": "1: workers of the job hang now, as far as they were told to; 0: none.",
     "nodes": "Nodes by state.",
     "restart_budget_left": "Failures that the job still survives.",
     "outcome_timestamp_seconds": "When the job has ended, by its outcome, in seconds since 1970.",
 }
 
 
-def exposition(jobs: Sequence[dict[str, Any]]) -> str:
+def exposition(jobs: Sequence[dict[str, Any]], *, etcd_up: bool) -> str:
     """These jobs, as `status.in_short` gives them, in Prometheus' text format."""
     samples = [sample for short in jobs for sample in _samples(short)]
-    lines = []
+    up = "elastic_etcd_etcd_up"
+    text = "1: etcd answers; 0: what is told of jobs is as it was before."
+    lines = [f"# HELP {up} {text}", f"# TYPE {up} gauge", f"{up} {int(etcd_up)}"]
     for name, text in _GAUGES.items():
         lines += [f"# HELP elastic_etcd_{name} {text}", f"# TYPE elastic_etcd_{name} gauge"]
         for job, of, state, value in samples:
@@ -48,6 +51,7 @@ def _samples(short: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
         return
     yield job, "generation", "", short["generation"]
     yield job, "world_size", "", short["world_size"]
+    yield job, "hanging", "", int(short["hangs_since"] is not None)
     yield from ((job, "nodes", each, count) for each, count in short["nodes"].items())
     most = short["limits"]["max_restarts"] if short["limits"] else 0
     if 0 < most < UNCOUNTED:

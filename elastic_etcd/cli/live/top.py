@@ -11,6 +11,7 @@ import sys
 import termios
 import tty
 from contextlib import contextmanager, suppress
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import query, status, tables, write_requests
@@ -166,7 +167,8 @@ class Screen:
     def render(self, width: int, height: int) -> list[str]:
         """Draw the lines that there is room for: the head's, then the nodes', then the events'."""
         self.look()
-        head = [*self.state["summary"], *_away(self._known)]
+        lines = [*self.state["summary"], *_away(self._known)]
+        head = [part for line in lines for part in wrap(line, width, subsequent_indent="    ")]
         foot = self._foot()
         head = head[: max(1, height - len(foot) - 3)]
         room = height - len(head) - len(foot) - 2

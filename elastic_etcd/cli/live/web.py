@@ -139,7 +139,8 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         del request
-        return Response(exposition(self._jobs.in_short()), media_type=_METRICS)
+        text = exposition(self._jobs.in_short(), etcd_up=self._jobs.away is None)
+        return Response(text, media_type=_METRICS)
 
     async def api_jobs(self, request: Request) -> Response:
         del request

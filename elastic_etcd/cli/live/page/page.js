@@ -69,8 +69,9 @@ function sizes(limits) {
 }
 
 function badge(state) {
-  const kind = {failed: "bad", succeeded: "good", training: "good"}[state.state] || "warn";
-  return el("span", {class: `badge ${kind}`}, {good: "● ", warn: "◐ ", bad: "✕ "}[kind] + state.state);
+  const named = state.hangs_since === null ? state.state : "hangs";
+  const kind = {failed: "bad", hangs: "bad", succeeded: "good", training: "good"}[named] || "warn";
+  return el("span", {class: `badge ${kind}`}, {good: "● ", warn: "◐ ", bad: "✕ "}[kind] + named);
 }
 
 const rate = (value) => (value === null ? "-" : value.toFixed(2));
