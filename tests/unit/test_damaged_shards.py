@@ -3,13 +3,13 @@
 import os
 import random
 from collections.abc import Sequence
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
-from elastic_etcd.train.sharded import piece_store
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_memfds import HEADER, Memfd
 from tests.support.forked import ranks
@@ -156,8 +156,8 @@ def refused(rank: int) -> list[str]:
         before = state._snapshots.version()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(piece_store, "check_memory", lacks)
-            with pytest.raises(WrongHere) as error:
+                patch.setattr(Memfd, "clear", lacks)
+            with pytest.raises((WrongHere, OSError)) as error:
                 state.commit()
         said.append(str(error.value))
         assert state._snapshots.version() == before
@@ -169,8 +169,8 @@ def refused(rank: int) -> list[str]:
     return said
 
 
-def lacks(size: int, lacking: int) -> None:
-    raise WrongHere(f"{size} bytes are lacking") if lacking else AssertionError
+def lacks(memfd: Memfd, size: int) -> None:
+    raise OSError(ENOSPC, f"{size} bytes are lacking of {memfd.capacity}")
 
 
 def test_a_commit_for_which_a_rank_has_no_memory_is_refused_by_all(tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_a_job_that_has_lost_its_pieces_goes_on_from_a_checkpoint(tmp_path: Path
     assert (epoch, other, none) == (3, 3, [])
     (line,) = told
     assert "all go on from " in line
-    assert "more of them at once than there were copies" in line
+    assert "more of them at once than there were other copies" in line
 
 
 def unwritable(rank: int, folder: Path) -> None:
