@@ -106,7 +106,9 @@ def environment(port: int, peers: int) -> Iterator[dict[str, str]]:
     assert left == {}
 
 
-@pytest.mark.parametrize("page", ["start", "tutorial_nodes", "tutorial_in_process"])
+@pytest.mark.parametrize(
+    "page", ["start", "tutorial_nodes", "tutorial_in_process", "tutorial_sharded"]
+)
 def test_all_of_it_goes_as_the_page_says(page: str, tmp_path: Path) -> None:
     port, peers = free_ports(2)
     terminals: dict[str, Terminal] = {}

@@ -426,7 +426,7 @@ class ElasticState:
 
         They are a file's, for what follows: older than any commit.
         """
-        self._loaded = None
+        self._loaded, self._file = None, ""
         if self._directory:
             found = self._read_newest(self._directory, strict=self._strict)
             if not found and rank_and_size(launched=False)[0] == 0:
@@ -443,7 +443,7 @@ class ElasticState:
             return False
         folder, (snapshot, shards) = found
         others = self._load_snapshot(snapshot, strict=strict, shards=shards)
-        self._loaded = snapshot.header.version
+        self._loaded, self._file = snapshot.header.version, f" of {folder},"
         if others:
             log.warning("%s and this state are not of the same values: %s", folder, others)
         if rank_and_size(launched=False)[0] == 0:
