@@ -23,6 +23,7 @@ JOB = {
     "state": "training",
     "why": "x" * 200,
     "last_words": "",
+    "hangs_since": None,
     "restarts": 1,
     "limits": None,
     "nodes": {"training": 128, "spare": 3, "leaving": 12},

@@ -28,12 +28,12 @@ from elastic_etcd.times import (
     GRACE_FAILURE,
     GRACE_LEAVE,
     GRACE_PARK,
+    GUARDIAN_QUIET,
+    GUARDIAN_SLOWEST,
     GUARD_GONE,
     GUARD_LATER,
     GUARD_LIFE,
     GUARD_REVOKE,
-    GUARDIAN_QUIET,
-    GUARDIAN_SLOWEST,
     HANG_ALONE,
     HANG_ANSWER,
     HANG_ASK,
@@ -41,6 +41,8 @@ from elastic_etcd.times import (
     HANG_EVIDENCE,
     HANG_LEARNT,
     HANG_STACKS,
+    HEALTH_INTERVAL,
+    HEALTH_TIMEOUT,
     HELLO,
     HOLD,
     IMPORTED,
@@ -59,8 +61,8 @@ from elastic_etcd.times import (
     NOTICE_TIMEOUT,
     OPEN_TIMEOUT,
     OWN_LOOK_UP,
-    PARK_LATE,
     PARKED_PATIENCE,
+    PARK_LATE,
     PASSWORD_FILE,
     PROOF,
     PUBLISH_TIMEOUT,
@@ -192,6 +194,10 @@ def test_the_one_ends_with_the_other_at_the_latest(shorter: float, longer: float
 
 def test_the_default_ttl_is_that_of_the_table() -> None:
     assert AgentConfig(None, "j", (), "n", 1, Limits(1, 1)).lease_ttl == LEASE_TTL
+
+
+def test_a_health_check_is_over_when_the_next_one_begins() -> None:
+    assert HEALTH_TIMEOUT <= HEALTH_INTERVAL
 
 
 def test_every_number_of_the_table_is_in_some_order() -> None:
