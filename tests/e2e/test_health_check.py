@@ -69,3 +69,23 @@ def test_a_command_that_does_not_end_is_ended_with_all_that_it_has_started(
 )
 def test_the_last_line_says_why(command: str, why: str) -> None:
     assert asyncio.run(health_check._unfit(command)).startswith(why)
+
+
+def test_what_a_command_leaves_running_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_check, "HEALTH_TIMEOUT", 3.0)
+    assert asyncio.run(health_check._unfit("sleep 6 & true")) == ""
+
+
+def test_a_command_that_cannot_be_killed_is_no_word_for_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that hangs in a driver."""
+    monkeypatch.setattr(health_check, "HEALTH_TIMEOUT", 0.5)
+    monkeypatch.setattr(health_check, "signal_group", lambda *_: False)
+    why = asyncio.run(health_check._unfit("sleep 4"))
+    assert why.startswith("--health-check sleep has not ended in ")
+
+
+def test_a_command_that_the_shell_cannot_read_is_not_a_crash() -> None:
+    why = asyncio.run(health_check._unfit("echo it's well"))
+    assert why.startswith("--health-check echo exited 2: ")

@@ -7,7 +7,6 @@ spare. A node that is not fit does not join, or leaves between two steps: nothin
 import asyncio
 import logging
 import os
-import shlex
 import signal
 import subprocess
 from functools import partial
@@ -15,11 +14,13 @@ from functools import partial
 from elastic_etcd.agent.inbox import Inbox, Notice
 from elastic_etcd.errors import UnfitNode
 from elastic_etcd.system.child_process import spawn
+from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.system.processes import signal_group
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import HEALTH_TIMEOUT
 
 _LONGEST = 300  # characters of what the command says last
+_TAIL = 1 << 12  # bytes of its output that are read
 
 log = logging.getLogger(__name__)
 
@@ -44,29 +45,34 @@ async def watch(command: str, interval: float, inbox: Inbox) -> None:
 
 async def _unfit(command: str) -> str:
     """Why this node is not fit, "" if it is. A command that can't be started says nothing."""
-    name = f"--health-check {shlex.split(command)[0]}"
+    name = f"--health-check {command.split(maxsplit=1)[0]}"
+    slow = f"{name} has not ended in {HEALTH_TIMEOUT:g} s"
     try:
         code, said = await in_thread(partial(_ask_command, command), 2 * HEALTH_TIMEOUT)
-    except OSError as error:  # no process or thread is to be had; a TimeoutError is one
+    except TimeoutError:
+        return f"{slow}, and can't be killed"
+    except OSError as error:  # no process or thread is to be had
         log.warning("%s could not be run: %s", name, error)
         return ""
     if code == 0:
         return ""
-    how = f"exited {code}" if code is not None else f"has not ended in {HEALTH_TIMEOUT:g} s"
-    return f"{name} {how}" + (f": {said}" if said else "")
+    return (slow if code is None else f"{name} exited {code}") + (f": {said}" if said else "")
 
 
 def _ask_command(command: str) -> tuple[int | None, str]:
-    """Its exit code, None if it had to be killed, and the last line that it has written."""
-    shell = ["/bin/sh", "-c", command]
-    with spawn(shell, os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        code: int | None
+    """Its exit code, None if it had to be killed, and the last line that it has written.
+
+    It writes into memory: the end of a pipe comes with the last process that it has left running.
+    """
+    shell, code = ["/bin/sh", "-c", command], None
+    with os.fdopen(new_memfd("elastic_etcd-health"), "rb") as said:
+        process = spawn(shell, os.environ, stdout=said.fileno(), stderr=said.fileno())
         try:
-            said, _ = process.communicate(timeout=HEALTH_TIMEOUT)
-            code = process.returncode
+            code = process.wait(HEALTH_TIMEOUT)
         except subprocess.TimeoutExpired:
             signal_group(process.pid, signal.SIGKILL)
-            said, _ = process.communicate()
-            code = None
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+            process.wait()
+        said.seek(max(0, said.seek(0, os.SEEK_END) - _TAIL))
+        written = said.read(_TAIL).decode(errors="replace")
+    lines = [line.strip() for line in written.splitlines() if line.strip()]
     return code, (lines or [""])[-1][:_LONGEST]
