@@ -129,8 +129,9 @@ class Prefork:
                         await asyncio.shield(self._starting)  # for its error
                     await self._decided.wait()
             except TimeoutError:
-                self._tell_slow(loop.time() - began)
-                patience = IMPORTED
+                seconds = loop.time() - began
+                self._tell_slow(seconds)
+                patience = IMPORTED - seconds if seconds < IMPORTED else IMPORTED
         if self._error is not None:
             raise self._error
 
