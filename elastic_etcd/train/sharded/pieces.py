@@ -120,7 +120,7 @@ def partners(places: Sequence[Place], copies: int) -> list[list[int]]:
     with another topology label come first, then those that keep less, then those that are far: in
     the order of ranks neighbours are likely to fail together.
     """
-    order = sorted({place.node for place in places})
+    order = {n: at for at, n in enumerate(sorted({place.node for place in places}))}
     labels = {place.node: place.label for place in places}
     having = _nodes_by_table(places)
     staying: dict[int, list[int]] = {}
@@ -146,7 +146,7 @@ def partners(places: Sequence[Place], copies: int) -> list[list[int]]:
                 key=lambda other: (
                     labels[other] in taken,
                     kept[targets[other]],
-                    far[(order.index(other) - order.index(node)) % len(order)],
+                    far[(order[other] - order[node]) % len(order)],
                 ),
             )
             nodes.add(best)
