@@ -40,6 +40,11 @@ def generation() -> int:
     return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))
 
 
+def copies() -> int:
+    """How many nodes are to have each part of what is sharded: --copies."""
+    return int(os.environ.get("ELASTIC_ETCD_COPIES", "2"))
+
+
 def gather(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Every rank's numbers, in rank order; collective on `group`. All ranks give as many."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct, json
 
@@ -28,6 +28,7 @@ from elastic_etcd.train.state.free_memory import Free, free_memory
 MANIFEST = "elastic_etcd.json"
 LONGEST_MANIFEST = 1 << 24  # bytes
 CHUNK = 1 << 20
+Decoded = TypeVar("Decoded")
 _NAME = re.compile(r"step-([0-9]{1,18})-([0-9]{1,18})")
 
 log = logging.getLogger(__name__)
@@ -179,12 +180,17 @@ def give_name(folder: Path, manifest: Manifest, root: Path) -> Path:
     return target
 
 
+def decoded(data: bytes, kind: type[Decoded], what: str) -> Decoded:
+    """A value of that kind that somebody else may have written. Raises MalformedState."""
+    try:
+        return json.decode(data, type=kind)
+    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
+        raise MalformedState(f"not {what}: {error}") from None
+
+
 def read_manifest(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """A manifest that somebody else may have written. Raises MalformedState."""
-    try:
-        manifest = json.decode(data, type=Manifest)
-    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
-        raise MalformedState(f"not a checkpoint's manifest: {error}") from None
+    manifest = decoded(data, Manifest, "a checkpoint's manifest")
     if Checkpoint(manifest.step, manifest.generation) != checkpoint:
         raise MalformedState(f"the manifest is another checkpoint's than {checkpoint.name}")
     for file in (*manifest.files, *manifest.whole):

@@ -24,7 +24,7 @@ from shutil import rmtree
 from typing import Annotated, Self
 
 import torch.distributed as dist
-from msgspec import Meta, MsgspecError, Struct, json
+from msgspec import Meta, Struct, json
 
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
@@ -38,6 +38,7 @@ from elastic_etcd.train.checkpoint.checkpoint_folder import (
     Manifest,
     check_free,
     check_intact,
+    decoded,
     found_in,
     give_name,
     is_whole,
@@ -272,10 +273,7 @@ class Node:
 
 def read_offer(data: bytes) -> Offer:
     """An offer that somebody else may have written. Raises MalformedState."""
-    try:
-        return json.decode(data, type=Offer)
-    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
-        raise MalformedState(f"not an offer of checkpoints: {error}") from None
+    return decoded(data, Offer, "an offer of checkpoints")
 
 
 class Sender:
@@ -333,10 +331,7 @@ def _send(caller: socket.socket, path: Path, checkpoint: Checkpoint) -> None:
 
 def read_names(data: bytes) -> list[str]:
     """The files that somebody else asks for. Raises MalformedState."""
-    try:
-        return json.decode(data, type=list[str])
-    except (MsgspecError, ValueError, RecursionError) as error:  # not UTF-8, too
-        raise MalformedState(f"not the names of files: {error}") from None
+    return decoded(data, list[str], "the names of files")
 
 
 def _send_message(sock: socket.socket, data: bytes) -> None:

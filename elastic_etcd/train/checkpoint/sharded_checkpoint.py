@@ -29,7 +29,7 @@ from elastic_etcd.train.checkpoint.checkpoint_folder import (
     give_name,
     memory_of,
 )
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.collectives import copies, gather, rank_and_size
 from elastic_etcd.train.sharded.exchange import exchange, gather_json
 from elastic_etcd.train.sharded.pieces import Place, partners
 from elastic_etcd.train.state.files import flush
@@ -113,8 +113,7 @@ class ShardedTarget(Target):
             Place(node, labels.index(labels[first]), node, leaves=False)
             for node, first in enumerate(ranks)
         ]
-        copies = int(os.environ.get("ELASTIC_ETCD_COPIES", "2"))
-        keepers = [[ranks[to] for to in kept] for kept in partners(places, copies)]
+        keepers = [[ranks[to] for to in kept] for kept in partners(places, copies())]
         sends = {to: _chunks(parts[rank], self.folder) for to in keepers[ranks.index(rank)]}
         taken = {
             sender: parts[sender]

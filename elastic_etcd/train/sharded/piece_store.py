@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
 from elastic_etcd.protocol import activity
 from elastic_etcd.train.agent_channel import agent
-from elastic_etcd.train.collectives import gather, generation, rank_and_size
+from elastic_etcd.train.collectives import copies, gather, generation, rank_and_size
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
     models_of,
@@ -56,7 +56,7 @@ class PieceStore:
     """The pieces of one state that this rank has in memory: its own, and copies of others'."""
 
     def __init__(self, number: int) -> None:
-        self._copies = int(os.environ.get("ELASTIC_ETCD_COPIES", "2"))
+        self._copies = copies()
         self._number = number
         self._last: Version | None = None  # the commit that counts
         self._places: tuple[int, list[list[int]]] | None = None  # of the plan, and its generation
