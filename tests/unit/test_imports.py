@@ -316,6 +316,12 @@ def loaded(code: str, *flags: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_a_worker_does_without_numpy_as_torch_does() -> None:
+    train = [name for name in MODULES if name.startswith("elastic_etcd.train.")]
+    shuffled = "elastic_etcd.train.data.permutation.Listed(range(4), 4).digest()"
+    loaded(f"sys.modules['numpy'] = None; import {', '.join(train)}; {shuffled}", "-W", "ignore")
+
+
 @pytest.mark.parametrize(
     ("module", "without"),
     [

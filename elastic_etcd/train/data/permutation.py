@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from elastic_etcd.train.state.snapshot_bytes import bytes_of
+
 Shuffle = Literal["exact", "stream", False]
 Order = Callable[[torch.Tensor], torch.Tensor]
 OrderFunction = Callable[[int, int], Sequence[int] | torch.Tensor]  # epoch, seed
@@ -74,7 +76,7 @@ class Listed:
 
     def digest(self) -> int:
         """56 bits that tell whether two ranks have the same order."""
-        data = self.indices.contiguous().numpy()
+        data = bytes_of(self.indices.contiguous())
         return int.from_bytes(blake2b(data, digest_size=7).digest())
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import device_of, generation, rank_and_size
@@ -230,7 +230,9 @@ def _forget_meshes() -> None:
     """A mesh of an earlier world is equal to one of the same shape, but its groups are gone.
 
     torch keeps it with the shardings that operations had (torch 2.13): a new moment would be on it.
+    These are the caches of its debug._clear_sharding_prop_cache, a module that needs numpy.
     """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear:
+    known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding  # noqa: SLF001
+    fast = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # noqa: SLF001
+    for clear in filter(None, (getattr(known, "cache_clear", None), fast)):
         clear()

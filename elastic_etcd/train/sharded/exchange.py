@@ -3,7 +3,6 @@
 All is collective. A message that does not arrive with its sum is refused.
 """
 
-import ctypes
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
-from elastic_etcd.train.state.snapshot_bytes import sum_of
+from elastic_etcd.train.state.snapshot_bytes import bytes_of, sum_of
 
 _SUM = 8  # bytes
 
@@ -28,7 +27,7 @@ def gather_json(value: object) -> list[object]:
     found = [torch.empty_like(there) for _ in sizes]
     dist.all_gather(found, there)
     rows = zip(found, sizes, strict=True)
-    return [json.loads(zlib.decompress(_bytes(row.cpu()[:size]))) for row, size in rows]
+    return [json.loads(zlib.decompress(bytes_of(row.cpu()[:size]))) for row, size in rows]
 
 
 def exchange(
@@ -66,8 +65,3 @@ def exchange(
 def _sum_in(message: torch.Tensor) -> torch.Tensor:
     """The sum of a message, to be sent after it."""
     return torch.frombuffer(bytearray(sum_of(message)), dtype=torch.uint8)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Those of a contiguous tensor in host memory."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

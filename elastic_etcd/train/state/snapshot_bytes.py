@@ -124,6 +124,11 @@ def _wait_copied(slices: list[TensorSlice], events: list[torch.cuda.Event]) -> l
     return slices
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Those of a contiguous tensor in host memory; torch may be there without numpy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 # --- sums -----------------------------------------------------------------------------------
 
 
