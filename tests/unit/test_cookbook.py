@@ -33,7 +33,6 @@ ENDS = {
     "Evaluation in the loop, and early stopping": (
         "state.epoch < 100 and state.patience == 0 and state.best < 1"
     ),
-    "An average of the weights (EMA)": "int(state.ema.n_averaged) == 3 * 480 // 16",
     "Curves after a roll-back": (
         "[json.loads(line)['step'] for line in kept(10**9)] == [*range(1, 3 * 480 // 16 + 1)]"
     ),
@@ -61,7 +60,6 @@ def test_each_recipe_that_has_a_script_is_run() -> None:
         nightly("The same batch in every world"),
         nightly("A learning rate that follows the world"),
         "Evaluation in the loop, and early stopping",
-        nightly("An average of the weights (EMA)"),
         nightly("Curves after a roll-back"),
     ],
 )
