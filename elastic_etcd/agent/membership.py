@@ -154,7 +154,7 @@ class Membership:
 
     async def current(self, generation: int) -> tuple[bool | None, str]:
         """Whether `generation` is the job's current world, or None without etcd; and why not."""
-        keys = self.keys
+        keys, session = self.keys, self._session
         gets = (Get(keys.round), Get(keys.ledger), Get(keys.member(self._member.lease)))
         try:
             seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
@@ -168,7 +168,7 @@ class Membership:
             return False, f"the job has left generation {generation}"
         if view.members:
             return True, ""
-        if self._session is None:
+        if session is None or session is not self._session:  # it may be back since it was read
             return None, "this node's lease has ended, and its key is not back yet"
         return False, "this node has lost its lease"
 

@@ -24,7 +24,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Limits, Master, Phase, Round, encode
-from elastic_etcd.core.txn import Put, Txn
+from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Narrow
 from elastic_etcd.errors import EtcdUnreachable
 from elastic_etcd.etcd._grpc import WATCH
@@ -97,11 +97,22 @@ async def test_r16_an_etcd_that_is_away_while_a_node_joins_again_is_given_up(
 
 
 class Busy(Client):
-    """It learns of the end of its lease at once, and of what a watch tells only later."""
+    """It learns of the end of its lease at once, and of what a watch tells only later.
+
+    So also of what it has read, while it is `busy`.
+    """
 
     def __init__(self, config: EtcdConfig) -> None:
         super().__init__(config)
-        self.late = asyncio.Event()
+        self.late, self.has_read = asyncio.Event(), asyncio.Event()
+        self.busy = False
+
+    async def range(self, *gets: Get, timeout: float | None = None) -> Snapshot:
+        found = await super().range(*gets, timeout=timeout)
+        if self.busy:
+            self.has_read.set()
+            await self.late.wait()
+        return found
 
     @asynccontextmanager
     async def stream(self, rpc: Any, *args: Any, **more: Any) -> AsyncIterator[Any]:
@@ -147,6 +158,10 @@ async def test_e2_a_member_that_is_told_of_its_lease_first_puts_its_key_back(
         assert await membership.current(1) == (False, "this node has lost its lease")
         state, actions = lifecycle.step(state, lost, 0.0)
         assert Relist() in actions
+        client.busy = True
+        before = asyncio.create_task(membership.current(1))
+        await client.has_read.wait()
+        client.busy = False
         membership.relist(state)
         ended = "this node's lease has ended, and its key is not back yet"
         assert await membership.current(1) == (None, ended)
@@ -154,6 +169,7 @@ async def test_e2_a_member_that_is_told_of_its_lease_first_puts_its_key_back(
         relisted = await heard()
         assert relisted.created > joined.created
         client.late.set()
+        assert await before == (None, ended), "it is back since"
         await membership.cover(Narrow(own))
         assert await heard() == MirrorChanged()
         view = membership.view()
