@@ -57,7 +57,7 @@ PARTS = {
     "examples": Part("each example and each program of migration.md under each launcher", 2),
     "forks": Part("compilers, spawned processes and more variables in a forked worker", 1),
     "chaos": Part("random faults, from seeds", 3),
-    "netns": Part("networks that are cut, slow and lossy", 3),
+    "netns": Part("networks that are cut, slow and lossy; bad nodes among good ones", 5),
     "compose": Part("nodes and etcd in containers", 15, ("scripts/compose-test",)),
     "python": Part("scripts/test on the newest Python", 20, ("scripts/test-newest",)),
     "torch": Part(

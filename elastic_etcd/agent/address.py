@@ -25,7 +25,8 @@ from elastic_etcd.times import LOOK_UP
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_SIOCGIFCONF = 0x8912
+_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
+_IFF_RUNNING = 0x40  # as `operstate` of this very network namespace: up, or not known
 _IFREQ = 40  # bytes of a struct ifreq: a name of 16, then a sockaddr
 _MANY = 256
 _UNUSABLE = 0x40 | 0x08  # IFA_F_TENTATIVE, IFA_F_DADFAILED
@@ -133,6 +134,14 @@ def interface_of(address: str) -> str:
     except ValueError:
         return ""
     return next((each.name for each in interfaces() if each.ip == ip), "")
+
+
+def is_link_up(interface: str) -> bool:
+    """Whether an interface of this machine carries packets. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("16sH22x", interface.encode(), 0)
+        _, flags = struct.unpack("16sH22x", fcntl.ioctl(probe, _SIOCGIFFLAGS, asked))
+    return bool(flags & _IFF_RUNNING)
 
 
 def _way_to(endpoint: str) -> str:

@@ -155,11 +155,15 @@ async def _run_agent(
 ) -> int:
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
-        if config.health_check:
-            from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as for metrics
-
-            await health_check.check_before_joining(config.health_check)
         logs, client, guardian, embedded, memory, folder = resources
+        if config.preflight != "off":
+            from elastic_etcd.agent import preflight  # noqa: PLC0415 - as for metrics
+
+            await preflight.check_before_joining(client, config)
+        if config.health_check:
+            from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
+
+            await health_check.check_before_joining(client, config, config.health_check)
 
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
@@ -192,9 +196,7 @@ async def _run_agent(
                 scope.push_async_callback(watch.close)
                 followers.append(watch)
             if config.health_check:
-                watching = health_check.watch(
-                    config.health_check, config.health_interval, tasks.inbox
-                )
+                watching = health_check.watch(client, config, config.health_check, tasks.inbox)
                 tasks.create(watching)
             if embedded:
                 embedded.failed.add_done_callback(tasks.inbox.put_error)

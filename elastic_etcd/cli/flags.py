@@ -408,6 +408,17 @@ FAILURES = Section(
             more="See [operate.md](operate.md).",
         ),
         Flag(
+            "--preflight",
+            "check this node before it joins, which else exits 8: disks, clock, memory, processes, "
+            "devices, its link, whether others reach it, and whether it is far slower than they "
+            "are; pairs also measures the network between nodes. It takes up to 3 s, and the "
+            "import of torch where there are GPUs",
+            metavar="CHECKS",
+            choices=("off", "basic", "pairs"),
+            to="preflight",
+            more="See [health.md](health.md#before-a-node-joins).",
+        ),
+        Flag(
             "--health-check",
             "shell command that exits 0 where this node is fit to train, such as dcgmi diag -r 1. "
             "It runs before the node joins, which else exits 8, and then every --health-interval: "

@@ -202,7 +202,8 @@ def user() -> str:
 
 def is_known(view: View) -> bool:
     """Whether there is a job of that name."""
-    return bool(view.round or view.outcome or view.members or view.history or view.wanted)
+    there = view.round or view.outcome or view.members or view.history
+    return bool(there or view.wanted or view.unfit)
 
 
 class Job:

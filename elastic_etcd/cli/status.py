@@ -98,6 +98,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "nodes": list(_nodes(view)),
         "history": history,
         "suspects": list(_suspects(view)),
+        "unfit": [{"node": c.node, "why": c.unfit, "at": c.at} for c in view.unfit],
         "wanted": plain(view.wanted) if view.wanted else None,
         "outcome": plain(view.outcome) if view.outcome else None,
         "newer": view.newer,
@@ -312,6 +313,9 @@ def _reasons(state: dict[str, Any]) -> Iterator[str]:
             yield f"{node['node']}: {node['why']}"
     there = {node["node"] for node in state["nodes"]}
     yield from (s["why"] for s in state["suspects"] if s["why"] and s["node"] not in there)
+    for each in state["unfit"]:
+        if each["node"] not in there:
+            yield f"{each['node']} was kept out at {query.when(each['at'])}: {each['why']}"
 
 
 def _used(restarts: int, limits: dict[str, Any] | None) -> str:

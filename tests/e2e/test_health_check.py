@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_etcd.agent import fitness
 from elastic_etcd.agent.followers import health_check
+from tests.support.etcd import EtcdServer
 from tests.support.job import Job
+from tests.support.residue import keys
 
 pytestmark = pytest.mark.timeout(600)
 TRAINS = """
@@ -20,7 +23,9 @@ while not ee.leaving():
 """
 
 
-def test_a_node_that_is_not_fit_leaves_and_stays_out_until_it_is(job: Job, tmp_path: Path) -> None:
+def test_a_node_that_is_not_fit_leaves_and_stays_out_until_it_is(
+    job: Job, etcd: EtcdServer, tmp_path: Path
+) -> None:
     script, bad = tmp_path / "train.py", tmp_path / "bad"
     script.write_text(TRAINS)
     given = {"script": (str(script),), "start_method": "exec", "leave_deadline": 5}
@@ -33,6 +38,8 @@ def test_a_node_that_is_not_fit_leaves_and_stays_out_until_it_is(job: Job, tmp_p
     job.exits(n1, 8, seconds=90)
     why = "--health-check cat exited 3: GPU 3: 2 pages are to be retired"
     assert f"{why}: leaving" in n1.output
+    shown = [v["unfit"] for k, v in keys(etcd, job.name).items() if k.startswith("preflight/")]
+    assert shown == [why]
     job.said(n2, "trains in a world of 1", seconds=90)
     assert "n1 is leaving" in n2.output
 
@@ -81,7 +88,7 @@ def test_a_command_that_cannot_be_killed_is_no_word_for_the_node(
 ) -> None:
     """As one that hangs in a driver."""
     monkeypatch.setattr(health_check, "HEALTH_TIMEOUT", 0.5)
-    monkeypatch.setattr(health_check, "signal_group", lambda *_: False)
+    monkeypatch.setattr(fitness, "signal_group", lambda *_: False)
     why = asyncio.run(health_check._unfit("sleep 4"))
     assert why.startswith("--health-check sleep has not ended in ")
 

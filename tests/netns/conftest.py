@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -71,18 +71,30 @@ class NetJob(Job):
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
-    """The hosts etcd, n1 … n4."""
+def wires() -> Iterator[Callable[..., Wire]]:
+    """Makes the wire of the hosts etcd and those that are named."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces take root")
     if not Path("/dev/net/tun").exists() or shutil.which("ip") is None:
         pytest.skip("without /dev/net/tun and the program ip there are no hosts")
-    try:
-        wire = Wire(("etcd", *NODES))
-    except OSError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    yield wire
-    wire.close()
+    made: list[Wire] = []
+
+    def make(*names: str) -> Wire:
+        try:
+            made.append(Wire(("etcd", *names)))
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        return made[-1]
+
+    yield make
+    for wire in made:
+        wire.close()
+
+
+@pytest.fixture
+def wire(wires: Callable[..., Wire]) -> Wire:
+    """The hosts etcd, n1 … n4."""
+    return wires(*NODES)
 
 
 class NetTicks(NetJob, TickingJob):

@@ -27,6 +27,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 NETWORK = "10.77.0"
 INTERFACE = "eth0"
+_BURST = 1 << 15  # bytes that pass at once, where a host is slow
 
 T = TypeVar("T")
 
@@ -72,6 +73,8 @@ class Wire:
 
     def __init__(self, names: Iterable[str], seed: int = 1) -> None:
         self.loss = self.delay = 0.0
+        self.limits: dict[str, float] = {}  # bytes a second that a host sends and gets
+        self._full: dict[str, float] = {}  # until when a host has used them up
         self._cuts: frozenset[tuple[str, str]] = frozenset()
         self.hosts = {
             name: Host(name, f"{NETWORK}.{number}") for number, name in enumerate(names, 1)
@@ -94,7 +97,7 @@ class Wire:
 
     def heal(self) -> None:
         """All packets arrive, at once."""
-        self._cuts, self.loss, self.delay = frozenset(), 0.0, 0.0
+        self._cuts, self.loss, self.delay, self.limits = frozenset(), 0.0, 0.0, {}
 
     def close(self) -> None:
         self._end.close()
@@ -131,11 +134,24 @@ class Wire:
                 continue
             if self.loss and self._random.random() < self.loss:
                 continue
+            if self.limits and self._is_too_much(len(packet), source.name, target.name):
+                continue
             if self.delay:
                 due = time.monotonic() + self.delay
                 heapq.heappush(self._late, (due, next(self._count), target.tun, packet))
             else:
                 _put(target.tun, packet)
+
+    def _is_too_much(self, size: int, *hosts: str) -> bool:
+        """Whether one of these hosts sends or gets more than it can, so that this is lost."""
+        now = time.monotonic()
+        for name in hosts:
+            if rate := self.limits.get(name):
+                full = max(self._full.get(name, 0.0), now - _BURST / rate)
+                if full > now:
+                    return True
+                self._full[name] = full + size / rate
+        return False
 
 
 def _put(tun: int, packet: bytes) -> None:

@@ -125,3 +125,44 @@ def memory_limit(size: int) -> Iterator[Path]:
             group.rmdir()
         return
     pytest.skip("can't make a cgroup with a memory limit here")
+
+
+@contextmanager
+def slow_disk(path: Path, image: Path, speed: int) -> Iterator[None]:
+    """As `disk_that_may_stand_still`, and it takes so many bytes a second."""
+    with disk_that_may_stand_still(path, image):
+        number = path.stat().st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        limit = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
+        if not limit.exists():
+            pytest.skip("can't make a disk slow here: no blkio controller of version 1")
+        limit.write_text(f"{device} {speed}")
+        try:
+            yield
+        finally:
+            limit.write_text(f"{device} 0")
+
+
+@contextmanager
+def slow_processor(share: float) -> Iterator[Path]:
+    """A cgroup that may use so much of a processor; processes in `cgroup.procs` below are in it."""
+    root = Path("/sys/fs/cgroup")
+    old = (root / "cpu").is_dir()
+    group = root / ("cpu" if old else "") / f"elastic_etcd-test-{os.getpid()}"
+    period = 20_000
+    quota = str(int(share * period))
+    try:
+        group.mkdir()
+        if old:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(quota)
+        else:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        pytest.skip("can't make a cgroup with a quota of processors here")
+    try:
+        yield group
+    finally:
+        group.rmdir()

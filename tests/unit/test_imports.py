@@ -56,6 +56,7 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "api/run_function.py": "launcher.py",
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
+    "children/node_probe.py": "agent/preflight.py",
 }
 # The programs that are run as `python -m`, and who runs them.
 RUN_BY_NAME = {
@@ -88,6 +89,7 @@ CHILDREN = {
         "elastic_etcd.times",
     },
     "children/store_server.py": {"torch"},
+    "children/node_probe.py": {"torch"},
     "system/trampoline.py": set[str](),
 }
 # Classes of one name in two files or more, and why; every other name has one meaning.
@@ -337,7 +339,7 @@ def test_a_worker_does_without_numpy_as_torch_does() -> None:
             "elastic_etcd.agent.agent",
             {
                 *("torch", "numpy", "rich", "prometheus_client", "http.client", "hashlib"),
-                "elastic_etcd.agent.goodput",
+                *("elastic_etcd.agent.goodput", "elastic_etcd.agent.preflight"),
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),

@@ -74,6 +74,12 @@ class Ended(TypedDict):
     command: str
 
 
+class Unfit(TypedDict):
+    node: str
+    why: str
+    at: str
+
+
 class Suspect(TypedDict):
     node: str
     failed: int
@@ -128,6 +134,7 @@ class Job(Told):
     commit_nodes: int | None
     history: list[World]
     suspects: list[Suspect]
+    unfit: list[Unfit]
     wanted: dict[str, Any] | None
     outcome: Ended | None
     newer: int

@@ -66,6 +66,7 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.history(), KEYS.history(generation)),
         (KEYS.step_times, KEYS.step_time(lease)),
         (KEYS.held, KEYS.held_by(lease)),
+        (KEYS.preflight, KEYS.checked("n1", 4)),
     ]
     for folder, key in below:
         assert folder.endswith("/")

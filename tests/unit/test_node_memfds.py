@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_etcd.train.agent_channel
+from elastic_etcd.system.limits import Free
 from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.free_memory import Free
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot

@@ -9,9 +9,15 @@ import torch
 
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.limits import (
+    UNKNOWN,
+    Free,
+    free_memory,
+    free_processes,
+    processor_statistics,
+)
 from elastic_etcd.train.state import free_memory as room
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.state.free_memory import UNKNOWN, Free, free_memory
 from tests.support.disks import memory_limit
 from tests.support.forked import Child
 
@@ -61,7 +67,7 @@ def test_g5_free_is_what_the_tightest_cgroup_allows(
     limit(cgroups / root, version, str(1 << 62), 0)
     free = free_memory(machine(tmp_path, cgroup), cgroups)
     assert free.size == 35 * MIB  # of 80, 60 are used, of which 15 can be had back
-    assert "80.00 MiB" in free.of
+    assert "the 80 MiB that " in free.of
     assert f"{root}/pod/memory." in free.of
 
 
@@ -143,7 +149,7 @@ def test_g5_a_commit_that_the_cgroup_has_no_memory_for_is_an_error_with_the_figu
         told = Child(committed_within, cgroup, 120).result()
     assert "a snapshot of this state takes 120.00 MiB, and there are two of them" in told
     assert "240.00 MiB more of host memory are needed" in told
-    assert "300.00 MiB" in told
+    assert "of the 300 MiB that " in told
 
 
 @pytest.mark.parametrize(
@@ -151,3 +157,18 @@ def test_g5_a_commit_that_the_cgroup_has_no_memory_for_is_an_error_with_the_figu
 )
 def test_a_size_in_words(size: int, text: str) -> None:
     assert shown(size) == text
+
+
+def test_g5_free_processes_are_what_the_tightest_cgroup_allows(tmp_path: Path) -> None:
+    proc = machine(tmp_path, "0::/pod/job\n")
+    assert free_processes(proc, tmp_path) == UNKNOWN.size
+    for folder, most, used in (("pod/job", "max", "30"), ("pod", "100", "40")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "pids.max").write_text(f"{most}\n")
+        (tmp_path / folder / "pids.current").write_text(f"{used}\n")
+    assert free_processes(proc, tmp_path) == 60
+    assert [each.removeprefix(str(tmp_path)) for each in processor_statistics(proc, tmp_path)] == [
+        "/pod/job/cpu.stat",
+        "/pod/cpu.stat",
+        "/cpu.stat",
+    ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_etcd.errors import UsageError, WrongHere
+from elastic_etcd.system.limits import Free
 from elastic_etcd.train.state import free_memory
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group, ranks
@@ -229,7 +230,7 @@ def asked(rank: int, free: int) -> str:
     del rank
     os.environ |= {"GROUP_RANK": "0", "ELASTIC_ETCD_COPIES": "2"}
     there: Any = free_memory
-    there.free_memory = lambda: free_memory.Free(free, "the machine's memory")
+    there.free_memory = lambda: Free(free, "the machine's memory")
     state = ElasticState(build=wide, epoch=0)
     try:
         state.sync()

@@ -25,6 +25,7 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     LONGEST,
+    Checked,
     CommitMemory,
     Contact,
     Divergence,
@@ -349,6 +350,8 @@ JOB = {
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
     KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
     KEYS.held_by(0xA): encode(CommitMemory(0xA, 9, 8, 2)),
+    KEYS.checked("n3", 4): encode(Checked("n3", unfit="no link", at="now")),
+    KEYS.checked("n2", 4): encode(Checked("n2", port=9)),
     KEYS.divergence: encode(Divergence(4, ("replicas differ: ...",))),
     KEYS.stragglers: encode(Stragglers(4, 1, "n2 is slow ...", ("n2",))),
 }
@@ -365,6 +368,7 @@ def test_the_view_of_everything() -> None:
     assert view.reports[0].revision < view.reports[1].revision
     assert view.divergence == Divergence(4, ("replicas differ: ...",))
     assert view.history == ((4, encode(History(4))),)
+    assert view.unfit == (Checked("n3", unfit="no link", at="now"),)
     assert view.outcome
     assert view.outcome.failure == FAILURE
     assert view.round_mod == 3 + list(JOB).index(KEYS.round)

@@ -22,8 +22,8 @@ from msgspec import Meta, MsgspecError, Struct, json
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
+from elastic_etcd.system.limits import Free, free_memory
 from elastic_etcd.train.state.files import flush
-from elastic_etcd.train.state.free_memory import Free, free_memory
 
 MANIFEST = "elastic_etcd.json"
 LONGEST_MANIFEST = 1 << 24  # bytes
