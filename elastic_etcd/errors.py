@@ -17,7 +17,8 @@
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     ├── NotInTime             what was asked of a job, and waited for, has not happened yet
     └── TrainingFailed        a worker failed and no restart was allowed
-        └── BudgetUsedUp      a worker failed once more than --max-restarts
+        ├── BudgetUsedUp      a worker failed once more than --max-restarts
+        └── NoProgress        restarts came no further: --stop-after-no-progress
 
 An agent's exit status is the error's `exit_code`; docs/failures.md lists them.
 """
@@ -95,6 +96,12 @@ class BudgetUsedUp(TrainingFailed):
     """A worker failed once more than --max-restarts allows."""
 
     exit_code = 3
+
+
+class NoProgress(TrainingFailed):
+    """Restarts came no further: a scheduler is not to try again, which would only repeat that."""
+
+    exit_code = 9
 
 
 class NewerFormat(ElasticEtcdError):

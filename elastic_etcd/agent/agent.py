@@ -89,6 +89,7 @@ from elastic_etcd.errors import (
     BudgetUsedUp,
     ElasticEtcdError,
     NewerFormat,
+    NoProgress,
     RendezvousTimeout,
     TrainingFailed,
     UsageError,
@@ -730,12 +731,14 @@ def _exit_code(outcome: Outcome, report: Sequence[str]) -> int:
         return 0
     if report:
         log.info("%s", "\n".join(report))
-    kinds = (TrainingFailed, UsageError, BudgetUsedUp, RendezvousTimeout)
+    kinds = (TrainingFailed, UsageError, BudgetUsedUp, RendezvousTimeout, NoProgress)
     kind = next((k for k in kinds if k.exit_code == outcome.exit_code), TrainingFailed)
     failure = outcome.failure
     text = outcome.reason
     if kind is BudgetUsedUp:
         text += "\nThe same command, on all nodes, goes on from the script's checkpoint."
+    if kind is NoProgress:
+        text += "\nMend the script or its data before it is started again."
     error = kind(f"{text}\n{_root_cause(failure)}" if failure else text)
     if failure:
         said = failure.message or str(failure)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from elastic_etcd.agent.address import Reached
@@ -40,7 +40,7 @@ from elastic_etcd.core.lifecycle import (
     WorkersHang,
 )
 from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
-from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
+from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round, TrainingPlace
 from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
@@ -252,7 +252,7 @@ class Workers:
         if worker:
             spec, node = worker.spec, self._config.node
             ids = {"rank": spec.rank, "local_rank": spec.local_rank, "pid": worker.pid}
-            failure = replace(failure, node=node, **ids)
+            failure = replace(failure, node=node, place=self._place(spec.local_rank), **ids)
             if kill:
                 worker.kill()
         self._inbox.put(WorkersHang(self.generation, failure))
@@ -479,10 +479,19 @@ class Workers:
             message=message,
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             step=steps + 1 if steps else UNSET,
+            place=self._place(spec.local_rank),
         )
         if blames_peers(failure) and (left := self._left()):
             failure = was_left(failure, left)
         self._inbox.put(WorkerEnded(self.generation, failure if code else None, by_peer))
+
+    def _place(self, local_rank: int) -> TrainingPlace | UnsetType:
+        reached = self._pages.reached(local_rank)
+        if reached is None:
+            return UNSET
+        commit = UNSET if reached.commit is None else reached.commit
+        epoch, batch = reached.batch or (UNSET, UNSET)
+        return TrainingPlace(reached.step, commit, epoch, batch, reached.indices)
 
     def _left(self) -> str:
         """A worker of this node that has left the others, and how; "" if none has."""

@@ -19,6 +19,7 @@ from elastic_etcd.core.schema import (
     LARGEST,
     MOST_SECONDS,
     MOST_SIZES,
+    MOST_STALLED,
     PARTS,
     Limits,
     valid_address,
@@ -167,6 +168,13 @@ def exit_code(text: str) -> int:
     """An exit status: 0 to 255."""
     if natural(text) > 255:
         raise ArgumentTypeError(f"{text} is above 255")
+    return int(text)
+
+
+def no_progress(text: str) -> int:
+    """A number of restarts: 0 to MOST_STALLED."""
+    if natural(text) > MOST_STALLED:
+        raise ArgumentTypeError(f"{text} is above {MOST_STALLED}")
     return int(text)
 
 

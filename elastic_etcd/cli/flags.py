@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _METAVARS: dict[Callable[[str], Any], str] = {
     flag_values.seconds: "SECONDS",
     flag_values.natural: "N",
+    flag_values.no_progress: "N",
     flag_values.count: "N",
     flag_values.exit_code: "CODE",
 }
@@ -329,6 +330,14 @@ FAILURES = Section(
             "that went so often, is left out, as long as MIN others are there; 0: never",
             flag_values.natural,
             to="limits.suspect_after",
+        ),
+        Flag(
+            "--stop-after-no-progress",
+            "so many restarts in a row that come no further than before end the job, if its "
+            "workers tell how far they are; at most 20, 0: off",
+            flag_values.no_progress,
+            to="limits.stop_after_no_progress",
+            more="[health.md](health.md#no-progress) says which failures count.",
         ),
         Flag(
             "--restart-window",

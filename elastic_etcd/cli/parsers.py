@@ -33,7 +33,7 @@ exit codes:
   3 restart budget used up         4 no rendezvous in time      5 etcd unreachable or denied
   130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
            143 also where it was drained, or the job was stopped (--stop-exit-code)
-  7 a newer elastic_etcd has written to this job
+  7 a newer elastic_etcd has written to this job       9 restarts made no progress
 """
 EPILOG = f"""\
 examples:

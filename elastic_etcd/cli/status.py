@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import events, query, tables
-from elastic_etcd.core import hangs, requests, suspects, words
+from elastic_etcd.core import hangs, no_progress, requests, suspects, words
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
 from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
@@ -85,6 +85,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "hangs_since": _hangs_since(view),
         "why": _why(view, reason),
         "last_words": _last_words(failure) if failure else "",
+        "repeated": "" if view.outcome else no_progress.repeated(view.ledger.stalled or ()),
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
@@ -334,6 +335,8 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
         yield f"  because {state['why']}"
     if state["last_words"]:
         yield f"  last words: {state['last_words']}"
+    if state["repeated"]:
+        yield f"  {state['repeated']}"
     used = _used(state["restarts"], state["limits"])
     restarts = f"{used} {'restart' if used == '1' else 'restarts'} used"
     yield f"  {_sizes(state['limits'])} nodes, {restarts}" if state["limits"] else f"  {restarts}"

@@ -48,7 +48,7 @@ from typing import TypeAlias
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import final_failures, hangs, requests, suspects
+from elastic_etcd.core import final_failures, hangs, no_progress, requests, suspects
 from elastic_etcd.core.peers import blames_peers, is_left, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
@@ -110,6 +110,7 @@ class Verdict(Enum):
     WRONG_USAGE = ("failed", 2)
     BUDGET_USED_UP = ("failed", 3)
     TOO_FEW_NODES = ("failed", 4)
+    NO_PROGRESS = ("failed", 9)
     STOPPED = ("stopped", 0)
 
     def __init__(self, state: str, exit_code: int) -> None:
@@ -525,18 +526,20 @@ def _freeze(
     failures of the others are its victims (pytorch#91943), and a world of newcomers only
     starts with a fresh budget. Restarts that were used are forgiven once the worlds since the last
     failure have lasted for the restart window together, however many they were. None is used for a
-    failure that another start would only repeat: it ends the job.
+    failure that another start would only repeat, nor for one after which restarts have come no
+    further again and again: they end the job.
     """
     lost, ledger = _lost(view), view.ledger
     known = _remembered(view, lost, culprit, limits, elapsed)
     fit, doubt = _fit(view, ready, known, limits)
     trained = round(ledger.trained + elapsed.ran, 3)
     before = early = ledger.early or ""
+    stalled = ledger.stalled or ()
     if culprit and not lost:
         early = final_failures.noted(early, culprit, trained)
     if _all_new(view):
         ledger = replace(ledger, restarts=0, rapid_failures=0)
-        early, trained = "", 0.0
+        early, trained, stalled = "", 0.0, ()
     elif culprit and lost:
         if not now.reason.startswith(tuple(f"{node} is leaving" for node in lost)):
             are = "is" if len(lost) == 1 else "are"
@@ -550,10 +553,13 @@ def _freeze(
         verdict = Verdict.WRONG_USAGE if wrong else Verdict.FAILED
         return _close(now, verdict, f"{culprit}; {why}", culprit)
     elif culprit:
+        stalled = no_progress.noted(stalled, culprit, limits.stop_after_no_progress)
+        if why := no_progress.why_final(stalled, limits.stop_after_no_progress):
+            return _close(now, Verdict.NO_PROGRESS, f"{culprit}; {why}", culprit)
         spent = 0 if trained >= limits.restart_window else ledger.restarts
         rapid = ledger.rapid_failures + 1 if culprit.uptime < limits.min_uptime else 0
         if spent >= limits.max_restarts:
-            return _give_up(now, culprit, limits)
+            return _give_up(now, culprit, limits, no_progress.repeated(stalled))
         ledger = replace(ledger, restarts=spent + 1, rapid_failures=rapid)
         trained = 0.0
         if is_left(culprit):  # which may be known since the claim only
@@ -570,6 +576,7 @@ def _freeze(
         trained=trained,
         suspects=known,
         early=early or UNSET,
+        stalled=stalled or UNSET,
     )
     return _freeze_with(fit, frozen, ready, view, limits, elapsed)
 
@@ -670,6 +677,7 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
         trained=now.trained,
         suspects=now.suspects,
         early=now.early,
+        stalled=now.stalled,
     )
     return Finalise("all participants are ready", final, ledger, world)
 
@@ -756,12 +764,13 @@ def _join_settle(local: Local, limits: Limits) -> float:
     return 0.0 if local.elastic else JOIN_SETTLE
 
 
-def _give_up(now: Round, culprit: Failure, limits: Limits) -> Close:
+def _give_up(now: Round, culprit: Failure, limits: Limits, repeated: str) -> Close:
     if not limits.max_restarts:
         return _close(now, Verdict.FAILED, f"{culprit}; no restart is allowed", culprit)
     most = limits.max_restarts
     used = "the only restart is" if most == 1 else f"all {most} restarts are"
-    why = f"{culprit}; {used} used up (--max-restarts)"
+    again = f"; {repeated}" if repeated else ""
+    why = f"{culprit}; {used} used up (--max-restarts){again}"
     return _close(now, Verdict.BUDGET_USED_UP, why, culprit)
 
 

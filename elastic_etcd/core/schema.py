@@ -46,6 +46,8 @@ MOST_DRAINS = 1024
 MOST_STRAGGLERS = 1024
 COMPARED = 32  # nodes with each other, before they join
 MOST_DIVERGENCES = 8  # lines of a world
+MOST_STALLED = 20  # failures in a row without progress, which are remembered
+MOST_INDICES = 32  # of a batch
 MOST_SECONDS = 1e12
 
 _ADDRESS = r"\A[A-Za-z0-9.:%_-]{1,255}\Z"
@@ -288,6 +290,8 @@ class Limits(Sizes, frozen=True):
     restart_window: Seconds = 3600.0
     min_uptime: Seconds = 10.0
     suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
+    # Restarts in a row that come no further, see no_progress.py; 0: never.
+    stop_after_no_progress: Annotated[int, Meta(ge=0, le=MOST_STALLED)] = 3
     hang_action: Literal["report", "restart"] = "report"
     compare_every: Every = "auto"  # commits, from a comparison of the replicas to the next
     on_divergence: Literal["report", "restart", "drain"] = "report"
@@ -444,7 +448,7 @@ class Suspect(Value, frozen=True):
 class Round(Lasting, frozen=True):
     """An agreement on a set of members, who stand in the pages of the world."""
 
-    OPTIONAL: ClassVar = ("early",)
+    OPTIONAL: ClassVar = ("early", "stalled")
 
     generation: Number
     phase: Phase
@@ -461,7 +465,8 @@ class Round(Lasting, frozen=True):
     suspects: tuple[Suspect, ...] = ()
     planned: bool = False  # begun by a join or a leave: workers get more time to stop
     joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
-    early: Text | UnsetType = UNSET  # as the ledger's
+    early: Text | UnsetType = UNSET  # as the ledger's, and the next
+    stalled: "Stalled" = UNSET
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a round."""
@@ -475,7 +480,7 @@ class Round(Lasting, frozen=True):
 class Ledger(Lasting, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
 
-    OPTIONAL: ClassVar = ("early",)
+    OPTIONAL: ClassVar = ("early", "stalled")
 
     generation: Number = 0  # the last one handed out
     final: Number = 0  # the last one that had a world
@@ -485,6 +490,8 @@ class Ledger(Lasting, frozen=True):
     trained: Seconds = 0.0  # by the worlds since the last failure together
     suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
     early: Text | UnsetType = UNSET  # error before any step of the run, see final_failures.py
+    # The failure that came furthest, and those since, in short: see no_progress.py.
+    stalled: "Stalled" = UNSET
 
 
 class Ready(Value, frozen=True):
@@ -496,6 +503,19 @@ class Ready(Value, frozen=True):
     lease: int
     master: Master | None = None  # where it will serve the store, should it become group rank 0
     left: Text | UnsetType = UNSET  # a worker that had left its world's others, and how
+
+
+class TrainingPlace(Value, frozen=True):
+    """How far a worker had come in the whole training, over all worlds.
+
+    So many steps after a commit of its state; or the step that the script itself has told.
+    """
+
+    step: Number
+    commit: Number | UnsetType = UNSET
+    epoch: Number | UnsetType = UNSET
+    batch: Number | UnsetType = UNSET  # of the epoch, the first is 0
+    indices: Annotated[tuple[Number, ...], Meta(max_length=MOST_INDICES)] = ()  # that rank's
 
 
 class Failure(Value, frozen=True):
@@ -517,6 +537,7 @@ class Failure(Value, frozen=True):
     step: Number | UnsetType = (
         UNSET  # in which it was; of none that had not ended one, or tells none
     )
+    place: TrainingPlace | UnsetType = UNSET  # in the training, of one that tells it
 
     def __str__(self) -> str:
         if self.hang:
@@ -534,6 +555,9 @@ class Failure(Value, frozen=True):
             return ""
         # The agent's word stands before what the worker said itself.
         return lines[0] if lines[0].startswith("out of memory: ") else lines[-1]
+
+
+Stalled: TypeAlias = Annotated[tuple[Failure, ...], Meta(max_length=MOST_STALLED + 1)] | UnsetType
 
 
 class Report(Value, frozen=True):

@@ -42,6 +42,16 @@ _OUTSIDE = struct.Struct("=3Q")
 _OUTSIDE_AT = 1024
 _MEASURED = struct.Struct("=10Q")
 _MEASURED_AT = 1088
+# How far the training has come: who says so, the commit, the step; and the batch in hand: how many
+# of its indices are there and one more, its epoch, its number.
+_REACHED = struct.Struct("=3Q")
+_REACHED_AT = 1280
+_NOBODY, _STATE, _SCRIPT = range(3)
+_BATCH = struct.Struct("=3Q")
+_BATCH_AT = 1312
+_INDICES_AT = 1344
+INDICES = 32  # of a batch, at most
+_LARGEST = (1 << 63) - 1  # of a step, as of all numbers that others read
 MEASURED = 10  # results that make a figure
 EVERY = 5  # steps, for one of them
 EVERY_ON_GPUS = 25
@@ -79,6 +89,15 @@ class Activity(NamedTuple):
     outside: float = 0.0  # of collectives in a step, likewise
     measured: int = 0  # times that this was measured
     copies: int = 0  # nodes that have each piece of its last commit; 0 where nothing is sharded
+
+
+class ToldPlace(NamedTuple):
+    """A place in the whole training: so many steps after a commit, or a step of the script's."""
+
+    step: int
+    commit: int | None = None  # of the state; None where the script says its step
+    batch: tuple[int, int] | None = None  # its epoch and number
+    indices: tuple[int, ...] = ()  # of this rank's batch, the first ones
 
 
 class ActivityPage:
@@ -119,6 +138,40 @@ class ActivityPage:
                 commits, spent, _ = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
                 more = (commits + 1, spent + took, start + took)
                 _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
+
+    def reach(self, step: int, commit: int | None = None) -> None:
+        """Training has come to this step, or so many steps after a commit.
+
+        A script's own word counts more than its state's. A step that is no number counts as none.
+        """
+        by, _, _ = _REACHED.unpack_from(self._memory, _REACHED_AT)
+        if (commit is None or by != _SCRIPT) and 0 <= step <= _LARGEST:
+            place = (_SCRIPT, 0, step) if commit is None else (_STATE, commit, step)
+            _REACHED.pack_into(self._memory, _REACHED_AT, *place)
+
+    def take(self, epoch: int, number: int, indices: Sequence[int]) -> None:
+        """This batch is in hand from now on, with at most INDICES of its indices."""
+        struct.pack_into(f"={len(indices)}Q", self._memory, _INDICES_AT, *indices)
+        _BATCH.pack_into(self._memory, _BATCH_AT, len(indices) + 1, epoch, number)
+
+    def put_down(self) -> None:
+        """No batch is in hand any more."""
+        _BATCH.pack_into(self._memory, _BATCH_AT, 0, 0, 0)
+
+    def reached(self) -> ToldPlace | None:
+        """The place that it tells, None if it tells none."""
+        by, commit, step = _REACHED.unpack_from(self._memory, _REACHED_AT)
+        if by == _NOBODY:
+            return None
+        known, epoch, number = _BATCH.unpack_from(self._memory, _BATCH_AT)
+        count = min(max(known - 1, 0), INDICES)
+        indices = struct.unpack_from(f"={count}Q", self._memory, _INDICES_AT)
+        return ToldPlace(
+            min(step, _LARGEST),
+            None if by == _SCRIPT else min(commit, _LARGEST),
+            (min(epoch, _LARGEST), min(number, _LARGEST)) if known else None,
+            tuple(min(index, _LARGEST) for index in indices),
+        )
 
     def keep_copies(self, nodes: int) -> None:
         """So many nodes have each piece of the last commit."""
@@ -220,6 +273,10 @@ class ActivityPages:
             return Activity(Doing.STARTING, 0.0, 0, 0.0)
         return self._pages[local_rank][1].read()
 
+    def reached(self, local_rank: int) -> ToldPlace | None:
+        """The place in the training that the worker of that local rank tells."""
+        return self._pages[local_rank][1].reached() if local_rank in self._pages else None
+
     def close(self) -> None:
         """Let go of all of them."""
         for fd, _ in self._pages.values():
@@ -246,7 +303,7 @@ def step(*, told: bool = True) -> None:
 
 def measured() -> ActivityPage | None:
     """This worker's page, if what its steps take outside of collectives is asked for."""
-    page = _page if _looked else look()
+    page = own_page()
     return page if page and page.is_measured else None
 
 
@@ -254,6 +311,11 @@ def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[No
     """While this is open, the worker does something else than a step."""
     page = _page if _looked else look()
     return page.during(doing, what) if page else contextlib.nullcontext()
+
+
+def own_page() -> ActivityPage | None:
+    """This worker's page, if it has one."""
+    return _page if _looked else look()
 
 
 def keep_copies(nodes: int) -> None:

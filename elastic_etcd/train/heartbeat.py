@@ -10,7 +10,7 @@ from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
 
 
-def heartbeat() -> None:
+def heartbeat(step: int | None = None) -> None:
     """Say that a step of training has ended; call it at the same places on all ranks.
 
         for batch in loader:
@@ -21,8 +21,13 @@ def heartbeat() -> None:
     `ElasticState.check`. After the first call in a world only these calls count as steps. It makes
     no system call and takes about a microsecond. Without our launcher it does nothing. It raises
     nothing. docs/hangs.md says how a hang is found.
+
+    step: of the whole training, from 0; after a checkpoint it goes on from there. By it
+    `--stop-after-no-progress` knows that a script fails again and again at one place.
     """
     activity.step()
+    if step is not None and (page := activity.own_page()):
+        page.reach(step)
 
 
 def quiet(what: str) -> AbstractContextManager[None]:

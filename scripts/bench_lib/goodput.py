@@ -245,7 +245,8 @@ def launcher_of(name: str, endpoint: str) -> Launcher:
     if name == "torchrun c10d":
         made = launchers.c10d(*FLAGS)
     else:
-        made = launchers.elastic(name, endpoint, *FLAGS, "--suspect-after", "0")
+        more = ("--suspect-after", "0", "--stop-after-no-progress", "0")
+        made = launchers.elastic(name, endpoint, *FLAGS, *more)
     own = PLAIN if name != "in process" else ()
     return replace(made, script=(*made.script, "--step-seconds", str(STEP_SECONDS), *own))
 

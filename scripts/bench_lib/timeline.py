@@ -32,7 +32,8 @@ from .nodes import STAMP, Run, Stream
 # As many kills in a row as it takes, one right after the other.
 FLAGS = (
     *("--log-level", "debug", "--max-restarts", "1000", "--min-uptime", "0.1"),
-    *("--suspect-after", "0"),  # one node's worker is killed again and again
+    # One node's worker is killed again and again.
+    *("--suspect-after", "0", "--stop-after-no-progress", "0"),
 )
 INFORMED = r"claim generation|is about to begin|generation \d+ is over"
 

@@ -47,6 +47,11 @@ def limits(least: int, most: int, restarts: int = 1) -> Limits:
     return Limits(least, most, max_restarts=restarts, settle=1.0, join_timeout=FOREVER)
 
 
+def in_vain(restarts: int = 3, most: int = 1) -> Limits:
+    """So many restarts that come no further end the job."""
+    return structs.replace(limits(1, 2, restarts), stop_after_no_progress=most)
+
+
 STRICT = structs.replace(limits(1, 2), cut_off=3.0)
 LISTED = structs.replace(limits(1, 3), sizes=(1, 3))
 
@@ -78,7 +83,13 @@ class Case(NamedTuple):
         asked = self.limits
         cut_off = "" if asked.cut_off is None else " --when-cut-off stop"
         wary = f" --suspect-after {asked.suspect_after}" if asked.min_uptime == FOREVER else ""
-        return f"{asked.nnodes}{cut_off}{wary}"
+        most = asked.stop_after_no_progress
+        vain = (
+            f" --stop-after-no-progress {most}"
+            if most != Limits(1, 1).stop_after_no_progress
+            else ""
+        )
+        return f"{asked.nnodes}{cut_off}{wary}{vain}"
 
     def run(self) -> Result:
         return Search(self.limits, self.agents, self.faults).run()
@@ -95,6 +106,8 @@ SMALL = [
     Case(2, limits(1, 2), Faults(fail=3, long=2), ("sees, after a long time",)),
     Case(2, limits(1, 2, restarts=3), Faults(early=2, fail=1)),
     Case(2, limits(1, 2, restarts=3), Faults(early=2, crash=1), LOST),
+    Case(2, in_vain(), Faults(poison=2, crash=1), LOST),
+    Case(2, in_vain(), Faults(poison=2, fail=1)),
     Case(2, limits(1, 2), Faults(stop=1, crash=1), (*LOST, *STOPPED)),
     Case(2, limits(1, 2), Faults(late=2, fail=1)),
     Case(2, limits(1, 2), Faults(late=1, crash=1), LOST),
@@ -140,6 +153,7 @@ MEDIUM = [
     Case(2, limits(2, 2), Faults(crash=2, back=2), LOST),
     Case(2, limits(1, 2, restarts=2), Faults(fail=3, crash=1), (*LOST, *ACKED_AND_DEAD)),
     Case(2, limits(1, 2, restarts=2), Faults(fail=4, long=2), ("sees, after a long time",)),
+    Case(2, in_vain(restarts=1, most=2), Faults(poison=3, long=2)),
     Case(2, limits(1, 2), Faults(expire=1, fail=1), (*LOST, *TAKEN)),
     Case(2, limits(1, 2), Faults(expire=2), (*TAKEN, *LISTED_AGAIN)),
     Case(2, limits(1, 2), Faults(expire=1, late=1), (*LOST, *LISTED_AGAIN)),

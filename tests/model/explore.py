@@ -135,6 +135,8 @@ class Search:
                     self.came.append((at, i - 1, label))
                     if self._overcounted(store, left):
                         return "I7: a failure is counted twice", len(self.queue) - 1
+                    if self._goes_on_in_vain(store, left):
+                        return "I7: restarts go on without progress", len(self.queue) - 1
         return "", -1
 
     def _moves(self, store: int, node: int) -> list[tuple[str, int, int, int]]:
@@ -149,8 +151,15 @@ class Search:
     def _overcounted(self, store: int, left: int) -> bool:
         at_first, now = self.budgets.all[0], self.budgets.all[left]
         happened = at_first.fail + at_first.peer - now.fail - now.peer
-        happened += at_first.early - now.early
+        happened += at_first.early - now.early + at_first.poison - now.poison
         return self.goals.counted(store) > happened
+
+    def _goes_on_in_vain(self, store: int, left: int) -> bool:
+        """Whether more restarts are used than other failures and --stop-after-no-progress allow."""
+        at_first, now = self.budgets.all[0], self.budgets.all[left]
+        others = at_first.fail + at_first.peer + at_first.early - now.fail - now.peer - now.early
+        allowed = self.goals.limits.stop_after_no_progress + others
+        return at_first.poison > 0 and self.goals.restarts(store) > allowed
 
     def _stuck(self) -> tuple[str, int]:
         """I6: from each world with enough live agents, calm steps reach a good one."""

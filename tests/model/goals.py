@@ -3,6 +3,7 @@
 from functools import cache
 
 from elastic_etcd.core.lifecycle import Finished
+from elastic_etcd.core.rules import Verdict
 from elastic_etcd.core.schema import Ledger, Outcome, Phase, decode
 from tests.model.invariants import (
     asked,
@@ -25,6 +26,7 @@ class Goals:
         self.limits, self.stores, self.agent = system.limits, system.stores, system.agent
         self.final = cache(self._final)
         self.counted = cache(self._counted)
+        self.restarts = cache(self._restarts)
         self.open = cache(self._open)
 
     def good(self, store: int, nodes: tuple[Node, ...]) -> bool:
@@ -100,8 +102,15 @@ class Goals:
         """How many failures the job has counted, at least; giving up takes one more."""
         store = self.stores[number]
         value = store.value(KEYS.outcome)
-        if value and value != NEWER and (failure := decode(Outcome, value).failure):
+        if value and value != NEWER and (failure := (outcome := decode(Outcome, value)).failure):
+            if outcome.exit_code == Verdict.NO_PROGRESS.exit_code:
+                return self.limits.stop_after_no_progress + 1
             return 2 if failure.message == EARLY else self.limits.max_restarts + 1
+        return self.restarts(number)
+
+    def _restarts(self, number: int) -> int:
+        """How many restarts are used."""
+        store = self.stores[number]
         now, value = round_of(store), store.value(KEYS.ledger)
         ledger = decode(Ledger, value) if value else Ledger()
         return max(ledger.restarts, now.restarts if now else 0)

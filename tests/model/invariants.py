@@ -38,6 +38,7 @@ from elastic_etcd.core.view import Everything, View, covered, view_of
 from tests.model.store import EARLY, KEYS, Store
 
 TOO_FEW = Verdict.TOO_FEW_NODES.exit_code
+IN_VAIN = Verdict.NO_PROGRESS.exit_code
 
 
 class Violation(AssertionError):
@@ -270,6 +271,8 @@ def check_budget(state: State, write: Write, limits: Limits) -> None:
     assert state.view
     if _can_be_spared(state.view, state.local, write.what.outcome.failure, limits):
         raise Violation("I7: the job is closed over a suspect that it can do without")
+    if write.what.outcome.exit_code == IN_VAIN:
+        return
     ledger, last = state.view.ledger, state.lasted
     seen = last.seconds if last.generation == ledger.final else 0.0
     if ledger.trained + seen >= limits.restart_window:
@@ -400,5 +403,7 @@ def _check_close(before: Store, after: Store, limits: Limits) -> None:
     failure = outcome.failure
     if failure and ledger.restarts < limits.max_restarts:
         came_before = failure.message == EARLY and ledger.early not in (UNSET, TRAINED)
-        if not came_before:
+        reached = len(ledger.stalled or ()) >= limits.stop_after_no_progress
+        in_vain = outcome.exit_code == IN_VAIN and reached
+        if not (came_before or in_vain):
             raise Violation("I7: the job is closed though restarts are left")

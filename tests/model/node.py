@@ -66,6 +66,7 @@ class Faults(NamedTuple):
     back: int = 0  # a dead node comes back
     fail: int = 0  # a worker exits non-zero
     early: int = 0  # the same, by an error that is always the same, and before any step
+    poison: int = 0  # the same, each time at the same place of the training
     peer: int = 0  # a worker exits non-zero and says that a peer was gone
     done: int = 0  # a node's workers finish
     expire: int = 0  # the lease of a live agent ends (cut off, revoked)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elastic_etcd.core import final_failures, lifecycle, requests, rules, suspects, view, writes
+from elastic_etcd.core import (
+    final_failures,
+    lifecycle,
+    no_progress,
+    requests,
+    rules,
+    suspects,
+    view,
+    writes,
+)
 from elastic_etcd.core.lifecycle import (
     Action,
     Event,
@@ -42,7 +51,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.txn import Compare, Delete, KeyValue, Put, Txn
 from elastic_etcd.core.view import View
-from tests.model.cases import HASTY, LISTED, STRICT, limits, wary
+from tests.model.cases import HASTY, LISTED, STRICT, in_vain, limits, wary
 from tests.model.explore import Search
 from tests.model.node import Faults, owner
 
@@ -489,6 +498,19 @@ def an_early_error_is_final_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(final_failures, "why_final", lambda _, now, __: now)
 
 
+def restarts_that_come_no_further_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(no_progress, "why_final", lambda *_: "")
+
+
+def where_the_last_failure_was_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    noted = no_progress.noted
+    patch.setattr(no_progress, "noted", lambda _, failure, most: noted((), failure, most))
+
+
+def the_first_failure_at_a_place_is_final(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(no_progress, "why_final", lambda stalled, _: "in vain" if stalled else "")
+
+
 TWO, ONE = limits(1, 2), limits(1, 1)
 OFTEN = limits(1, 2, restarts=3)
 MUTANTS = [  # which invariant it breaks, and the fault without which nobody would notice
@@ -526,6 +548,9 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
     ("I7", a_failure_counts_twice, TWO, Faults(fail=1), "fail"),
     ("I7", an_error_that_came_twice_is_tried_again, OFTEN, Faults(early=2), "early"),
     ("I7", an_early_error_is_final_at_once, OFTEN, Faults(early=1), "early"),
+    ("I7", restarts_that_come_no_further_go_on, in_vain(), Faults(poison=2), "poison"),
+    ("I7", where_the_last_failure_was_is_forgotten, in_vain(), Faults(poison=2), "poison"),
+    ("I7", the_first_failure_at_a_place_is_final, in_vain(), Faults(poison=1), "poison"),
     ("I6", suspects_never_take_part, wary(1, 2), Faults(fail=1), "fail"),
     ("I7", suspects_use_up_the_budget, wary(1, 2), Faults(fail=2), "fail"),
     ("I6", suspects_are_left_out_for_ever, wary(1, 2), Faults(fail=1), "fail"),

@@ -42,6 +42,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Requests,
     Scale,
+    TrainingPlace,
     encode,
 )
 from elastic_etcd.core.suspects import LONGEST
@@ -259,6 +260,10 @@ class System:
                 "early": (
                     "worker fails early",
                     WorkerEnded(node.workers, replace(failure, message=EARLY)),
+                ),
+                "poison": (
+                    "worker fails at that place",
+                    WorkerEnded(node.workers, replace(failure, place=TrainingPlace(0, 1))),
                 ),
                 "peer": (
                     "worker loses its peer",

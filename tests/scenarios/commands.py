@@ -31,6 +31,7 @@ from elastic_etcd.core.schema import (
     Scale,
     Sizes,
     Suspect,
+    TrainingPlace,
     encode,
 )
 from elastic_etcd.core.txn import Delete, Put, Txn
@@ -194,7 +195,11 @@ class Commands(Simulator):
         code, uptime = int(values.get("code", "1")), float(values.get("uptime", "100"))
         of_peer = values.get("of") == "peer"
         said, step = LOST if of_peer else values.get("says", ""), int(values.get("step", "0"))
-        failed = Failure(agent.name, 0, 0, 1, code, uptime, said, step=step or UNSET)
+        commit = values.get("commit")
+        place = TrainingPlace(0, int(commit), 3, int(commit), (88, 12)) if commit else UNSET
+        failed = Failure(
+            *(agent.name, 0, 0, 1, code, uptime, said), step=step or UNSET, place=place
+        )
         failure = failed if how == "fails" else None
         yield from self.event(agent, WorkerEnded(agent.workers, failure, of_peer))
 

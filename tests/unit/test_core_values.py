@@ -17,6 +17,7 @@ from elastic_etcd.core import (
     final_failures,
     hangs,
     lifecycle,
+    no_progress,
     peers,
     ranks,
     requests,
@@ -31,7 +32,7 @@ from elastic_etcd.core import (
 )
 
 MODULES = (
-    *(final_failures, hangs, lifecycle, peers, ranks, rules, schema),
+    *(final_failures, hangs, lifecycle, no_progress, peers, ranks, rules, schema),
     *(stragglers, suspects, txn, view, requests, words, writes),
 )
 # What is something though nothing is said; what is written another version may have left out.
@@ -43,6 +44,7 @@ SAID = {
         "restart_window": 3600.0,
         "min_uptime": 10.0,
         "suspect_after": 2,
+        "stop_after_no_progress": 3,
         "hang_action": "report",
         "compare_every": "auto",
         "on_divergence": "report",

@@ -50,6 +50,14 @@ class NodeOfTop(Node):
     pace: Pace | None
 
 
+class TrainingPlace(TypedDict):
+    step: int
+    commit: NotRequired[int]
+    epoch: NotRequired[int]
+    batch: NotRequired[int]
+    indices: list[int]
+
+
 class Failure(TypedDict):
     node: str
     rank: int
@@ -61,6 +69,7 @@ class Failure(TypedDict):
     at: str
     hang: NotRequired[str]
     step: NotRequired[int]
+    place: NotRequired[TrainingPlace]
 
 
 class Ended(TypedDict):
@@ -122,6 +131,7 @@ class Told(TypedDict):
 
 
 class Job(Told):
+    repeated: str
     revision: int
     phase: str
     generation: int

@@ -28,6 +28,7 @@ from elastic_etcd.core.schema import (
     Round,
     Spec,
     Suspect,
+    TrainingPlace,
     encode,
 )
 from elastic_etcd.core.txn import Put, Txn
@@ -150,6 +151,16 @@ def test_suspects_are_told_also_while_they_are_away() -> None:
     assert [s["node"] for s in state["suspects"]] == ["noded", "nodee", "gone"]
     told = "gone is left out for 10 s of training, it went 2 times lately (--suspect-after)"
     assert told in shown(values)
+
+
+def test_the_same_error_at_the_same_step_is_told_while_the_job_goes_on() -> None:
+    failure = Failure("n1", 0, 0, 1, 1, 9.0, "ValueError: torn", place=TrainingPlace(4, 120))
+    values = RUNNING | {KEYS.ledger: encode(Ledger(2, 2, stalled=(failure, failure)))}
+    told = "the last 2 failures were in step 5 after commit 120, of rank 0 on n1, by ValueError"
+    assert told in shown(values)
+    assert told not in shown(values | {KEYS.outcome: encode(OUTCOME)}), "its reason says that"
+    once = values | {KEYS.ledger: encode(Ledger(2, 2, stalled=(failure,)))}
+    assert "the last" not in shown(once)
 
 
 def test_a_job_that_asks_for_a_newer_format() -> None:

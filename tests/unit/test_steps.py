@@ -17,9 +17,12 @@ from elastic_etcd import (
     ElasticState,
     WorldChanged,
     accumulation_steps,
+    heartbeat,
     steps_per_epoch,
 )
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol import activity
+from elastic_etcd.protocol.activity import ActivityPages, ToldPlace
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import Indices
 from elastic_etcd.train.sync_point import SyncPoint
@@ -720,3 +723,76 @@ def test_t17_rank_0_in_a_new_process_knows_how_many_ranks_there_were(
     state._loops.ranks_before = 4
     next(iter(state.steps(loader_of(state))))
     assert "a step is 15 samples, of 3 ranks, which were 4" in caplog.text
+
+
+class Torn(Pairs):
+    """The sample 12 can't be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 12:
+            raise ValueError("torn")
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ToldPlace | None]]:
+    """The place in the training that this process tells an agent."""
+    pages = ActivityPages()
+    pages.begin(0)
+    monkeypatch.setattr(activity, "_page", pages.all()[0])
+    monkeypatch.setattr(activity, "_looked", True)
+    yield lambda: pages.reached(0)
+    pages.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batch_in_hand_is_told_with_its_indices(
+    told: Callable[[], ToldPlace | None], workers: int
+) -> None:
+    state = made()
+    steps = state.steps(loader_of(state, num_workers=workers), commit_every=2)
+    assert told() is None
+    for number, (_, labels) in enumerate(steps):
+        commits, since = divmod(number, 2)
+        expected = ToldPlace(since, commits, (0, number), tuple(labels.tolist()))
+        assert told() == (expected if commits else None)
+    assert told() == ToldPlace(1, 4), "no batch is in hand any more"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_cannot_be_read_is_told_though_it_never_comes(
+    told: Callable[[], ToldPlace | None], workers: int
+) -> None:
+    state = made()
+    context = from_clean_process(workers)
+    loader = DataLoader(
+        Torn(), BATCH, sampler=state.sampler, num_workers=workers, multiprocessing_context=context
+    )
+    with pytest.raises(ValueError, match="torn"):
+        for _ in state.steps(loader, commit_every=1):
+            pass
+    assert told() == ToldPlace(0, 2, (0, 2), (10, 11, 12, 13, 14))
+
+
+def test_batches_are_counted_in_the_epoch_over_all_worlds(
+    told: Callable[[], ToldPlace | None],
+) -> None:
+    half = made().sampler.state_dict() | {"consumed": 20}
+    sampler = ElasticSampler(LENGTH, shuffle=False, rank=1, world_size=2)
+    sampler.load_state_dict(half)
+    state = ElasticState(sampler=sampler)
+    state.commit()
+    found = [told() for _ in state.steps(loader_of(state), check=True, commit_every=None)]
+    assert [reached and reached.batch for reached in found] == [(0, 2), (0, 3), (0, 4)]
+
+
+def test_a_step_that_the_script_tells_counts_more_than_commits(
+    told: Callable[[], ToldPlace | None],
+) -> None:
+    heartbeat(1000)
+    made().commit()
+    assert told() == ToldPlace(1000)
+    heartbeat(-1)
+    heartbeat(1 << 63)
+    heartbeat()
+    assert told() == ToldPlace(1000)

@@ -70,6 +70,7 @@ def test_o11_exit_codes_mean_to_systemd_what_they_mean() -> None:
     assert known["Restart"] == "on-failure"
     assert known["SuccessExitStatus"] == "143"
     assert "143 for SIGTERM" in rows["128 + n"]
-    assert known["RestartPreventExitStatus"].split() == ["2", "3"]
+    assert known["RestartPreventExitStatus"].split() == ["2", "3", "9"]
     assert "wrong usage" in rows["2"]
     assert "--max-restarts" in rows["3"]
+    assert "made no progress" in rows["9"]

@@ -54,13 +54,14 @@ from elastic_etcd.core.schema import (
     StepTime,
     Stragglers,
     Suspect,
+    TrainingPlace,
     decode,
     encode,
     hexed,
 )
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
-from elastic_etcd.errors import BudgetUsedUp, RendezvousTimeout, TrainingFailed
+from elastic_etcd.errors import BudgetUsedUp, NoProgress, RendezvousTimeout, TrainingFailed
 
 KEYS = Keys("/elastic_etcd/j")
 
@@ -115,6 +116,7 @@ def asked(draw: st.DrawFn) -> Limits:
     policy["compare_every"] = draw(st.sampled_from(["auto", "off", "1", "500"]))
     policy["on_divergence"] = draw(st.sampled_from(["report", "restart", "drain"]))
     policy["copies"] = draw(st.integers(1, 9))
+    policy["stop_after_no_progress"] = draw(st.integers(0, 20))
     sizes = tuple(nodes) if listed else ()
     return Limits(nodes[0] * step, nodes[-1] * step, sizes, step, **policy)
 
@@ -147,7 +149,17 @@ def built(draw: st.DrawFn) -> Round:
 
 
 rounds = built()
-ledgers = st.builds(Ledger, numbers, numbers, st.integers(1, 64), numbers, numbers, spans, suspects)
+places = st.builds(TrainingPlace, numbers, numbers | st.just(UNSET), indices=st.just((88, 12)))
+stalled = st.lists(
+    st.builds(
+        Failure, words, numbers, numbers, numbers, numbers, spans, place=places | st.just(UNSET)
+    ),
+    max_size=3,
+).map(tuple)
+ledgers = st.builds(
+    *(Ledger, numbers, numbers, st.integers(1, 64), numbers, numbers, spans, suspects),
+    stalled=stalled | st.just(UNSET),
+)
 acks = st.builds(Ready, leases, masters)
 failures = st.builds(
     Failure,
@@ -565,7 +577,7 @@ def views(draw: st.DrawFn) -> View:
         revision=9,
         coverage=draw(coverages),
         round=draw(st.none() | now),
-        ledger=draw(st.builds(Ledger, few, few, nodes, few, few)),
+        ledger=draw(st.builds(Ledger, few, few, nodes, few, few, stalled=stalled)),
         page=draw(st.none() | st.builds(Page, few, world)),
         world=draw(world),
         coordinator=draw(st.none() | member),
@@ -614,6 +626,7 @@ def test_decide_has_an_answer_to_every_view(
 def test_a_verdict_s_exit_code_is_that_of_the_error_for_the_user() -> None:
     assert Verdict.FAILED.exit_code == TrainingFailed.exit_code
     assert Verdict.BUDGET_USED_UP.exit_code == BudgetUsedUp.exit_code
+    assert Verdict.NO_PROGRESS.exit_code == NoProgress.exit_code
     assert Verdict.TOO_FEW_NODES.exit_code == RendezvousTimeout.exit_code
     assert Verdict.SUCCEEDED.exit_code == Verdict.STOPPED.exit_code == 0
 

@@ -158,6 +158,16 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         cursor = self._cursor
         return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
 
+    def _number_of_batch(self, count: int) -> int:
+        """The number in the epoch of the batch after the one in hand, which has `count` samples.
+
+        It counts batches as they are in this world, from 0.
+        """
+        own, turn = len(self._shards.own_slots), len(self._shards.slots)
+        used = self._progress.count + self._in_hand
+        before = self.length - self._shards.total + used // own * turn
+        return before // (max(1, self._progress.step or count // own) * turn)
+
     def _take(self, count: int) -> None:
         """A loop of state.steps goes on to its next batch, of so many samples.
 

@@ -97,6 +97,7 @@ class ElasticState:
         self._calls = 0
         self._leaves = False  # this node, after the next commit
         self._committed_at = 0  # the step of this world that the last commit is of
+        self._commits = 0  # the number of that commit, over all worlds
         self._at_commit = False  # the values are known to be the snapshot's
         self._loops = Loops()
         self._replicas = Replicas()
@@ -249,6 +250,8 @@ class ElasticState:
         agreement.begin()
         self._committed_at = sync_point.current().steps
         version = snapshot.header.version
+        self._commits = version.counter
+        self._tell_place()
         old_rank = self._ranks.get(version.generation, -1)
         self._old = World(version.generation, old_rank, version.world_size)
         self._ranks[generation()] = rank
@@ -268,7 +271,9 @@ class ElasticState:
         self._at_commit = False
         self._begin_step()
         activity.step()
-        if sync_point.current().check():
+        stops = sync_point.current().check()
+        self._tell_place()
+        if stops:
             raise sync_point.WorldChanged
 
     def save(
@@ -475,6 +480,14 @@ class ElasticState:
         """How many whole steps of this world are in no commit, if each checks after it commits."""
         return max(0, sync_point.current().steps - self._committed_at)
 
+    def _tell_place(self) -> None:
+        """Tell how far training has come, by commits: steps of other worlds may be lost.
+
+        Before the first one a script may go on from a file of its own, which nobody knows.
+        """
+        if self._commits and (page := activity.own_page()):
+            page.reach(self._uncommitted(), self._commits)
+
     def _position(self) -> str:
         """The place where training goes on: the last commit, and the numbers among the values."""
         version = self._snapshots.version()
@@ -522,6 +535,8 @@ class ElasticState:
         self._snapshots.write(Draft(version, parts, tensors, self._staged))
         self._calls = 0
         self._committed_at = sync_point.current().steps + 1
+        self._commits = version.counter
+        self._tell_place()
         counts = [parts[name] for name in self._samplers()]
         self._counted = version, zlib.crc32(repr(counts).encode())
 

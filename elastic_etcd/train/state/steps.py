@@ -10,11 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol import activity
 from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.batch_sampler import MicroBatches
 from elastic_etcd.train.data.iterable import ElasticIterable, StreamLoader
@@ -28,7 +29,24 @@ _BY_HAND = "or call sampler.record(number), state.commit() and state.check() in 
 log = logging.getLogger(__name__)
 CommitEvery = int | Literal["auto"] | None
 
-_Note = list[tuple[ElasticSampler, int]]  # what gave how many positions for a batch
+
+class _Note(NamedTuple):
+    """A batch that was handed out."""
+
+    counts: list[tuple[ElasticSampler, int]]  # what gave how many positions for it
+    batch: Any  # as the batch sampler gave it
+
+    def tell(self) -> None:
+        """Tell the agent that this is the batch in hand, with its indices if these are numbers."""
+        page = activity.own_page()
+        if page is None or not self.counts:
+            return
+        indices = self.batch if isinstance(self.batch, (list, tuple)) else [self.batch]
+        indices = indices[: activity.INDICES]
+        if not all(type(index) is int and 0 <= index < 1 << 63 for index in indices):
+            indices = []
+        sampler, count = self.counts[0]
+        page.take(max(0, sampler.epoch), sampler._number_of_batch(count), indices)
 
 
 class Committing(Protocol):
@@ -258,11 +276,14 @@ class Steps:
             if note is None:
                 what = f"{_named(self._loader)} gave a batch that no sampler has handed out"
                 raise UsageError(f"{what}: loop over the DataLoader itself, {_BY_HAND}")
-            for sampler, count in note:
+            for sampler, count in note.counts:
                 sampler._take(count)
                 if sampler not in self._own:  # hidden in a batch sampler of the user's
                     self._own.append(sampler)
             yield batch
+            self._batches.tell_next()
+        if page := activity.own_page():
+            page.put_down()
         if self._batches.next_note():
             raise UsageError(f"{_named(self._loader)} has lost batches: {_BY_HAND}")
 
@@ -294,6 +315,14 @@ class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
     def begin(self, samplers: Sequence[ElasticSampler]) -> None:
         """A loop begins: note what these samplers give."""
         self._samplers, self._notes = samplers, deque()
+
+    def tell_next(self) -> None:
+        """Tell which batch is in hand from now on, if its samples are handed out already.
+
+        A loader with workers reads ahead, and one of them may fail by the batch that is due.
+        """
+        if self._notes:
+            self._notes[0].tell()
 
     def next_note(self) -> _Note | None:
         """The samples of the next batch that comes out of the loader."""
@@ -334,7 +363,11 @@ class _Noted(Iterator[Any]):
         if sum(counts) != size:
             raise UsageError(_why_not(size, sum(counts), began=self._began))
         self._began = True
-        self._notes.append([(s, n) for s, n in zip(self._samplers, counts, strict=True) if n])
+        shares = [(s, n) for s, n in zip(self._samplers, counts, strict=True) if n]
+        note = _Note(shares, batch)
+        if not self._notes:  # nothing is read ahead: it is the next one
+            note.tell()
+        self._notes.append(note)
         return batch
 
 
