@@ -54,7 +54,7 @@ class LaunchConfig:
 
     min_nodes: int = 1
     max_nodes: int = 1
-    nproc_per_node: int | str = 1  # also gpu, cpu, xpu or auto
+    nproc_per_node: int | str = 1  # also gpu, cpu, xpu, auto, or a backend
     logs_specs: Any = None  # torch's, in place of the four fields from log_dir on
     run_id: str = ""  # the job, the same on all nodes; "": a random one
     role: str | None = None

@@ -172,9 +172,15 @@ async def _run_agent(
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
             held = HeldMemory(membership.keys, workers, tasks)
+            of_hangs = config.hang_timeout, membership.keys, workers, logs, tasks
+            hangs: Callable[..., HangWatch] = HangWatch
+            if config.start_timeout:
+                from elastic_etcd.agent.followers.start_watch import StartWatch  # noqa: PLC0415 - as for metrics
+
+                hangs = partial(StartWatch, config.node, config.start_timeout)
             looking: list[PeriodicFollower] = [
                 held,
-                HangWatch(config.hang_timeout, membership.keys, workers, logs, tasks),
+                hangs(*of_hangs),
                 Throughput(membership.keys, workers, tasks),
                 DivergenceWatch(config.node, membership.keys, workers, tasks),
             ]

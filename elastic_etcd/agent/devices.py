@@ -23,8 +23,10 @@ _DEVICE_NODES = ("nvidia*", "kfd", "dri/renderD*", "accel/*", "dxg")
 _ASK_DEVICES = """
 import sys, torch
 auto = getattr(torch, "accelerator", torch.cuda)  # new in torch 2.6
-device = {"gpu": torch.cuda, "xpu": torch.xpu, "auto": auto}[sys.argv[1]]
-print(device.device_count() if device.is_available() else 0)
+own = torch._C._get_privateuse1_backend_name()  # that a package has registered, as torch_npu does
+known = {"gpu": torch.cuda, "xpu": torch.xpu, "auto": auto, own: getattr(torch, own, None)}
+device = known.get(sys.argv[1])
+print("unknown" if device is None else device.device_count() if device.is_available() else 0)
 """
 _ASK_NUMA = """
 import json, sys
@@ -33,6 +35,7 @@ options, gpus = NumaOptions(affinity_mode=AffinityMode(sys.argv[1])), range(int(
 cpus = [_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options) for gpu in gpus]
 print(json.dumps([sorted(each) for each in cpus]))
 """
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _TORCH_TIMEOUT = 300  # a first import of torch from a cold network disk takes minutes
 
 
@@ -44,20 +47,18 @@ def count_devices(spec: str, env: Mapping[str, str] | None = None) -> int:
     env = os.environ if env is None else env
     if spec == "cpu":
         return _cpus()
-    if spec in ("gpu", "auto", "xpu"):
-        count = _accelerators(spec, env)
+    if spec.isidentifier() and (count := _accelerators(spec, env)) is not None:
         if count == 0 and spec != "auto":
-            name = "CUDA_VISIBLE_DEVICES"
-            hidden = f" ({name} is {env[name]!r})" if name in env else ""
+            hidden = ", ".join(f"{name} is {env[name]!r}" for name in _VISIBLE if name in env)
             raise UsageError(
-                f"--nproc-per-node {spec}: no {spec.upper()} found on this machine{hidden}.\n"
-                "Give a number, or --nproc-per-node cpu."
+                f"--nproc-per-node {spec}: no {spec.upper()} found on this machine"
+                f"{f' ({hidden})' if hidden else ''}.\nGive a number, or --nproc-per-node cpu."
             )
         return count or _cpus()
     if not re.fullmatch(r"[0-9]+", spec) or int(spec) < 1:
         raise UsageError(
-            f"--nproc-per-node {spec}: give a number of workers of at least 1, or gpu, cpu, xpu "
-            "or auto."
+            f"--nproc-per-node {spec}: give a number of workers of at least 1, or gpu, cpu, xpu, "
+            "auto, or the name of a backend that torch has."
         )
     return int(spec)
 
@@ -86,15 +87,18 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _accelerators(spec: str, env: Mapping[str, str]) -> int:
-    if spec != "xpu":
+def _accelerators(spec: str, env: Mapping[str, str]) -> int | None:
+    """How many of these there are; None: torch knows none of that name."""
+    if spec in ("gpu", "auto"):
         visible = _visible(env.get("CUDA_VISIBLE_DEVICES"), _nvidia_gpus(env))
         if visible is not None:
             return visible
-    if not any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_NODES):
+    here = any(any(Path("/dev").glob(pattern)) for pattern in _DEVICE_NODES)
+    if spec in ("gpu", "auto", "xpu") and not here:
         return 0
     try:
-        return int(_ask_torch(_ASK_DEVICES, spec, env=env))
+        answer = _ask_torch(_ASK_DEVICES, spec, env=env)
+        return None if answer == "unknown" else int(answer)
     except ValueError as error:
         raise UsageError(
             f"--nproc-per-node {spec}: torch could not count the devices:\n{error}\n"

@@ -111,6 +111,8 @@ def worker_env(
         env["TORCHELASTIC_TIMER_FILE"] = timer_file
     if cpus:
         env[_CPUS] = cpus
+    if config.start_timeout:
+        env["ELASTIC_ETCD_SHOW_IMPORTS"] = "1"  # see children/entry.py
     if interface:
         # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
         env.setdefault(_GLOO, interface)
@@ -131,13 +133,12 @@ def check_devices(config: AgentConfig) -> None:
 def _own_device(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """The variables that leave a worker one device.
 
-    ROCm heeds that of HIP, among those of ROCR, or else that of CUDA.
+    ROCm heeds that of HIP, which counts among those of ROCR, or else that of CUDA.
     """
-    cuda, hip = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+    cuda, hip, rocr = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
     variables = [name for name in (cuda, hip) if name in env]
-    unset = hip if "ROCR_VISIBLE_DEVICES" in env else cuda
-    own = {} if variables else {unset: str(local_rank)}
-    for name in variables:
+    own = {} if variables else {hip if rocr in env else cuda: str(local_rank)}
+    for name in variables or [name for name in (rocr,) if name in env]:
         devices = env[name].split(",")
         if local_rank >= len(devices):
             raise UsageError(
@@ -145,5 +146,6 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
                 f"{name}={env[name]} has none for local rank {local_rank}: "
                 "make it longer or --nproc-per-node smaller"
             )
-        own[name] = devices[local_rank].strip()
+        if name in variables:
+            own[name] = devices[local_rank].strip()
     return own

@@ -17,6 +17,7 @@ import threading
 import warnings
 import weakref
 from functools import partial, wraps
+from importlib import _bootstrap
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -48,6 +49,8 @@ _ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
 _C10D = "torch.distributed.distributed_c10d"
 _RENDEZVOUS = "torch.distributed.rendezvous"
+_IMPORT_SYSTEM: Any = _bootstrap
+_SHOW_IMPORTS = "ELASTIC_ETCD_SHOW_IMPORTS"
 _TRACKER = "multiprocessing.resource_tracker"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
@@ -244,7 +247,35 @@ def show_steps() -> None:
     waits = _Waits()
     _when_imported(_MODULE, waits.look)
     _when_imported(_OPTIMIZER, partial(_count_steps, waits))
+    _when_imported(_C10D, _see_the_groups_start)
     _when_imported(_C10D, _see_the_groups_end)
+
+
+def show_imports() -> None:
+    """Let the agent see whether the script is in an import, if it asks for that.
+
+    It is seen where the import system locks and unlocks a module: nothing of it is in a traceback,
+    nor in `sys.meta_path`.
+    """
+    usual = getattr(_IMPORT_SYSTEM, "_ModuleLockManager", None)
+    if usual is None or not os.environ.get(_SHOW_IMPORTS):
+        return
+    thread, under_way = threading.get_ident(), threading.Lock()
+
+    class Seen(usual):  # type: ignore[misc, valid-type]
+        def __enter__(self) -> None:
+            self.whole = threading.get_ident() == thread and under_way.acquire(blocking=False)
+            if self.whole:
+                activity.importing(begins=True)
+            super().__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)
+            if self.whole:
+                activity.importing(begins=False)
+                under_way.release()
+
+    _IMPORT_SYSTEM._ModuleLockManager = Seen  # noqa: SLF001 - nothing else sees both ends
 
 
 def end_modules_before_groups() -> None:
@@ -359,6 +390,18 @@ def _count_steps(waits: _Waits) -> None:
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)
 
 
+def _see_the_groups_start() -> None:
+    """It takes until all ranks are there."""
+    init = sys.modules[_C10D].init_process_group
+
+    @wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        with activity.during(activity.Doing.INIT):
+            init(*args, **kwargs)
+
+    _replace_in_torch(init_process_group)
+
+
 def _see_the_groups_end() -> None:
     """Without a process group no rank waits for this one: an export is no step."""
     c10d: Any = sys.modules[_C10D]
@@ -370,10 +413,13 @@ def _see_the_groups_end() -> None:
         if not c10d.is_initialized():
             activity.done()
 
-    package: Any = sys.modules["torch.distributed"]
-    for module in (c10d, package):
-        if hasattr(module, destroy.__name__):  # the package takes its names from c10d, maybe later
-            module.destroy_process_group = destroy_process_group
+    _replace_in_torch(destroy_process_group)
+
+
+def _replace_in_torch(function: Callable[..., None]) -> None:
+    for module in (sys.modules[_C10D], sys.modules["torch.distributed"]):
+        if hasattr(module, function.__name__):  # the package takes its names from c10d, maybe later
+            setattr(module, function.__name__, function)
 
 
 def _end_reducers_first() -> None:

@@ -217,6 +217,7 @@ class ForkServer:
         if job := order["env"].get("TORCHELASTIC_RUN_ID"):  # a store server has none
             process_title.show_worker(Path(script.target).name, order["env"]["RANK"], job)
         entry.show_stacks()
+        entry.show_imports()
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)
         self._imports.watch(command, order["env"])

@@ -30,6 +30,7 @@ def main(argv: list[str]) -> entry.Entry:
     given.install_as_main()
     entry.show_stacks()
     entry.show_steps()
+    entry.show_imports()
     entry.end_modules_before_groups()
     entry.serve_own_ports()
     entry.let_trackers_outlive()

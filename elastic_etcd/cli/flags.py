@@ -118,7 +118,8 @@ JOB = Section(
         ),
         Flag(
             "--nproc-per-node",
-            "workers on this node: a number, gpu, cpu, xpu or auto; nodes may differ",
+            "workers on this node: a number, gpu, cpu, xpu, auto, or a backend that torch has; "
+            "nodes may differ",
             metavar="N",
             default="1",
         ),
@@ -482,6 +483,18 @@ FAILURES = Section(
             "a script that evaluates for longer has to say so by ee.quiet",
             choices=("report", "restart"),
             to="limits.hang_action",
+        ),
+        Flag(
+            "--start-timeout",
+            "a worker that is so long in one import, in making its process group, or in ee.run "
+            "from there to the end of its first step, fails as one that hangs; lines say every 30 "
+            "s who has not begun. Other scripts tell no more of their starts, so nothing else "
+            "counts. The same on every node",
+            flag_values.count,
+            "SECONDS",
+            to="start_timeout",
+            by_default="off",
+            more="See [health.md](health.md#starts).",
         ),
         Flag(
             "--compare-every",

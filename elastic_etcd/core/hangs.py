@@ -19,9 +19,17 @@ from elastic_etcd.core.view import View
 from elastic_etcd.core.words import NAMED, listed
 from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
-_BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT))
+# The stages of a start that are known to end soon.
+STARTS = {
+    RankDoing.IMPORT: "in {} imports",
+    RankDoing.GROUP: "in {} process group",
+    RankDoing.FIRST: "before {} first step",
+}
+_FARTHER = {RankDoing.INIT: 1, RankDoing.GROUP: 1, RankDoing.FIRST: 2}
+_BEGINS = frozenset((RankDoing.STARTING, RankDoing.INIT, *STARTS))
 MAY_LAST = _BEGINS | {RankDoing.COMMIT, RankDoing.SAVE, RankDoing.QUIET, RankDoing.TRACED}
 _IN_STEP = frozenset((RankDoing.STEP, RankDoing.WAIT))
+_LATE = _IN_STEP.union(STARTS)
 _MOVING = _IN_STEP | {RankDoing.CHECK}
 _GO_ON = "all ranks go on"
 
@@ -62,14 +70,14 @@ def lead(view: View, waited: float) -> Hang | None:
     asking = [s for s in view.steps if s.number == number + 1]
     if not asking:
         return _gone_on(view, asked) if asked and asked.alarm else None
-    seconds = max((r.seconds for s in asking for r in s.ranks if r.doing in _IN_STEP), default=0)
+    seconds = max((r.seconds for s in asking for r in s.ranks if r.doing in _LATE), default=0)
     return Hang(view.trains, number + 1, float(seconds))
 
 
 def _gone_on(view: View, told: Hang) -> Hang | None:
     """The line that the hang which was told is over, once no rank is known to stand any more."""
     known = (rank for steps in view.steps if steps.number == told.number for rank in steps.ranks)
-    if any(_is_still(rank, told.seconds) for rank in known):
+    if any(_is_still(rank, told.seconds) or _is_late(rank, told.seconds) for rank in known):
         return None
     return replace(told, number=told.number + 1, line=_GO_ON, alarm=False, rank=None)
 
@@ -104,7 +112,7 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     """
     still = [at for at in ranks if at.step and _is_still(at.step, asked.seconds)]
     if not still:
-        return replace(asked, line=_GO_ON)
+        return _judged_start(asked, ranks)
     ended = _ended(ranks)
     few = len(still) <= len(ended)
     if few and asked.evidence and not any(_waits(at) for at in still):
@@ -121,6 +129,32 @@ def judged(asked: Hang, ranks: Sequence[At]) -> Hang:
     culprit = behind[0].rank if len(nodes) == 1 else None
     culprit = ended[0].rank if ended else culprit
     return replace(asked, line=_line(ranks, still, behind, asked.seconds), alarm=True, rank=culprit)
+
+
+def _judged_start(asked: Hang, ranks: Sequence[At]) -> Hang:
+    """The same where nobody stands in a step: a start may take too long.
+
+    The ranks in the earliest stage are behind: those that are known to take too long, if there are
+    any. A rank excuses the others if it gives no answer, or does what may take long and is no part
+    of a start.
+    """
+    late = [at for at in ranks if at.step and _is_late(at.step, asked.seconds)]
+    if not late:
+        return replace(asked, line=_GO_ON)
+    if excuses := [at for at in ranks if at.step is None or at.step.doing in MAY_LAST - _BEGINS]:
+        return replace(asked, line=_excused(late, excuses))
+    begin = [at for at in ranks if at.step and at.step.doing in _BEGINS]
+    low = min(_FARTHER.get(at.step.doing, 0) for at in begin if at.step)
+    first = [at for at in begin if at.step and _FARTHER.get(at.step.doing, 0) == low]
+    behind = [at for at in first if at in late] or first
+    culprit = behind[0].rank if len({at.node for at in behind}) == 1 else None
+    culprit = ended[0].rank if (ended := _ended(ranks)) else culprit
+    line = _start_line(behind, [at for at in late if at not in behind], ended)
+    return replace(asked, line=line, alarm=True, start=True, rank=culprit)
+
+
+def _is_late(step: RankStep, seconds: float) -> bool:
+    return step.doing in STARTS and step.seconds >= seconds / 2
 
 
 def _located(
@@ -224,6 +258,30 @@ def _line(ranks: Sequence[At], still: list[At], behind: list[At], seconds: float
         parts.append(f"{moving} {'goes' if moving == 1 else 'go'} on")
     where = behind[0].step.what if len(behind) == 1 and behind[0].step else ""
     return ", ".join(parts) + (f" ({where})" if where else "")
+
+
+def _start_line(behind: list[At], waiting: list[At], ended: list[At]) -> str:
+    parts = [begins(behind)]
+    if waiting:
+        waits = _verb(waiting, "other waits", "others wait")
+        parts.append(f"{len(waiting)} {waits} {_stage(waiting)}")
+    if ended:
+        parts.append(_are_at_end(ended))
+    where = _apart(behind) if len(behind) > 1 else behind[0].step and behind[0].step.what
+    return ", ".join(parts) + (f" ({where})" if where else "")
+
+
+def begins(some: list[At]) -> str:
+    """`rank 3 on n2 has been in its imports for 60 s`; all of `some` are in one stage."""
+    known = some[0].step is not None and some[0].step.doing in STARTS
+    been = f"{_verb(some, 'has', 'have')} been {_stage(some)} for {_longest(some):.0f} s"
+    return f"{who(some)} {been}{'' if known else ', as far as is known'}"
+
+
+def _stage(some: list[At]) -> str:
+    first = STARTS[RankDoing.FIRST]
+    stage = STARTS.get(some[0].step.doing, first) if some[0].step else first
+    return stage.format(_verb(some, "its", "their"))
 
 
 def _apart(still: list[At]) -> str:

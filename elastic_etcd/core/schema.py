@@ -578,7 +578,7 @@ class Report(Value, frozen=True):
 
 
 class RankDoing(StrEnum):
-    """The things that a worker does, by name: those of activity.py, and two more."""
+    """The things that a worker does, by name: those of activity.py, and some more."""
 
     STARTING = "starting"
     INIT = "init"
@@ -590,6 +590,10 @@ class RankDoing(StrEnum):
     DONE = "done"
     WAIT = "wait"  # in a step, and in a collective
     TRACED = "traced"  # by a debugger
+    # Stages of a start that --start-timeout watches.
+    IMPORT = "import"
+    GROUP = "group"  # making its process group, synchronising its state
+    FIRST = "first"  # in ee.run, before the end of its first step
 
 
 class RankStep(Value, frozen=True):
@@ -624,6 +628,7 @@ class Hang(Value, frozen=True):
     alarm: bool = False  # the answer is that they hang
     rank: Number | None = None  # of the worker that is behind or has ended, if that is known
     at: Text = ""  # when that was found
+    start: bool = False  # they have not come to their first step in --start-timeout
 
 
 class Drain(Value, frozen=True):

@@ -33,6 +33,7 @@ _COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when t
 _COMMITS_AT = 192
 _INIT_AT = 256  # when it began to do that
 _COPIES_AT = 264  # how many nodes have each piece of its last commit
+_IMPORT_AT = 272  # when the import of its script began that is under way; 0: none is, or is told
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
@@ -89,6 +90,7 @@ class Activity(NamedTuple):
     outside: float = 0.0  # of collectives in a step, likewise
     measured: int = 0  # times that this was measured
     copies: int = 0  # nodes that have each piece of its last commit; 0 where nothing is sharded
+    importing: float = 0.0  # since the import under way began, 0 if none is, or is told
 
 
 class ToldPlace(NamedTuple):
@@ -122,6 +124,9 @@ class ActivityPage:
     def during(self, doing: Doing, what: str = "") -> Iterator[None]:
         """Something else than a step; its time is not the step's."""
         before, since, steps, began, told = _HEAD.unpack_from(self._memory)
+        if before == doing == Doing.INIT:  # a part of it
+            yield
+            return
         was = _WHAT.unpack_from(self._memory, _WHAT_AT)
         start = monotonic_ns()
         _WHAT.pack_into(self._memory, _WHAT_AT, what.encode(errors="replace"))
@@ -138,6 +143,10 @@ class ActivityPage:
                 commits, spent, _ = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
                 more = (commits + 1, spent + took, start + took)
                 _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
+
+    def importing(self, *, begins: bool) -> None:
+        """An import of the script begins, which is not a part of another one, or has ended."""
+        _ONE.pack_into(self._memory, _IMPORT_AT, monotonic_ns() if begins else 0)
 
     def reach(self, step: int, commit: int | None = None) -> None:
         """Training has come to this step, or so many steps after a commit.
@@ -218,6 +227,7 @@ class ActivityPage:
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
         (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
         (copies,) = _ONE.unpack_from(self._memory, _COPIES_AT)
+        (importing,) = _ONE.unpack_from(self._memory, _IMPORT_AT)
         _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
         now = monotonic_ns()
@@ -236,6 +246,7 @@ class ActivityPage:
             outside=_middle(outside) * _NS if measured >= MEASURED else 0.0,
             measured=measured,
             copies=copies,
+            importing=max(0, now - importing) * _NS if importing else 0.0,
         )
 
 
@@ -311,6 +322,12 @@ def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[No
     """While this is open, the worker does something else than a step."""
     page = _page if _looked else look()
     return page.during(doing, what) if page else contextlib.nullcontext()
+
+
+def importing(*, begins: bool) -> None:
+    """An import of the script begins, or has ended."""
+    if page := _page if _looked else look():
+        page.importing(begins=begins)
 
 
 def own_page() -> ActivityPage | None:

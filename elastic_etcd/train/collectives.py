@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from elastic_etcd.train.accelerator import current_device
+
 _TEXT = 512  # bytes
 _PLACES = range(0, _TEXT, 8)
 
@@ -68,7 +70,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device()
 
 
 def store() -> dist.Store:

@@ -13,11 +13,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 # The first DDP module imports it in its constructor, and the remains of that hold the process group
 # of that time for ever (torch 2.13).
-import torch._dynamo
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError, WrongHere
@@ -32,8 +29,10 @@ from elastic_etcd.train.abort import (
     strangers,
     uses_nccl,
 )
+from elastic_etcd.train.accelerator import devices
 from elastic_etcd.train.sync_point import SyncPoint
 
+_ON_DEVICES = ("nccl", "xccl")  # backends of torch's own
 _OURS = 2  # references to a group that nobody else holds: a list's, and who counts
 _ABORT_AGAIN = 0.05  # seconds: connections made after an abort have to be shut down, too
 
@@ -288,27 +287,27 @@ def _tame_watchdog() -> None:
 
 
 def _prepare(backend: str | None, local_rank: int, options: Mapping[str, Any]) -> str:
-    """The backend to use; with NCCL this worker's device becomes the current one.
+    """The backend to use; with NCCL or the like this worker's device becomes the current one.
 
     The device is the option `device_id`, else the one of the local rank. Raises UsageError when
     there is none of that number.
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if uses_nccl() else "gloo"
-    if "nccl" in backend.lower():
+    if any(name in backend.lower() for name in _ON_DEVICES):
         device = options.get("device_id")
-        torch.cuda.set_device(_device_of(local_rank) if device is None else device)
+        devices().set_device(_device_of(local_rank) if device is None else device)
     return backend
 
 
 def _device_of(local_rank: int) -> int:
-    devices: int = torch.cuda.device_count()
-    if devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return local_rank % devices
-    if local_rank >= devices:
+    count: int = devices().device_count()
+    if count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return local_rank % count
+    if local_rank >= count:
         raise WrongHere(
             f"the worker with local rank {local_rank} has no GPU of its own: this process sees "
-            f"{devices}. Start as many workers as GPUs (--nproc-per-node gpu), or give ee.run "
+            f"{count}. Start as many workers as GPUs (--nproc-per-node gpu), or give ee.run "
             'backend="gloo", or a device_id; from NCCL 2.30 on NCCL_MULTI_RANK_GPU_ENABLE=1 lets '
             "workers share a GPU"
         )

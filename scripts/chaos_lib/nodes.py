@@ -34,6 +34,7 @@ FLAGS: dict[str, Any] = {
     "settle": TTL,
     "max_restarts": 10**6,
     "min_uptime": 0,
+    "start_timeout": 120,  # so that a false alarm would show
     "stop_after_no_progress": 0,  # a burst may kill the same world before its next commit
     "suspect_after": 0,  # nodes come back again and again, and are awaited
     "redirects": 1,  # what workers say goes to files only; what goes wrong, to their agent's, too

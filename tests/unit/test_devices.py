@@ -1,5 +1,7 @@
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +100,44 @@ def test_torch_is_asked_for_the_kind(machine: Machine) -> None:
         count_devices("gpu", env)
 
 
+@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_a_variable_of_rocm_that_hides_the_gpus_is_named(machine: Machine, name: str) -> None:
+    with pytest.raises(UsageError, match=rf"no GPU found on this machine \({name} is ''\)\.\nGive"):
+        count_devices("gpu", machine(torch="echo 0", **{name: ""}))
+
+
+BACKEND = """
+import sys, types
+import torch
+
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", types.SimpleNamespace(
+    device_count=lambda: 3, is_available=lambda: sys.argv[2] == "here"))
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("spec", "where", "count"),
+    [("npu", "here", "3"), ("npu", "away", "0"), ("gpus", "here", "unknown")],
+)
+def test_a_backend_that_a_package_has_registered_is_counted_as_torchrun_does(
+    spec: str, where: str, count: str
+) -> None:
+    """The package is a stand-in of a few lines: its devices are not here."""
+    asked = BACKEND + devices._ASK_DEVICES
+    command = [sys.executable, "-c", asked, spec, where]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{count}\n"
+    )
+
+
+def test_a_name_that_torch_does_not_know_is_no_number(machine: Machine) -> None:
+    assert count_devices("npu", machine(torch='[ "$3" = npu ] && echo 3')) == 3
+    with pytest.raises(UsageError, match="--nproc-per-node gpus: give a number"):
+        count_devices("gpus", machine(torch="echo unknown"))
+
+
 def test_torch_that_cannot_be_asked(machine: Machine) -> None:
     with pytest.raises(UsageError, match=r"No module named .torch.\nGive a number") as caught:
         count_devices("gpu", machine(torch="echo \"No module named 'torch'\" >&2; exit 1"))
@@ -134,5 +174,5 @@ def test_a_machine_without_devices(machine: Machine) -> None:
 def test_numbers() -> None:
     assert count_devices("3") == 3
     for bad in ("0", "-1", "2.5", "many", "", "٣"):
-        with pytest.raises(UsageError, match="at least 1, or gpu, cpu, xpu or auto"):
+        with pytest.raises(UsageError, match="at least 1, or gpu, cpu, xpu, auto, or the name of"):
             count_devices(bad)

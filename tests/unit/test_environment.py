@@ -210,9 +210,10 @@ def test_f11_the_cpus_of_a_worker_are_not_those_of_a_job_that_it_submits() -> No
     assert "ELASTIC_ETCD_CPUS" not in env(given)
 
 
-def test_more_workers_than_visible_devices_is_told() -> None:
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4 "):
-        env({"CUDA_VISIBLE_DEVICES": "4"}, virtual=True)
+@pytest.mark.parametrize("name", ["CUDA", "HIP", "ROCR"])
+def test_more_workers_than_visible_devices_is_told(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}_VISIBLE_DEVICES=4 "):
+        env({f"{name}_VISIBLE_DEVICES": "4"}, virtual=True)
 
 
 def test_g4_gloo_uses_the_interface_that_has_this_node_s_address() -> None:

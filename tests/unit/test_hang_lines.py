@@ -17,6 +17,7 @@ from elastic_etcd.core.schema import (
     Ledger,
     Master,
     NodeSteps,
+    Page,
     Participant,
     Phase,
     RankDoing,
@@ -31,6 +32,8 @@ from elastic_etcd.core.view import Everything, View, view_of
 
 KEYS = Keys("/elastic_etcd/j")
 STEP, WAIT, DONE = RankDoing.STEP, RankDoing.WAIT, RankDoing.DONE
+STARTING, IMPORT, GROUP = RankDoing.STARTING, RankDoing.IMPORT, RankDoing.GROUP
+BEFORE = RankDoing.FIRST
 ASKED = Hang(generation=3, number=2, seconds=70.0, evidence=True)
 LONG = 71.0
 
@@ -51,6 +54,11 @@ def rank(
 
 def silent(number: int) -> At:
     return At(number, f"n{number // 4 + 1}", None)
+
+
+def begin(size: int, stage: RankDoing, *others: At) -> list[At]:
+    """All are in this stage of their start but these."""
+    return world(size, *(rank(n, 1, stage) for n in range(size)), *others)
 
 
 def world(size: int, *others: At) -> list[At]:
@@ -129,6 +137,48 @@ def world(size: int, *others: At) -> list[At]:
             "ranks 0, 3 on n1 are in steps 40 to 1042 for 71 s, 2 others wait in 1042",
             0,
         ),
+        # A start that takes too long: the earliest stage is behind, and what is not known is early.
+        (
+            begin(
+                4, GROUP, rank(3, 1, IMPORT, 61.0, "train.py:3 in <module>"), rank(1, 1, STARTING)
+            ),
+            (
+                "rank 3 on n1 has been in its imports for 61 s, 2 others wait in their process "
+                "group (train.py:3 in <module>)"
+            ),
+            3,
+        ),
+        (
+            begin(8, GROUP, *(rank(n, 1, STARTING) for n in (5, 6))),
+            (
+                "ranks 5-6 on n2 have been before their first step for 71 s, as far as is known, "
+                "6 others wait in their process group"
+            ),
+            5,
+        ),
+        (
+            begin(4, BEFORE, rank(3, 1, GROUP)),
+            (
+                "rank 3 on n1 has been in its process group for 71 s, 3 others wait before their "
+                "first step"
+            ),
+            3,
+        ),
+        (
+            begin(2, STARTING, rank(1, 1, IMPORT, 61.0)),
+            "rank 1 on n1 has been in its imports for 61 s",
+            1,
+        ),
+        (
+            begin(8, BEFORE),
+            "ranks 0-3 on n1 and 4-7 on n2 have been before their first step for 71 s",
+            None,
+        ),
+        (
+            world(2, rank(0, 1, GROUP), rank(1, 1, DONE)),
+            "rank 0 on n1 has been in its process group for 71 s, rank 1 on n1 is at its end",
+            1,
+        ),
         # The others went on without it for longer than they stand.
         (
             world(4, rank(0, 1, RankDoing.STARTING, 3600.0), rank(3, 1042, STEP)),
@@ -196,6 +246,33 @@ def test_what_may_last_is_waited_for(doing: RankDoing) -> None:
     found = hangs.judged(ASKED, world(4, rank(0, 1042, doing, 90.0)))
     expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
     assert (found.line, found.alarm, found.rank) == (expected, False, None)
+
+
+@pytest.mark.parametrize("doing", sorted({*hangs.MAY_LAST} - {*hangs.STARTS}))
+def test_what_may_last_excuses_those_that_begin(doing: RankDoing) -> None:
+    found = hangs.judged(ASKED, begin(2, GROUP, rank(0, 1, doing, 4.0)))
+    is_start = doing in (STARTING, RankDoing.INIT)
+    assert (found.alarm, found.start) == (is_start, is_start)
+
+
+def test_a_start_goes_on_or_is_waited_for_without_an_answer() -> None:
+    moves = begin(2, GROUP, *(rank(n, 1, GROUP, 4.0) for n in range(2)))
+    assert hangs.judged(ASKED, moves).line == "all ranks go on"
+    found = hangs.judged(ASKED, begin(8, GROUP, silent(7)))
+    assert (found.alarm, found.rank) == (False, None)
+    assert found.line.endswith("for rank 7 on n2 (no answer)")
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_start_that_took_too_long_lasts_until_it_is_known_to_be_over(begins: bool) -> None:
+    told = Hang(3, 2, 70.0, line="a start", alarm=True, rank=1, start=True)
+    step = RankStep(1, 1, STEP, 0.1) if begins else RankStep(1, 1, GROUP, 71.0)
+    steps = NodeSteps(11, 2, (step,))
+    page = Page(3, (Participant(11, "n1", 1, 0, 1),))
+    now = Round(3, Phase.FINAL, 11, "why", "r", "n1", 1, 1, Master("n1", 80))
+    view = View(9, Everything(), round=now, page=page, hang=told, steps=(steps,))
+    found = hangs.lead(view, 0.0)
+    assert (found.line if found else "") == ("all ranks go on" if begins else "")
 
 
 def test_f3_who_works_on_after_others_have_ended_does_not_hang() -> None:
@@ -313,6 +390,10 @@ def test_whatever_is_answered_there_is_one_true_line(found: list[RankStep | None
         assert said.alarm
         culprit = ranks[said.rank].step
         assert culprit
+        if said.start:
+            assert culprit.doing in (STARTING, RankDoing.INIT, *hangs.STARTS)
+            assert None not in found
+            return
         assert culprit.doing not in hangs.MAY_LAST
         assert culprit.seconds >= ASKED.seconds / 2
         still = [

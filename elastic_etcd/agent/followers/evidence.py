@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.protocol.activity import DUMP_STACKS
+from elastic_etcd.protocol.activity import DUMP_STACKS, Doing
 from elastic_etcd.system.processes import members_of
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import HANG_ASK, HANG_EVIDENCE, HANG_STACKS
@@ -46,10 +46,11 @@ log = logging.getLogger(__name__)
 
 
 class Evidence(NamedTuple):
-    """A worker that stood: after how many steps it did, and its Python stack."""
+    """A worker that stood: after how many steps, its Python stack, and what it said that it did."""
 
     steps: int
     stack: str
+    doing: Doing = Doing.STEP
 
     @property
     def place(self) -> str:
@@ -99,12 +100,13 @@ async def gather(
         for worker in hanging:
             output, at = worker.output.err.tail(), now[worker.pid]
             new = output if output != tails[worker.pid] else b""
-            known[worker.spec.rank] = Evidence(at.steps, _stack(new))
-            log.warning(
-                "rank %d is in step %d for %.0f s; its slowest of late took %.1f s "
-                "(--hang-timeout)",
-                *(worker.spec.rank, at.steps + 1, at.seconds, at.slowest),
-            )
+            known[worker.spec.rank] = Evidence(at.steps, _stack(new), at.doing)
+            if at.doing is Doing.STEP:
+                log.warning(
+                    "rank %d is in step %d for %.0f s; its slowest of late took %.1f s "
+                    "(--hang-timeout)",
+                    *(worker.spec.rank, at.steps + 1, at.seconds, at.slowest),
+                )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANG_EVIDENCE):
             for worker in hanging:

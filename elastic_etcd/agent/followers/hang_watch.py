@@ -93,7 +93,7 @@ class HangWatch(PeriodicFollower):
         """Look at each worker; then time has passed for all that waits, too."""
         if self._generation != self._workers.generation:
             self._begin(self._workers.generation)
-        found = [(w, now) for w, now in self._workers.activities() if self._is_late(w, now)]
+        found = [(w, now) for w, now in self._activities() if self._is_late(w, now)]
         self._suspect([worker for worker, _ in found])
         self._longest = max((now.seconds for _, now in found), default=0.0)
         await self.hear()
@@ -115,23 +115,32 @@ class HangWatch(PeriodicFollower):
 
     # --- this node's own workers ----------------------------------------------------------
 
+    def _activities(self) -> list[tuple[Worker, Activity]]:
+        return self._workers.activities()
+
+    def _is_watched(self, worker: Worker, now: Activity) -> bool:
+        """Whether it is in what ends soon: in a step, but for the first."""
+        del worker
+        return _is_step(now)
+
     def _is_late(self, worker: Worker, now: Activity) -> bool:
         """Whether it stands in its step for too long, and nobody knows it yet."""
         rank = worker.spec.rank
         found = self._evidence.get(rank)
-        if found and _reached(now) != (Doing.STEP, found.steps):
-            log.warning("rank %d goes on after step %d", rank, found.steps + 1)
+        if found and _reached(now) != (found.doing, found.steps):
+            after = f" after step {found.steps + 1}" if found.doing is Doing.STEP else ""
+            log.warning("rank %d goes on%s", rank, after)
             del self._evidence[rank]
         before, self._seen[rank] = self._seen.get(rank), now
         if before and _is_step(before) and now.steps > before.steps:
             self._slowest = max(self._slowest, before.seconds)
-        if not _is_step(now):
+        if not self._is_watched(worker, now):
             return False
         if self._judged.get(rank) == _reached(now) and now.seconds < self._again:
             return False
         if before is None or _reached(before) != _reached(now):
             return False  # a page that is read while it is written may be of two times
-        return now.seconds >= self._patience(now) and not _is_traced(worker.pid)
+        return now.seconds >= self._patience(now) and not is_traced(worker.pid)
 
     def _patience(self, now: Activity) -> float:
         """How long its step may take."""
@@ -187,16 +196,16 @@ class HangWatch(PeriodicFollower):
 
     def _has_gone_on(self) -> bool:
         """Whether a rank that was published as one that stands does so no more."""
-        now = {worker.spec.rank: _reached(at) for worker, at in self._workers.activities()}
+        now = {worker.spec.rank: _reached(at) for worker, at in self._activities()}
         return any(now.get(rank) != place for rank, place in self._published.items())
 
     async def _publish_steps(self, state: State, view: View, asked: Hang) -> bool:
         if asked.evidence:
-            stand = [w for w, now in self._workers.activities() if _stands(w, now, asked.seconds)]
+            stand = [w for w, now in self._activities() if self._stands(w, now, asked.seconds)]
             await self._gather(stand)
-        found = self._workers.activities()
+        found = self._activities()
         self._published = {
-            w.spec.rank: _reached(now) for w, now in found if _stands(w, now, asked.seconds)
+            w.spec.rank: _reached(now) for w, now in found if self._stands(w, now, asked.seconds)
         }
         ranks = tuple(self._rank_step(worker, now) for worker, now in found)
         steps = NodeSteps(state.local.lease, asked.number, ranks)
@@ -205,22 +214,27 @@ class HangWatch(PeriodicFollower):
     def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
         rank, doing, what = worker.spec.rank, schema.RankDoing[now.doing.name], now.what
         found = self._evidence.get(rank)
-        if now.doing is Doing.STEP and _is_traced(worker.pid):
+        if self._is_watched(worker, now) and is_traced(worker.pid):
             doing = schema.RankDoing.TRACED
-        elif found and _reached(now) == (Doing.STEP, found.steps):
+        elif found and _reached(now) == (found.doing, found.steps):
             doing = schema.RankDoing.WAIT if found.in_collective else doing
             what = "stopped" if status(worker.pid, "State") == "T" else found.place
         return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
 
+    def _stands(self, worker: Worker, now: Activity, seconds: float) -> bool:
+        """Whether it is there for about as long as the one that was found first."""
+        long = now.seconds >= seconds / 2
+        return self._is_watched(worker, now) and long and not is_traced(worker.pid)
+
     def _restart(self, found: Hang) -> None:
         """It is the agent of the rank that is behind, else of group rank 0, that ends the world."""
         state, limits = self.state, self.state.limits
-        if limits is None or limits.hang_action != "restart":
+        if limits is None or not (found.start or limits.hang_action == "restart"):
             return
         if state.view is None or state.local.running != found.generation:
             return
         part = state.view.part(state.local.lease)
-        at = {worker.spec.rank: _reached(now) for worker, now in self._workers.activities()}
+        at = {worker.spec.rank: _reached(now) for worker, now in self._activities()}
         stand = {rank for rank, place in at.items() if place == self._judged.get(rank)}
         if found.rank is None and part and part.group_rank == 0 and stand:
             self._workers.give_up(None, found.line, "")
@@ -238,11 +252,6 @@ def _reached(now: Activity) -> Reached:
     return now.doing, now.steps
 
 
-def _stands(worker: Worker, now: Activity, seconds: float) -> bool:
-    """Whether it is in its step for about as long as the one that was found first."""
-    long = now.seconds >= seconds / 2
-    return now.doing is Doing.STEP and long and not _is_traced(worker.pid)
-
-
-def _is_traced(pid: int) -> bool:
+def is_traced(pid: int) -> bool:
+    """Whether a debugger has the process."""
     return status(pid, "TracerPid") not in ("", "0")

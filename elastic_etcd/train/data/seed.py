@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic_etcd.train.accelerator import devices
 from elastic_etcd.train.collectives import generation, rank_and_size
 from elastic_etcd.train.state.elastic_state import ElasticState
 
@@ -80,9 +81,9 @@ def _now() -> list[Callable[[], None]]:
         lambda: random.setstate(own),
         lambda: torch.set_rng_state(of_torch),
     ]
-    if torch.cuda.is_initialized():
-        of_gpu = torch.cuda.get_rng_state()
-        back.append(lambda: torch.cuda.set_rng_state(of_gpu))
+    if devices().is_initialized():
+        of_device = devices().get_rng_state()
+        back.append(lambda: devices().set_rng_state(of_device))
     with suppress(ImportError):
         import numpy as np  # noqa: PLC0415
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.abort import nccl_error
+from elastic_etcd.train.accelerator import devices
 from elastic_etcd.train.collectives import gather, rank_and_size
 
 # Of this world, by each optimizer of the process.
@@ -49,8 +50,8 @@ def agree(commit: int, steps: int, others: Sequence[int] = ()) -> list[list[int]
     """
     point = sync_point.current()
     point.raise_if_broken()
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # one that has left out a collective gets on
+    if devices().is_initialized():
+        devices().current_stream().synchronize()  # one that has left out a collective gets on
     _, size = rank_and_size(launched=False)
     if size == 1:
         return [list(others)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elastic_etcd.errors import MalformedState, UsageError
+from elastic_etcd.train import accelerator
 
 MAX_DEPTH = 100
 DTYPES = {
@@ -149,7 +150,7 @@ class _Encoder:
         if kind is torch.dtype:
             return {"$dtype": str(value).removeprefix("torch.")}
         if kind is torch.device:  # a GPU is each rank's own
-            return {"$device": value.type if value.type == "cuda" else str(value)}
+            return {"$device": value.type if value.type == accelerator.kind() else str(value)}
         if (written := self._write_numpy(value, kind, path)) is not None:
             return written
         if self.allow_pickle:
@@ -273,8 +274,8 @@ class _Decoder:
             case "$dtype":
                 return DTYPES[content]
             case "$device":
-                if content == "cuda" and torch.cuda.is_available():  # this process's own
-                    return torch.device("cuda", torch.cuda.current_device())
+                if content == accelerator.kind() and accelerator.devices().is_available():
+                    return accelerator.current_device()  # this process's own
                 return torch.device(content)
             case "$pickle":
                 return self._read_pickle(content)
