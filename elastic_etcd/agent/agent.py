@@ -105,6 +105,7 @@ from elastic_etcd.version import __version__
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
     from elastic_etcd.agent.followers.periodic import PeriodicFollower
+    from elastic_etcd.agent.followers.traces import Traces
     from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 _CUT_OFF = "this node is cut off from etcd"
@@ -124,8 +125,8 @@ def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -
     """
     forget_another_agents(os.environ)
     check_devices(config)
-    with _metrics(config) as metrics:
-        return asyncio.run(_run_agent(config, metrics, follow))
+    with _metrics(config) as metrics, _traces(config) as traces:
+        return asyncio.run(_run_agent(config, metrics, traces, follow))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -140,6 +141,17 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     return serving(config)
 
 
+def _traces(config: AgentConfig) -> "AbstractContextManager[Traces | None]":
+    """They are sent while this is open, where that was asked for. Raises UsageError."""
+    if not config.traces:
+        return nullcontext()
+    try:
+        from elastic_etcd.agent.followers.traces import tracing  # noqa: PLC0415 - only if it is asked for
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--traces: {error}; pip install 'elastic_etcd[otel]'") from error
+    return tracing(config)
+
+
 class Resources(NamedTuple):
     """All that is open before an agent's first event, and is closed after its last one."""
 
@@ -152,7 +164,10 @@ class Resources(NamedTuple):
 
 
 async def _run_agent(
-    config: AgentConfig, metrics: "Metrics | None", follow: Callable[[Logs], Follower] | None
+    config: AgentConfig,
+    metrics: "Metrics | None",
+    traces: "Traces | None",
+    follow: Callable[[Logs], Follower] | None,
 ) -> int:
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
@@ -169,7 +184,7 @@ async def _run_agent(
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
             workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
-            accounting = TimeAccounting(workers)
+            accounting = TimeAccounting(workers, traces.pass_phase if traces else None)
             membership.spent_on = accounting.spent_on
             held = HeldMemory(membership.keys, workers, tasks)
             of_hangs = config.hang_timeout, membership.keys, workers, logs, tasks
@@ -194,6 +209,8 @@ async def _run_agent(
             if metrics:
                 metrics.follow(membership, workers, accounting, held)
                 followers.append(metrics)
+            if traces:
+                followers.append(traces)
             if follow:
                 followers.append(follow(logs))
             if config.preemption_watch:
@@ -234,7 +251,9 @@ async def _open_resources(
     _tell_start(config, etcd, embedded)
     memory = memory_directory(config.memory_dir)
     paths = [directory.path for directory in (memory, folder) if directory]
-    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths)
+    paths.append(logs.to_be_removed)
+    fields = {"job": config.job, "node": config.node} if config.log_format == "json" else None
+    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths, log_fields=fields)
     guardian.start()
     scope.callback(guardian.dismiss)
     if memory:  # before that: else nobody would, if this were killed now

@@ -45,9 +45,16 @@ class Guardian:
     line in the log; the new one knows what the old one knew.
     """
 
-    def __init__(self, etcd: EtcdConfig, mark: str = "", *folders: str) -> None:
+    def __init__(
+        self,
+        etcd: EtcdConfig,
+        mark: str = "",
+        *folders: str,
+        log_fields: dict[str, str] | None = None,
+    ) -> None:
         self._etcd = etcd
         self._mark = mark
+        self._arguments = [json.dumps(log_fields)] if log_fields else []  # then its log is JSON
         self._folders = folders  # which are to be removed
         self._lease = 0
         self._groups: tuple[int, ...] = ()
@@ -67,7 +74,7 @@ class Guardian:
 
     def start(self) -> None:
         """Start the process. A guardian that fails to start is tried again, like one that died."""
-        self._starting = begin(partial(_spawn, self._mark))
+        self._starting = begin(partial(_spawn, self._mark, self._arguments))
         self._starting.add_done_callback(self._on_start)
 
     def _on_start(self, starting: asyncio.Future[_Spawned]) -> None:
@@ -159,10 +166,10 @@ def _first_packet(etcd: EtcdConfig, mark: str, folders: tuple[str, ...]) -> byte
     return json.dumps({**dataclasses.asdict(etcd), **more}).encode()
 
 
-def _spawn(mark: str) -> _Spawned:
+def _spawn(mark: str, more: list[str]) -> _Spawned:
     """Without the trampoline, which would end it with the agent, and in a session of its own."""
     ours, theirs = channel_pair()
-    arguments = [str(os.getpid()), str(GUARD_LIFE)]
+    arguments = [str(os.getpid()), str(GUARD_LIFE), *more]
     with theirs:
         try:
             process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """The guardian's process: waits for the agent to end, then ends what the agent left behind.
 
-`python -I -S guardian_process.py AGENT_PID LIFE`, with a socket to the agent as standard input.
+`python -I -S guardian_process.py AGENT_PID LIFE [FIELDS]`, with a socket to the agent as standard
+input. With FIELDS, an object in JSON, each line that it logs is one, which has these fields, too.
 The first packet is what it takes to reach etcd, each later one what is true now: the lease, until
 when workers may train (ms of CLOCK_BOOTTIME, 0: always), how many of the process groups train, and
 the groups, those first. End of file means that the agent is gone. The kill comes first, and
@@ -14,6 +15,8 @@ import select
 import signal
 import sys
 import time
+
+# ruff: noqa: PLC0415 - imports come late on purpose
 
 # What a terminal, a shell or a service manager sends to everything that belongs to the agent.
 IGNORED = (
@@ -54,7 +57,7 @@ def main(agent: str, life: int) -> int:
     problem = _revoke(config, lease) if lease else ""
     if lease:
         done.append(f"lease {lease:x} {'not revoked: ' + problem if problem else 'revoked'}")
-    _say(f"elastic_etcd: the agent (pid {agent}) is gone: {', '.join(done)}\n")
+    _say(f"the agent (pid {agent}) is gone: {', '.join(done)}")
     _remove(folders)
     _wait_for_ends(dying, life)  # another agent of this node waits for this process
     return 1 if problem else 0
@@ -74,7 +77,7 @@ def _follow_agent(agent: str) -> tuple[int, list[int]]:
             os.read(timer, 8)
             killed = [group for group in groups[:training] if _kill(group)]
             if killed:
-                _say(f"elastic_etcd: the agent (pid {agent}) {_RENEWS_NOTHING}\n")
+                _say(f"the agent (pid {agent}) {_RENEWS_NOTHING}")
             continue
         packet = os.read(0, PACKET)
         if not packet:
@@ -99,13 +102,14 @@ def _kill(group: int) -> bool:
 
 def _say(text: str) -> None:
     """Write to standard error as the agent does; if that is stuck, the alarm is the end."""
-    if not os.isatty(2):
-        text = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime()) + text
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = f"elastic_etcd: {text}" if os.isatty(2) else f"{at} elastic_etcd: {text}"
+    for fields in sys.argv[3:]:
+        import json
+
+        line = json.dumps({"time": at, "level": "warning", **json.loads(fields), "message": text})
     with contextlib.suppress(OSError):  # closed: nobody listens
-        os.write(2, text.encode(errors="replace"))
-
-
-# ruff: noqa: PLC0415  (imports below this line come late on purpose)
+        os.write(2, f"{line}\n".encode(errors="replace"))
 
 
 def _timer() -> int:
@@ -139,9 +143,11 @@ def _read_packet(packet: bytes) -> tuple[dict[str, object], list[str], list[str]
 
 def _remove(folders: list[str]) -> None:
     import shutil
+    from pathlib import Path
 
-    for folder in filter(None, folders):  # "": it could not be made
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in filter(None, folders):  # "": there is none, or it is to be kept
+        if not any(Path(folder).glob("generation_*/*/hang.txt")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_the_rest(groups: list[int], mark: str) -> set[int]:

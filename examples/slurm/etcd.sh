@@ -22,16 +22,37 @@ etcd_member() { # etcd_member ARGUMENT...: serve until Slurm ends this step
     wait
 }
 
+is_used() { # is_used PORT ADDRESS...: somebody serves at one of the ports that a member at each needs
+    local first=$1 address i
+    shift
+    for address; do
+        for ((i = 0; i < 2 * $#; i++)); do
+            (: <"/dev/tcp/$address/$((first + i))") 2>/dev/null && return
+        done
+    done
+    return 1
+}
+
+free_port() { # free_port ADDRESS...: this job's first one, or the next that no other job has
+    # Below those that the kernel gives to clients.
+    local port=$((20000 + SLURM_JOB_ID % 1000 * 10))
+    while is_used "$port" "$@"; do
+        port=$((port + 10))
+    done
+    echo "$port"
+}
+
 start_etcd() {
     local nodes address port cluster="" i
     local -a addresses
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "${ETCD_NODES:-1}")
-    # Ports of this job's own, as nodes may be shared; below those that the kernel gives to clients.
-    port=$((20000 + SLURM_JOB_ID % 1000 * 10))
     for i in "${!nodes[@]}"; do
         # Where Slurm reaches the node: its name, or an address.
-        address=$(scontrol show node "${nodes[i]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-        addresses+=("$address")
+        addresses+=("$(scontrol show node "${nodes[i]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')")
+    done
+    port=$(free_port "${addresses[@]}") # nodes may be shared with other jobs
+    for i in "${!nodes[@]}"; do
+        address=${addresses[i]}
         ETCD+="${ETCD:+,}$address:$((port + 2 * i))"
         cluster+="${cluster:+,}m$i=http://$address:$((port + 2 * i + 1))"
     done

@@ -3,6 +3,7 @@
 The leases here outlast every deadline, so what is seen in time is the guardian's doing.
 """
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -52,6 +53,42 @@ def sockets(pid: int) -> set[str]:
         except FileNotFoundError:  # closed meanwhile
             continue
     return {name for name in found if name.startswith("socket:")}
+
+
+def test_the_guardian_of_an_agent_that_logs_json_does_so_too(ticks: TickingJob) -> None:
+    n1 = ticks.start("n1", nnodes="1", log_format="json")
+    ticks.trains(1)
+    n1.kill()
+    ticks.wait("the guardian ends last", lambda: not n1.others())
+    told = [json.loads(line) for line in n1.output.splitlines()][-1]
+    assert list(told) == ["time", "level", "job", "node", "message"]
+    assert (told["job"], told["node"]) == (ticks.name, "n1")
+    assert told["message"].startswith(
+        f"the agent (pid {n1.pid}) is gone: killed what it ran, lease "
+    )
+    ticks.abandoned = True
+
+
+def test_the_folder_of_a_killed_agent_s_error_files_goes_but_for_a_hang_s_evidence(
+    ticks: TickingJob, tmp_path: Path
+) -> None:
+    n1, n2 = (ticks.start(n, env={"TMPDIR": str(folder)}) for n, folder in folders(tmp_path))
+    ticks.trains(2)
+    (kept,) = tmp_path.glob(f"n2/{ticks.name}_*/generation_1/*")
+    (kept / "hang.txt").touch()
+    for agent in (n1, n2):
+        assert list(tmp_path.glob(f"{agent.node}/{ticks.name}_*"))
+        agent.kill()
+    ticks.wait("the guardians end last", lambda: not (n1.others() or n2.others()))
+    assert list(tmp_path.glob(f"*/{ticks.name}_*")) == [kept.parent.parent]
+    ticks.abandoned = True
+
+
+def folders(tmp_path: Path) -> list[tuple[str, Path]]:
+    found = [(node, tmp_path / node) for node in ("n1", "n2")]
+    for _, folder in found:
+        folder.mkdir()
+    return found
 
 
 def test_an_agent_is_killed_and_others_leave_in_order(jobs: Callable[..., Job]) -> None:

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SMOKE = Path(__file__).with_name("smoke.py")
-EXTRAS = "embedded,metrics,web,notebook"
+EXTRAS = "embedded,metrics,otel,web,notebook"
 TRAIN = """\
 import os
 import torch.distributed as dist

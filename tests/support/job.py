@@ -113,7 +113,8 @@ class Job:
         program: tuple[str, ...] = ("elastic_etcd.launch",),
         **flags: object,
     ) -> Agent:
-        """Start an agent; `worker` are the arguments of trainers/ddp.py, `flags` more of launch's.
+        """Start an agent; `worker` are the arguments of trainers/ddp.py, `flags` more of launch's,
+        None for one that takes no value.
 
         Its stdout and stderr are a file in `output`, by default in the job's own folder.
 
@@ -125,7 +126,10 @@ class Job:
         argv = [str(python), "-m", *program, "--job", self.name]
         argv += ["--etcd", self.endpoint] if self.endpoint else []
         argv += ["--node-name", node, "--nnodes", nnodes, "--nproc-per-node", str(nproc)]
-        argv += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        argv += [
+            f"--{name.replace('_', '-')}" + ("" if value is None else f"={value}")
+            for name, value in flags.items()
+        ]
         argv += script or (DDP, "--dir", ".", *worker)
         said = (output or self.directory) / f"{node}.{len(self.agents)}.agent.log"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))

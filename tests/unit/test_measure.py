@@ -222,6 +222,20 @@ async def test_a_script_whose_steps_nobody_sees() -> None:
     assert spent.start == spent.first_step == spent.trained == 0.0
 
 
+async def test_a_page_that_comes_after_its_round_cuts_no_rendezvous() -> None:
+    node = Node()
+    await node.begin(FIRST)
+    await node.steps(1)
+    await node.end(1)
+    await elapse(0.2)
+    second = replace(FIRST, generation=2)
+    first, ran = state(FIRST).view, Local("r", OWN, ran=1)
+    assert first
+    node.see(State(ran, 1, Life.MEMBER, view=View(9, Narrow(), round=second, page=first.page)))
+    await node.begin(second)
+    assert (await node.end(2)).rendezvous >= 0.2
+
+
 async def test_a_spare_knows_how_long_others_have_trained() -> None:
     node = Node()
     others = replace(FIRST, coordinator=OTHER, generation=4)

@@ -42,7 +42,8 @@ def test_o11_the_parts_are_all_that_is_locked_and_torch() -> None:
     assert wheel["licenses"] == [{"expression": "Apache-2.0"}]
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    asked = setup["options"]["install_requires"] + setup["options.extras_require"]["metrics"]
+    extras = setup["options.extras_require"]
+    asked = setup["options"]["install_requires"] + extras["metrics"] + extras["otel"]
     names = {Requirement(line).name for line in asked.splitlines() if line}
     known = {each["bom-ref"]: each["name"] for each in made["components"]}
     assert {known[each] for each in needs[wheel["bom-ref"]]} == names, "scripts/lock"

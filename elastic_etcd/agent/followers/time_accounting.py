@@ -6,7 +6,7 @@ times are of this agent's clock.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
+from elastic_etcd.core.view import View
 from elastic_etcd.protocol.activity import Activity, Doing
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,16 @@ _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training al
 
 
 class TimeAccounting:
-    """Accounts for one world after the other, and for each `recovery` in between."""
+    """Accounts for one world after the other, and for each `recovery` in between.
 
-    def __init__(self, workers: Workers) -> None:
+    on_phase: is told of each phase that ends, in any world, with its beginning and its end.
+    """
+
+    def __init__(
+        self, workers: Workers, on_phase: Callable[[str, float, float], None] | None = None
+    ) -> None:
         self.recovery = Recovery()
+        self._on_phase = on_phase or (lambda *_: None)
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -67,6 +74,8 @@ class TimeAccounting:
             self._spent = replace(self._spent, trained=self._spent.trained + now - self._since)
             self._since = now  # the others have trained on
         if was.running and not own.running:
+            if not self._finished:
+                self._on_phase("stop", self._ended, now)
             ended = replace(self._spent, stop=now - self._since)
             self._spent = ended if self._finished else self._measured(now)
             self._since = now
@@ -85,6 +94,8 @@ class TimeAccounting:
         final = _final(self._state)
         if final and final.generation == self._generation:
             final = None
+        if final and not _is_known(self._state.view, final):
+            return  # it may be this node's
         before, self._other = self._other, final
         if before and (final is None or final.generation != before.generation):
             self._generation = before.generation
@@ -101,6 +112,7 @@ class TimeAccounting:
         assert begun
         self._tell_world(begun, now)
         self.recovery.begin_world(cause_of(begun), now)
+        self._on_phase("rendezvous", self._since, now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
@@ -142,11 +154,13 @@ class TimeAccounting:
             self._started = True
             entered = max(self._since, now - min(page.since_init for page in pages))
             self._spent = replace(self._spent, start=entered - self._since)
+            self._on_phase("start", self._since, entered)
             self._since = entered
             self.recovery.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
+            self._on_phase("first_step", self._since, now)
             self._first = self._since = now
             self.recovery.train(now)
 
@@ -164,6 +178,7 @@ class TimeAccounting:
             self.recovery.forget()
         else:
             self.recovery.end_world(now, idle)
+            self._on_phase("detect", now - idle, now)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""
@@ -223,6 +238,12 @@ def is_spare(state: State) -> bool:
     now = view.round if view else None
     if view is None or now is None or now.phase is not Phase.FINAL:
         return False
-    # A page may come after its round.
-    known = view.page.generation == now.generation if view.page else len(view.world) == now.nodes
-    return known and own.acked == now.generation and view.part(own.lease) is None
+    is_out = view.part(own.lease) is None
+    return _is_known(view, now) and own.acked == now.generation and is_out
+
+
+def _is_known(view: View, final: Round) -> bool:
+    """Whether it is known who is in this world: a page may come after its round."""
+    if view.page:
+        return view.page.generation == final.generation
+    return len(view.world) == final.nodes

@@ -232,6 +232,11 @@ class Logs:
             await console.writer.close(patience=1)
 
     @property
+    def to_be_removed(self) -> str:
+        """The directory, if only the evidence of a hang would be kept of it; else ""."""
+        return "" if self.directory is None or self._keeps_files else str(self.directory)
+
+    @property
     def _keeps_files(self) -> bool:
         """Without --log-dir, --redirects or --tee the directory only holds error files."""
         config = self._config
