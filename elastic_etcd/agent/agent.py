@@ -172,14 +172,7 @@ async def _run_agent(
     async with AsyncExitStack() as scope:
         resources = await _open_resources(config, metrics, scope)
         logs, client, guardian, embedded, memory, folder = resources
-        if config.preflight != "off":
-            from elastic_etcd.agent import preflight  # noqa: PLC0415 - as for metrics
-
-            await preflight.check_before_joining(client, config)
-        if config.health_check:
-            from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
-
-            await health_check.check_before_joining(client, config, config.health_check)
+        await _check_before_joining(client, config)
 
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
@@ -220,6 +213,8 @@ async def _run_agent(
                 scope.push_async_callback(watch.close)
                 followers.append(watch)
             if config.health_check:
+                from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
+
                 watching = health_check.watch(client, config, config.health_check, tasks.inbox)
                 tasks.create(watching)
             if embedded:
@@ -261,6 +256,18 @@ async def _open_resources(
     on_answer = metrics.requests.observe if metrics else None
     client = await scope.enter_async_context(Client(etcd, on_answer))
     return Resources(logs, client, guardian, embedded, memory, folder)
+
+
+async def _check_before_joining(client: Client, config: AgentConfig) -> None:
+    """Raise UnfitNode where this node is not fit to train, if somebody wants to know that."""
+    if config.preflight != "off":
+        from elastic_etcd.agent import preflight  # noqa: PLC0415 - only if it is asked for
+
+        await preflight.check_before_joining(client, config)
+    if config.health_check:
+        from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - likewise
+
+        await health_check.check_before_joining(client, config, config.health_check)
 
 
 async def live(build: Callable[[Tasks], "Agent"]) -> int:
