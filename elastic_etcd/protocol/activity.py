@@ -61,7 +61,10 @@ _NS = 1e-9
 
 
 class Doing(IntEnum):
-    """The things that a worker says it does. It is watched in STEP only."""
+    """The things that a worker says it does.
+
+    It is watched in STEP, and in COMMIT while no bytes move.
+    """
 
     STARTING = 0
     INIT = 1  # making the process group, synchronising the state
@@ -77,7 +80,9 @@ class Activity(NamedTuple):
     """A worker's activity at one moment; times are in seconds."""
 
     doing: Doing
-    seconds: float  # since it began to do that; in STEP and DONE, since the last step's end
+    # Since it began to do that; in STEP and DONE, since the last step's end; in COMMIT, since bytes
+    # have moved.
+    seconds: float
     steps: int  # of this world
     slowest: float  # of the recent steps
     what: str = ""  # ee.quiet was told
@@ -143,6 +148,12 @@ class ActivityPage:
                 commits, spent, _ = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
                 more = (commits + 1, spent + took, start + took)
                 _COMMITS.pack_into(self._memory, _COMMITS_AT, *more)
+
+    def move(self) -> None:
+        """Bytes of a commit have moved: how long it takes is counted from here on."""
+        doing, _, *rest = _HEAD.unpack_from(self._memory)
+        if doing == Doing.COMMIT:
+            _HEAD.pack_into(self._memory, 0, doing, monotonic_ns(), *rest)
 
     def importing(self, *, begins: bool) -> None:
         """An import of the script begins, which is not a part of another one, or has ended."""
@@ -322,6 +333,12 @@ def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[No
     """While this is open, the worker does something else than a step."""
     page = _page if _looked else look()
     return page.during(doing, what) if page else contextlib.nullcontext()
+
+
+def move() -> None:
+    """Bytes of a commit have moved."""
+    if page := own_page():
+        page.move()
 
 
 def importing(*, begins: bool) -> None:

@@ -6,7 +6,8 @@ SIGKILLed; the time is that to the slowest worker's next step. Then four process
 of its own, commit and go through changes of their world, and DCP saves and loads the same. Memory
 of a node is that of its pieces and copies, beside the values themselves. The wire's least is what
 the ranks need and do not have; "moving" is to receive that in one piece, and to copy the whole part
-once in memory.
+once into new memory, as that of a new world's tensors is. Beside it stands a restore without the
+script's own `build`.
 """
 
 import argparse
@@ -39,12 +40,14 @@ from tests.support.forked import Child, group
 
 from . import faults, figures, launchers
 from .figures import Measure, Samples, at_most
+from .nodes import NotRecovered
 from .sharded_worker import fill, load, save, sharded
 
 TORCHRUN, OURS = "torchrun c10d", "in process"  # the first is what figures has ratios to
 MODULE = ("-m", "scripts.bench_lib.sharded_worker")
 KILLS = (faults.FAULTS[0], faults.FAULTS[2])  # a worker; all processes of a node
 COPIES = 2
+CPU = "BENCH_SHARDED_CPU"  # in the environment: --cpu
 # How a world ends, and the processes that are in the next one; each is a node.
 FIRST = (0, 1, 2, 3)
 CHANGES: tuple[tuple[str, tuple[int, ...], bool], ...] = (
@@ -67,12 +70,16 @@ def restored(change: str) -> Measure:
     return Measure(f"{change}: restored", "s")
 
 
+def built(change: str) -> Measure:
+    return Measure(f"{change}: build, of that", "s")
+
+
 def wire(change: str) -> Measure:
     return Measure(f"{change}: bytes on the wire", "x the least", "≤ 1.05", at_most(1.05))
 
 
 def moving(change: str) -> Measure:
-    return Measure(f"{change}: that time", "x moving", "≤ 2", at_most(2))
+    return Measure(f"{change}: the rest of it", "x moving", "≤ 2", at_most(2))
 
 
 def killed(fault: faults.Fault, megabytes: int) -> Measure:
@@ -84,7 +91,7 @@ def killed(fault: faults.Fault, megabytes: int) -> Measure:
 def measures(megabytes: int) -> list[Measure]:
     names = [change for change, _, _ in CHANGES]
     kills = [killed(fault, size) for size in (0, megabytes) for fault in KILLS]
-    changes = [of(name) for of in (restored, moving, wire) for name in names]
+    changes = [of(name) for of in (restored, built, moving, wire) for name in names]
     return [*kills, COMMIT, FIRST_COMMIT, ALONE, WITH, MADE, *changes, MEMORY]
 
 
@@ -93,7 +100,9 @@ def main() -> int:
     add = parser.add_argument
     add("--megabytes", type=int, default=100, help="of the weights and moments of all ranks")
     add("--repeat", type=int, default=1)
-    add("--bound", type=float, default=75, help="seconds after which a job has not recovered")
+    add("--bound", type=float, default=60, help="seconds after which a job has not recovered")
+    add("--cpu", action="store_true", help="CPU seconds of commits and changes: a busy machine")
+    add("--no-worlds", action="store_true", help="only jobs")
     add("--no-jobs", action="store_true", help="only commits and changes, without etcd")
     add("--json", type=Path, help="write all samples")
     add("--markdown", type=Path, help="write the table for a document")
@@ -101,15 +110,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     tempfile.tempdir = "/dev/shm"  # noqa: S108 - no disk
+    if args.cpu:
+        os.environ[CPU] = "1"
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
     title = f"sharded, {args.megabytes} MB: torch {version('torch')}, {machine}, "
-    title += f"{args.repeat} repetitions"
+    title += f"{args.repeat} repetitions{', CPU seconds' if args.cpu else ''}"
     samples: dict[str, Samples] = {TORCHRUN: {}, OURS: {}}
     for _ in range(args.repeat):
         if not args.no_jobs:
             asyncio.run(jobs(args.megabytes, args.bound, samples))
-        with tempfile.TemporaryDirectory() as folder:
-            in_worlds(Path(folder), args.megabytes, samples)
+        if not args.no_worlds:
+            with tempfile.TemporaryDirectory() as folder:
+                in_worlds(Path(folder), args.megabytes, samples)
         if args.json:
             args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
     shown = title, measures(args.megabytes), samples, [OURS]
@@ -131,13 +143,21 @@ async def jobs(megabytes: int, bound: float, samples: dict[str, Samples]) -> Non
                 replace(launchers.elastic(OURS, etcd.endpoint), script=(*script, "--in-process")),
             ):
                 for fault in KILLS:
+                    print(f"{launcher.name}: {killed(fault, size).name}", file=sys.stderr)
                     took = suffer(launcher, fault, bound)
                     found = samples[launcher.name]
                     found.setdefault(killed(fault, size).name, []).append(took)
 
 
 def suffer(launcher: launchers.Launcher, fault: faults.Fault, bound: float) -> figures.Sample:
+    """The seconds, or why there are none; the job has twice the bound for all that it does."""
     found: Samples = {}
+
+    def give_up(*_: object) -> None:
+        raise NotRecovered(f"no end after {2 * bound:g} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 2 * bound)
     try:
         faults.suffer(
             *(launcher, fault, bound, 0.0),
@@ -145,6 +165,8 @@ def suffer(launcher: launchers.Launcher, fault: faults.Fault, bound: float) -> f
         )
     except RuntimeError as error:  # the others' figures are still wanted
         print(error, file=sys.stderr)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return found.get(fault.measure.name, ["no start"])[0]
 
 
@@ -165,9 +187,12 @@ def live(process: int, folder: Path, megabytes: int) -> dict[str, dict[str, floa
     """One node's way; what process 0 has measured, by names and launchers."""
 
     def build(world: Any) -> dict[str, Any]:
+        began = clock()
         model, optimizer = sharded(megabytes, world.mesh())
+        builds.append(clock() - began)
         return {"model": model, "optimizer": optimizer}
 
+    builds: list[float] = []
     found: dict[str, dict[str, float]] = {}
     state: ElasticState | None = None
     ends = [*CHANGES, ("", (), False)]
@@ -183,7 +208,7 @@ def live(process: int, folder: Path, megabytes: int) -> dict[str, dict[str, floa
         with group(rank, len(members), there):
             if number:
                 state = state or ElasticState(build=build, first=begin, epoch=0)
-                found |= changed(state, ends[number - 1][0], folder / "saved", megabytes)
+                found |= changed(state, ends[number - 1][0], folder / "saved", megabytes, builds)
             else:
                 found |= committed(build)
                 state = ElasticState(build=build, first=begin, epoch=0)
@@ -235,11 +260,12 @@ def stored(state: ElasticState, folder: Path) -> float:
 
 
 def changed(
-    state: ElasticState, change: str, folder: Path, megabytes: int
+    state: ElasticState, change: str, folder: Path, megabytes: int, builds: list[float]
 ) -> dict[str, dict[str, float]]:
-    """The restore of a new world, and the same by DCP."""
+    """The restore of a new world, for which `builds` gets its last one, and the same by DCP."""
     with counted() as sent:
         took = seconds(state.sync)
+    build = slowest(builds[-1])
     version = state._snapshots.version()  # noqa: SLF001
     store = state._built._shards  # type: ignore[union-attr]  # noqa: SLF001
     needed = missing(state, store._pieces_of(version))  # type: ignore[union-attr, arg-type]  # noqa: SLF001
@@ -253,7 +279,8 @@ def changed(
 
     return {
         restored(change).name: {OURS: took, TORCHRUN: seconds(by_dcp)},
-        moving(change).name: {OURS: took / moved},
+        built(change).name: {OURS: build},
+        moving(change).name: {OURS: (took - build) / moved},
         wire(change).name: {OURS: max(all_sent, 1) / max(least, 1)},
     }
 
@@ -307,14 +334,14 @@ def tensors_of(state: ElasticState) -> Iterator[tuple[str, Any]]:
 def moved_in(wanted: int, part: int) -> float:
     """Seconds in which rank 0 receives so many bytes of rank 1, and each copies its part."""
     there = torch.ones(max(1, wanted), dtype=torch.uint8)
-    memory = [torch.ones(part, dtype=torch.uint8) for _ in range(2)]
+    source = torch.ones(part, dtype=torch.uint8)
 
     def move() -> None:
         if dist.get_rank() == 0 and wanted:
             dist.recv(there, 1)
         elif dist.get_rank() == 1 and wanted:
             dist.send(there, 0)
-        copy(memory)
+        copy([torch.empty_like(source), source])
 
     return median(seconds(move) for _ in range(3))
 
@@ -351,9 +378,14 @@ def copy(memory: list[torch.Tensor]) -> None:
 def seconds(call: Callable[[], object]) -> float:
     """Of the slowest rank, where all begin at once."""
     dist.barrier()
-    start = time.perf_counter()
+    start = clock()
     call()
-    return slowest(time.perf_counter() - start)
+    return slowest(clock() - start)
+
+
+def clock() -> float:
+    """Seconds that pass, or with --cpu those of this process's threads."""
+    return time.process_time() if CPU in os.environ else time.perf_counter()
 
 
 def slowest(value: float) -> float:

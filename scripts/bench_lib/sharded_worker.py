@@ -25,13 +25,13 @@ from scripts.bench_lib.worker import COMMIT_EVERY, STEP_SECONDS, Steps  # noqa: 
 
 IMPORTED = time.monotonic()
 SAVE_EVERY = 25  # steps: a save takes longer than a commit
-WIDTH = 1024
+LAYERS = 8
 
 
 def sharded(megabytes: float, mesh: DeviceMesh) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """Layers without values, of so many megabytes with moments; of next to nothing for 0."""
-    width = WIDTH if megabytes else 8
-    layers = max(1, round(megabytes * 1e6 / (3 * 4 * width * width))) if megabytes else 1
+    layers = LAYERS if megabytes else 1
+    width = round((megabytes * 1e6 / (3 * 4 * layers)) ** 0.5) if megabytes else 8
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     for layer in model:

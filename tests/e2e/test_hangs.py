@@ -261,6 +261,42 @@ def train(state):
 
 train(state)
 """
+# Rank 1 is stopped within a commit, once, before its pieces are written; rank 0 waits for them.
+COMMITS = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import elastic_etcd as ee
+
+class Stops:
+    def state_dict(self):
+        if state.step == 5 and dist.get_rank() == 1 and not os.path.exists("hung"):
+            open("hung", "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+    def load_state_dict(self, saved):
+        pass
+
+def build(world):
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=world.mesh())
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+@ee.run
+def train(state):
+    while state.step < 10:
+        state.model(torch.ones(4, 2)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+        state.check()
+
+state = ee.ElasticState(build=build, stops=Stops(), step=0)
+train(state)
+"""
 # Rank 1 has a debugger from its beginning, and stands in step 6.
 TRACED = (
     PLAIN.replace("1000):", "9):")
@@ -362,6 +398,17 @@ def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     for agent in agents:
         job.exits(agent, 0, 120)
     line = re.search(f"generation 1: ({NOBODY}) \\(trained", status(job))
+    assert line, status(job)
+    begun(agents, line[1], 2)
+
+
+def test_a_world_that_hangs_in_a_commit_is_begun_anew(job: Job) -> None:
+    flags: Flags = {"hang_action": "restart", "max_restarts": 1, "suspect_after": 0}
+    agents = pair(job, script(job, COMMITS), **flags).values()
+    for agent in agents:
+        job.exits(agent, 0, 120)
+    where = r"rank 1 on n[12] is in step 5 for \d+ s, 1 other waits in 5 \(stopped\)"
+    line = re.search(rf"generation 1: ({where}) \(trained", status(job))
     assert line, status(job)
     begun(agents, line[1], 2)
 

@@ -186,6 +186,24 @@ def test_pauses_are_not_the_steps_time() -> None:
     assert page.read().steps == 3
 
 
+def test_a_commit_is_as_old_as_its_last_bytes() -> None:
+    page = ActivityPage(sealed_memfd("activity", activity.SIZE))
+    page.clear()
+    page.step(told=True)
+    page.move()  # in no commit: nothing
+    before = page.read()
+    with page.during(Doing.COMMIT):
+        began = page.read()
+        page.move()
+        moved = page.read()
+    after = page.read()
+    assert began.doing is moved.doing is Doing.COMMIT
+    # Of clocks that are read one after the other.
+    assert moved.since_commit - began.since_commit > moved.seconds - began.seconds
+    assert (after.doing, after.steps) == (before.doing, before.steps) == (Doing.STEP, 1)
+    assert after.commit_seconds > 0
+
+
 def measure(page: ActivityPage, *, times: int, waited: int) -> Activity:
     for _ in range(times):
         for _ in range(activity.EVERY):

@@ -165,7 +165,7 @@ class Node:
         """The agent has looked at a worker there, more than once."""
         self.at, self.generation = at, generation
         await self.until(lambda: self.watch._generation == generation)
-        await self.until(lambda: self.watch._seen.get(0) is at)
+        await self.until(lambda: self.watch._seen.get(0, HUNG).seconds == at.seconds)
         await asyncio.sleep(0.1)
 
     async def until(self, condition: Any) -> None:
@@ -407,6 +407,19 @@ async def test_a_gap_between_steps_that_was_seen_once_is_no_hang_later(
     assert not node.suspects()
     await node.seen(stands(181.0, 79))
     await node.until(node.suspects)
+    task.cancel()
+
+
+async def test_a_commit_in_which_nothing_moves_is_a_hang_at_last(pid: int, quick: None) -> None:
+    """It may wait for memory, and for others who copy; then somebody is behind."""
+    node = Node(pid)
+    task = asyncio.create_task(node.watch.run())
+    await node.seen(Activity(Doing.COMMIT, 179.0, 6, 0.1))
+    assert not node.suspects()
+    await node.seen(Activity(Doing.COMMIT, 181.0, 6, 0.1))
+    await node.until(node.suspects)
+    await node.seen(Activity(Doing.COMMIT, 0.1, 6, 0.1))
+    await node.until(lambda: not node.suspects())
     task.cancel()
 
 

@@ -99,6 +99,8 @@ async def gather(
         hanging = [worker for worker in hanging if worker.pid in now]
         for worker in hanging:
             output, at = worker.output.err.tail(), now[worker.pid]
+            if at.doing is Doing.COMMIT:  # one that stands counts as a step
+                at = at._replace(doing=Doing.STEP)
             new = output if output != tails[worker.pid] else b""
             known[worker.spec.rank] = Evidence(at.steps, _stack(new), at.doing)
             if at.doing is Doing.STEP:

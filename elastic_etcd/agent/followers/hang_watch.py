@@ -1,8 +1,9 @@
 """Workers that do not end their step for too long: where each stands, and which one is behind.
 
 Only what is known to be a step is watched: not what comes before the first one of a world has
-ended, nor commits, saves and what `ee.quiet` was told. The agents find out together which rank the
-others wait for (core/hangs.py); an agent that gets no answer names its own workers.
+ended, nor saves and what `ee.quiet` was told, nor a commit as long as it moves bytes. The agents
+find out together which rank the others wait for (core/hangs.py); an agent that gets no answer names
+its own workers.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from elastic_etcd.times import HANG_ALONE, HANG_AT_LEAST, HANG_LEARNT
 
 _PERIOD = 1.0
 _TIMES = 10  # the slowest of the recent steps
+_COMMIT = 3  # times as long as a step a commit may move nothing; it takes memory, too
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +118,12 @@ class HangWatch(PeriodicFollower):
     # --- this node's own workers ----------------------------------------------------------
 
     def _activities(self) -> list[tuple[Worker, Activity]]:
-        return self._workers.activities()
+        """The workers, with what they do: a commit in which nothing moves counts as a step."""
+        found = []
+        for worker, now in self._workers.activities():
+            stuck = now.doing is Doing.COMMIT and now.seconds >= _COMMIT * self._patience(now)
+            found.append((worker, now._replace(doing=Doing.STEP) if stuck else now))
+        return found
 
     def _is_watched(self, worker: Worker, now: Activity) -> bool:
         """Whether it is in what ends soon: in a step, but for the first."""

@@ -23,6 +23,7 @@ from elastic_etcd.train.sharded.checkpoint_directory import (
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
     models_of,
+    place_of,
     refuse_homeless,
     sharded_like,
     targets_of,
@@ -234,5 +235,5 @@ def _forget_meshes() -> None:
     """
     known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding  # noqa: SLF001
     fast = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # noqa: SLF001
-    for clear in filter(None, (getattr(known, "cache_clear", None), fast)):
+    for clear in filter(None, (getattr(known, "cache_clear", None), fast, place_of.cache_clear)):
         clear()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,9 +12,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.kernel import populate
 from elastic_etcd.train.sharded.pieces import Piece
 
 _MOMENT = re.compile(r"(\w+)\.state\.(\d+)\.(.+)")
+
+
+# Shapes and offsets, by shape, mesh and placements: as long as a copy of half a megabyte takes. A
+# mesh of another world may be equal to this one's: `Built` forgets them.
+place_of = cache(compute_local_shape_and_global_offset)
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -25,17 +32,16 @@ def piece_of(name: str, tensor: DTensor) -> Piece:
     """The piece that this rank has. Raises UsageError for one that is not a box of the whole."""
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UsageError(f"{name} is a partial sum, which is no value to be kept: reduce it first")
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    if tuple(tensor.to_local().shape) != tuple(shape):
+    shape, offset = place_of(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(local_of(tensor).shape) != tuple(shape):
         raise UsageError(f"{name} is sharded unevenly in a way that torch does not describe")
     return Piece(name, tuple(offset), tuple(shape))
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The memory of this rank's piece."""
-    return tensor.detach().to_local()
+    with torch.no_grad():  # else each call is a step of autograd's
+        return tensor.to_local()
 
 
 def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -48,6 +54,18 @@ def sharded_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def memory_for(name: str, model: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of this machine for this rank's piece of that dtype, to be written.
+
+    The parameter's own, where it is to be loaded into that: then loading it copies nothing.
+    """
+    own = local_of(model)
+    if _MOMENT.fullmatch(name) or own.dtype != dtype or not (own.is_cpu and own.is_contiguous()):
+        own = torch.empty(own.shape, dtype=dtype, device="cpu")
+    populate(own.data_ptr(), own.nbytes)
+    return own
 
 
 def models_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, DTensor]:

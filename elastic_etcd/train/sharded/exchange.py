@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
+from elastic_etcd.protocol import activity
 from elastic_etcd.train.collectives import device_of, gather, rank_and_size
 from elastic_etcd.train.state.snapshot_bytes import bytes_of, sum_of
 
@@ -54,6 +55,7 @@ def exchange(
                 operations += [dist.P2POp(dist.irecv, each, sender) for each in coming]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+            activity.move()
             if place is not None:
                 if arriving is not place:
                     place.copy_(arriving)

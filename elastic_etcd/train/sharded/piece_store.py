@@ -10,6 +10,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import prod
 from typing import Any
@@ -19,10 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
 from elastic_etcd.protocol import activity
+from elastic_etcd.system.kernel import populate
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import copies, gather, generation, rank_and_size
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
+    memory_for,
     models_of,
     piece_of,
     sharded_like,
@@ -47,6 +50,7 @@ from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd
 from elastic_etcd.train.state.sync import BUCKET
 from elastic_etcd.train.sync_point import lose
 
+_MESSAGE = 8 << 20  # bytes of parts that go together: what is packed is still in the cache
 Batched = Callable[[Iterator[TensorSlice]], Iterable[Sequence[TensorSlice]]]
 
 log = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class PieceStore:
         self._last: Version | None = None  # the commit that counts
         self._places: tuple[int, list[list[int]]] | None = None  # of the plan, and its generation
         self._plan: list[list[int]] = []  # the ranks that keep copies of each rank's pieces
+        self._sizes: dict[int, int] = {}  # of the copies that this rank keeps, by their ranks
         self._nodes = 0  # that have each piece then
         self._names: list[str] = []  # that the agent keeps
         weakref.finalize(self, Snapshots.let_go, self._names).atexit = False
@@ -89,14 +94,19 @@ class PieceStore:
         draft = Draft(version, parts, local, batched)
         self._last = last
         checksum = zlib.crc32(repr(sorted(table.values())).encode())
-        rows = gather([draft.size, _node(), _label(), checksum, leaves])
-        if self._places != (generation(), rows):
-            self._make_plan(rows)
-            self._places = generation(), rows
-        sizes = {sender: rows[sender][0] for sender, to in enumerate(self._plan) if rank in to}
-        memfd, targets = self._take_memory(draft.size, sizes)
+        taken = None
+        if self._places and self._places[0] == generation():
+            with suppress(OSError):  # all are told, and it is tried again
+                taken = self._take_memory(draft.size)
+        rows = gather([draft.size, _node(), _label(), checksum, leaves, taken is not None])
+        places = generation(), [row[:-1] for row in rows]
+        if taken is None or places != self._places or not all(row[-1] for row in rows):
+            self._make_plan(places[1])
+            self._places = places
+            taken = self._take_memory_together(draft.size)
+        memfd, targets = taken
         snapshot = memfd.set(draft.write(memfd.body(draft.size)))
-        self._keep_copies(snapshot, self._plan[rank], targets, sizes)
+        self._keep_copies(snapshot, self._plan[rank], targets)
         gather([1])
         activity.keep_copies(self._nodes)
 
@@ -133,31 +143,34 @@ class PieceStore:
         activity.keep_copies(min(map(len, having.values()), default=0))
         dtypes = {name: DTYPES[dtype] for name, (dtype, _) in names.items()}
         there = {
-            piece: torch.empty(piece.shape, dtype=dtypes[piece.name], device="cpu")
-            for piece in needs
+            piece: memory_for(piece.name, models[piece.name], dtypes[piece.name]) for piece in needs
         }
-        for each in plan:
-            if each.sender == each.receiver == rank:
-                _put(each, mine[each.source][each.part.within(each.source)], there)
+
+        def taken(group: Iterable[Transfer]) -> list[torch.Tensor]:
+            return [mine[each.source][each.part.within(each.source)] for each in group]
+
+        def targets(group: Iterable[Transfer]) -> list[torch.Tensor]:
+            return [there[each.target][each.part.within(each.target)] for each in group]
+
+        own = [each for each in plan if each.sender == each.receiver == rank]
+        for part, target in zip(taken(own), targets(own), strict=True):
+            target.copy_(part)
         messages = _in_messages(plan, dtypes)
+        sending, arriving = _Buffer(), _Buffer()
         sends = {
-            to: (_packed(group, mine, dtypes) for group in groups)
+            to: (sending.packed(taken(group)) for group in groups)
             for (sender, to), groups in messages.items()
             if sender == rank
         }
         places = {
-            sender: (_empty_message(group, dtypes) for group in groups)
+            sender: (arriving.message(targets(group)) for group in groups)
             for (sender, to), groups in messages.items()
             if to == rank
         }
         turns = {sender: iter(messages[sender, rank]) for sender in places}
         for sender, message in exchange(sends, places):
-            start = 0
-            for each in next(turns[sender]):
-                end = start + _nbytes(each, dtypes)
-                flat = message[start:end].view(dtypes[each.part.name])
-                _put(each, flat.view(each.part.shape), there)
-                start = end
+            for target, part in _split(message, targets(next(turns[sender]))):
+                target.copy_(part)  # which is nothing if it is there already
         return {piece.name: sharded_like(models[piece.name], there[piece]) for piece in needs}
 
     def own(
@@ -175,7 +188,11 @@ class PieceStore:
         if not mine.keys() >= {*pieces.values()}:
             why = "they are of another world, or damaged"
             lose("restore(): this rank has not all its pieces", MalformedState(why))
-        return {name: sharded_like(models[name], mine[pieces[name]].clone()) for name in names}
+        found = {}
+        for name, model in models.items():
+            piece = mine[pieces[name]]
+            found[name] = sharded_like(model, memory_for(name, model, piece.dtype).copy_(piece))
+        return found
 
     def last(self, version: Version) -> StateSnapshot:
         """This rank's own pieces of a commit of this world."""
@@ -197,10 +214,10 @@ class PieceStore:
         places = [Place(node, label, table, bool(leaves)) for _, node, label, table, leaves in rows]
         self._plan = partners(places, self._copies)
         self._nodes = fewest_nodes(places, self._plan)
-        senders = [sender for sender, to in enumerate(self._plan) if rank in to]
-        while len(self._kept) < len(senders):
+        self._sizes = {each: rows[each][0] for each, to in enumerate(self._plan) if rank in to}
+        while len(self._kept) < len(self._sizes):
             self._kept.append(self._pair(f"copy{len(self._kept)}"))
-        bodies = [rows[each][0] for each in (rank, *senders)]
+        bodies = [rows[rank][0], *self._sizes.values()]
         pairs = zip([self._own, *self._kept], bodies, strict=False)
         lacking = sum(max(0, size - memfd.capacity) for pair, size in pairs for memfd in pair)
         asked = gather([lacking])
@@ -216,34 +233,38 @@ class PieceStore:
             else None
         )
 
-    def _take_memory(self, own: int, sizes: Mapping[int, int]) -> tuple[Memfd, dict[int, Memfd]]:
-        """Memory for this rank's pieces and for those of others, of these sizes. Collective."""
-        lacking: Exception | None = None
+    def _take_memory(self, own: int) -> tuple[Memfd, dict[int, Memfd]]:
+        """Memory for this rank's pieces and, by the plan, for those of others. Raises OSError."""
+        for unused in chain(*self._kept[len(self._sizes) :]):  # since another world
+            if (held := unused.snapshot()) is None or held.header.version != self._last:
+                unused.release()
+        pairs = zip(self._sizes.items(), self._kept, strict=False)
+        return self._free(self._own, own), {
+            sender: self._free(pair, size) for (sender, size), pair in pairs
+        }
+
+    def _take_memory_together(self, own: int) -> tuple[Memfd, dict[int, Memfd]]:
+        """The same, or an error on all ranks. Collective."""
         try:
-            for unused in chain(*self._kept[len(sizes) :]):  # since another world
-                if (held := unused.snapshot()) is None or held.header.version != self._last:
-                    unused.release()
-            memfd = self._free(self._own, own)
-            pairs = zip(sizes, self._kept, strict=False)
-            targets = {sender: self._free(pair, sizes[sender]) for sender, pair in pairs}
+            taken = self._take_memory(own)
         except OSError as error:
-            lacking = error
-        _raise_together(lacking)
-        return memfd, targets
+            _raise_together(error)
+            raise
+        _raise_together(None)
+        return taken
 
     def _keep_copies(
         self,
         own: StateSnapshot,
         to: Sequence[int],
         targets: Mapping[int, Memfd],
-        sizes: Mapping[int, int],
     ) -> None:
-        """Give this rank's snapshot to those ranks, and keep those of others, of these sizes."""
+        """Give this rank's snapshot to those ranks, and keep those of others."""
         header = torch.frombuffer(bytearray(own.header.pack()), dtype=torch.uint8)
         sends = {rank: [header, *own.body.split(BUCKET)] for rank in to}
-        headers = {sender: torch.empty_like(header) for sender in sizes}
+        headers = {sender: torch.empty_like(header) for sender in targets}
         places = {
-            sender: [headers[sender], *target.body(sizes[sender]).split(BUCKET)]
+            sender: [headers[sender], *target.body(self._sizes[sender]).split(BUCKET)]
             for sender, target in targets.items()
         }
         for _ in exchange(sends, places):
@@ -351,7 +372,7 @@ def _in_messages(
         size = _nbytes(each, dtypes)
         if left.get(pair, 0) < size:
             found.setdefault(pair, []).append([])
-            left[pair] = max(BUCKET, size)
+            left[pair] = max(_MESSAGE, size)
         left[pair] -= size
         found[pair][-1].append(each)
     return found
@@ -361,27 +382,39 @@ def _nbytes(each: Transfer, dtypes: Mapping[str, torch.dtype]) -> int:
     return each.part.size * int(dtypes[each.part.name].itemsize)
 
 
-def _empty_message(group: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
-    size = sum(_nbytes(each, dtypes) for each in group)
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+class _Buffer:
+    """Memory through which messages go, one after the other; a large part alone needs none."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The message with these parts."""
+        message = self.message(parts)
+        for part, its in _split(message, parts):
+            its.copy_(part)
+        return message
+
+    def message(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The memory of a message with such parts."""
+        if len(parts) == 1 and parts[0].is_contiguous():
+            return parts[0].view(-1).view(torch.uint8)
+        size = sum(part.nbytes for part in parts)
+        if self._memory.nbytes < size:
+            self._memory = torch.empty(max(size, _MESSAGE), dtype=torch.uint8, device="cpu")
+            populate(self._memory.data_ptr(), self._memory.nbytes)
+        return self._memory[:size]
 
 
-def _packed(
-    group: Sequence[Transfer],
-    mine: Mapping[Piece, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
-) -> torch.Tensor:
-    message, start = _empty_message(group, dtypes), 0
-    for each in group:
-        end = start + _nbytes(each, dtypes)
-        part = mine[each.source][each.part.within(each.source)]
-        message[start:end] = part.contiguous().view(-1).view(torch.uint8)
+def _split(
+    message: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part, and its memory in a message."""
+    start = 0
+    for part in parts:
+        end = start + part.nbytes
+        yield part, message[start:end].view(part.dtype).view(part.shape)
         start = end
-    return message
-
-
-def _put(each: Transfer, part: torch.Tensor, there: Mapping[Piece, torch.Tensor]) -> None:
-    there[each.target][each.part.within(each.target)] = part
 
 
 def _piece(row: Any) -> Piece:

@@ -560,7 +560,9 @@ class ElasticState:
 
     def _staged(self, slices: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         """Raises WorldBroken instead of the end: the results of an abort must not be kept."""
-        yield from self._staging.through(slices)
+        for batch in self._staging.through(slices):
+            activity.move()
+            yield batch
         sync_point.current().raise_if_broken()
 
     def _load_snapshot(

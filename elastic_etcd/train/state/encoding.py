@@ -191,12 +191,12 @@ class _Encoder:
     def _name_shard(self, value: Any, path: tuple[Any, ...]) -> list[Any]:
         """Its name, dtype and shape, which all ranks have alike."""
         assert self.shards is not None
-        tensor = value.detach()
-        local = tensor.to_local()
+        with torch.no_grad():  # else it is a step of autograd's
+            local = value.to_local()
         # Not its address: a rank's part may be empty, and tied weights are to be so on all ranks.
-        memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape)  # noqa: SLF001
-        name = self.seen.setdefault((*memory, tensor.dtype), _dotted(path))
-        self.shards.setdefault(name, tensor)
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), value.shape)  # noqa: SLF001
+        name = self.seen.setdefault((*memory, value.dtype), _dotted(path))
+        self.shards.setdefault(name, value)
         return [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
