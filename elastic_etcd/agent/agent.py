@@ -212,11 +212,7 @@ async def _run_agent(
                 watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
                 scope.push_async_callback(watch.close)
                 followers.append(watch)
-            if config.health_check:
-                from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
-
-                watching = health_check.watch(client, config, config.health_check, tasks.inbox)
-                tasks.create(watching)
+            followers += _watch_fitness(client, config, tasks)
             if embedded:
                 embedded.failed.add_done_callback(tasks.inbox.put_error)
             return Agent(config, tasks, membership, workers, followers)
@@ -268,6 +264,18 @@ async def _check_before_joining(client: Client, config: AgentConfig) -> None:
         from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - likewise
 
         await health_check.check_before_joining(client, config, config.health_check)
+
+
+def _watch_fitness(client: Client, config: AgentConfig, tasks: Tasks) -> Iterator[Follower]:
+    """Have a node that is not fit any more leave, if somebody wants to know that."""
+    if config.health_check:
+        from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
+
+        tasks.create(health_check.watch(client, config, config.health_check, tasks.inbox))
+    if config.preflight != "off":
+        from elastic_etcd.agent.followers import suspect_check  # noqa: PLC0415 - as above
+
+        yield suspect_check.SuspectCheck(client, config, tasks)
 
 
 async def live(build: Callable[[Tasks], "Agent"]) -> int:

@@ -37,6 +37,12 @@ log = logging.getLogger(__name__)
 
 async def check_before_joining(client: Client, config: AgentConfig) -> None:
     """Raise UnfitNode, with all that was found, where this node is not fit to train."""
+    if why := await why_unfit(client, config):
+        raise UnfitNode(f"this node does not join: {why}.\nMend that, then start the agent again.")
+
+
+async def why_unfit(client: Client, config: AgentConfig) -> str:
+    """All that was found, "" for nothing; `status` shows it. Raises EtcdError, OSError."""
     reached = await own_address(config, client.endpoint, Reached())
     measure = partial(_measure, _questions(config, client.endpoint))
     try:
@@ -49,10 +55,10 @@ async def check_before_joining(client: Client, config: AgentConfig) -> None:
 
         faults += await Neighbours(client, config, reached.address, speeds).compare()
     if faults:
-        why = "; ".join(faults)
-        await tell_unfit(client, config, why)
-        raise UnfitNode(f"this node does not join: {why}.\nMend that, then start the agent again.")
-    log.info("preflight: %s", ", ".join(f"{each.what} {each.speed:.0f}" for each in speeds))
+        await tell_unfit(client, config, "; ".join(faults))
+    else:
+        log.info("preflight: %s", ", ".join(f"{each.what} {each.speed:.0f}" for each in speeds))
+    return "; ".join(faults)
 
 
 def _questions(config: AgentConfig, endpoint: str) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 from elastic_etcd.__main__ import main
 from tests.support.disks import small_disk
 from tests.support.etcd import EtcdServer
+from tests.support.job import Job
 from tests.support.residue import keys
 from tests.support.ticking import TickingJob
 
@@ -59,6 +60,40 @@ def test_a_node_whose_disk_is_full_stays_out_until_it_is_not(
     ticks.trains(1)
     assert "kept out" not in status(etcd, ticks.name, capsys)
     ticks.finish(n1)
+
+
+FILLS = """
+import os, pathlib, sys, time
+import elastic_etcd as ee
+
+if os.environ["ELASTIC_ETCD_NODE"] == "n1":
+    pathlib.Path(sys.argv[1], "full").write_bytes(bytes(60 << 20))
+    sys.exit("GPU 3 has fallen off the bus")
+print("trains in a world of", os.environ["WORLD_SIZE"], flush=True)
+while not ee.leaving():
+    time.sleep(0.05)
+    ee.heartbeat()
+"""
+
+
+def test_a_node_that_is_left_out_is_checked_once_more(job: Job, tmp_path: Path) -> None:
+    script, logs = tmp_path / "train.py", tmp_path / "logs"
+    script.write_text(FILLS)
+    logs.mkdir()
+    given: dict[str, Any] = {
+        "script": (str(script), str(logs)),
+        "start_method": "exec",
+        "leave_deadline": 5,
+        "max_restarts": 9,
+    }
+    with small_disk(logs, "size=100m"):
+        n2 = job.start("n2", **given)
+        n1 = job.start("n1", preflight="basic", log_dir=logs, **given)
+        job.exits(n1, 8)
+    assert "free, 64 are asked for: free some, or give another folder: leaving" in n1.output
+    job.said(n2, "trains in a world of 1")
+    n2.terminate()
+    job.exits(n2, 143)
 
 
 def test_a_node_whose_health_check_fails_is_shown(
