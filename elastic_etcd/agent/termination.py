@@ -62,6 +62,7 @@ class Termination:
         self._groups = ProcessGroups(self._groups_emptied)
         self._pending = 0  # starts, and failures whose cause is being read
         self._swept = False  # of what has left the groups, when all else is gone
+        self._sweeps: set[asyncio.Task[None]] = set()
         self._generation = 0
         self._kill, self._late = Timer(), Timer()
         self._stuck, self._unkillable = Timer(), Timer()
@@ -83,12 +84,12 @@ class Termination:
 
         self._begin(wait)
 
-    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None] | None:
         """Begin `work`, which says by `_done` that nothing waits for it any more."""
         if self._tasks.ended:  # nobody waits for anything any more
-            return
+            return None
         self._pending += 1
-        self._tasks.create(work())
+        return self._tasks.create(work())
 
     def _done(self) -> None:
         self._pending -= 1
@@ -200,11 +201,18 @@ class Termination:
     def _sweep_or_say_gone(self) -> None:
         if not (self._parked or self._swept):  # what a parked one has started lives on with it
             self._swept = True
-            self._begin(self._sweep)
+            if sweep := self._begin(self._sweep):
+                self._sweeps.add(sweep)
+                sweep.add_done_callback(self._sweeps.discard)
             return
         self.gone = True
         self.guard()
         self._inbox.put(WorkersGone(self._generation))
+
+    async def finish_sweeps(self) -> None:
+        """Wait for the end of all that is being killed: its mark is not seen any more."""
+        if self._sweeps:
+            await asyncio.wait(self._sweeps)
 
     async def _sweep(self) -> None:
         generation = self._generation

@@ -311,6 +311,7 @@ class Workers:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout + LEFTOVERS):
+                await self._termination.finish_sweeps()
                 while others := await end_leftovers(self._mark, self.generation):
                     await end_late(self._mark, self.generation, others)
 

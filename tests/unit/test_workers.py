@@ -403,6 +403,29 @@ async def test_r18_a_daemon_lives_as_long_as_a_parked_worker(
     assert not is_running(pid)
 
 
+async def test_an_agent_does_not_end_before_what_it_kills(
+    watched: Watched, fifo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is dying has no environment any more, by which it would be found."""
+    killed = asyncio.Event()
+
+    async def end_late(*_: object) -> None:
+        await killed.wait()
+
+    monkeypatch.setattr(termination, "end_late", end_late)
+    watched.launch(["sh", "-c", DAEMON.format(fifo=fifo) + "exec sleep 1000"])
+    pid = int(await line(fifo))
+    watched.kill()
+    await watched.emptied()
+    os.killpg(pid, signal.SIGKILL)
+    await gone(pid)
+    ending = asyncio.create_task(watched.workers.end_leftovers())
+    await asyncio.wait({ending}, timeout=1)
+    assert not ending.done()
+    killed.set()
+    await ending
+
+
 async def test_a_dead_child_that_nobody_reaps_delays_nothing(watched: Watched, fifo: Path) -> None:
     # As in a container whose first process is no init: orphans stay in their group as zombies.
     watched.launch(
