@@ -283,7 +283,7 @@ OUTCOMES = {"succeeded": "SUCCEEDED", "failed": "FAILED"}
 def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) -> Event:
     return event(
         OUTCOMES.get(outcome.state, "TERMINATED"),
-        f"the job {outcome.state}: {outcome.reason}{_said(outcome.failure)}",
+        f"the job {outcome.state}: {outcome.reason}{_said(outcome.failure, outcome.reason)}",
         job=job,
         at=outcome.at,
         total=lasted,
@@ -295,9 +295,10 @@ def _of_outcome(job: str, outcome: Outcome, lasted: float, restarts: int = 0) ->
     )
 
 
-def _said(failure: Failure | None) -> str:
+def _said(failure: Failure | None, reason: str = "") -> str:
+    """Its last words, unless they are in the reason."""
     words = failure.last_words if failure else ""
-    return f": {words}" if words else ""
+    return f": {words}" if words and words not in reason else ""
 
 
 def _of_wanted(job: str, view: View) -> Iterator[Event]:

@@ -189,7 +189,8 @@ def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:
     for short in jobs:
         nodes = ", ".join(f"{count} {state}" for state, count in short["nodes"].items())
         used = _used(short["restarts"], short["limits"])
-        why = ": ".join(filter(None, (short["why"], short["last_words"])))
+        why, words = short["why"], short["last_words"]
+        why = why if words in why else f"{why}: {words}" if why else words
         state = short["state"] if short["hangs_since"] is None else "hangs"
         cells = (state, nodes or "-", str(short["world_size"]), used, why)
         rows.append((short["job"], *cells))

@@ -76,6 +76,9 @@ def test_o1_the_end_of_a_job_has_its_causes_last_words() -> None:
     failed = replace(OUTCOME, state="failed", reason="it is over", failure=FAILURE)
     *_, last = past("j", view({KEYS.outcome: encode(failed)}))
     assert last.text == "the job failed: it is over: RuntimeError: why"
+    named = replace(failed, reason="3 failures were by RuntimeError: why")
+    *_, last = past("j", view({KEYS.outcome: encode(named)}))
+    assert last.text == "the job failed: 3 failures were by RuntimeError: why"
 
 
 def test_the_job_is_scaled() -> None:
