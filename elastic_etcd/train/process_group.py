@@ -15,6 +15,7 @@ from typing import Any
 
 # The first DDP module imports it in its constructor, and the remains of that hold the process group
 # of that time for ever (torch 2.13).
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError, WrongHere

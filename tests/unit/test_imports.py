@@ -319,6 +319,11 @@ def loaded(code: str, *flags: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_what_would_hold_a_group_for_ever_is_loaded_before_there_is_one() -> None:
+    """The first DDP module imports it else, in each worker that is not forked."""
+    assert "torch._dynamo" in loaded("import elastic_etcd.train.process_group", "-W", "ignore")
+
+
 def test_a_worker_does_without_numpy_as_torch_does() -> None:
     train = [name for name in MODULES if name.startswith("elastic_etcd.train.")]
     shuffled = "elastic_etcd.train.data.permutation.Listed(range(4), 4).digest()"
