@@ -317,9 +317,14 @@ _page: ActivityPage | None = None
 _looked = False
 
 
+def own_page() -> ActivityPage | None:
+    """This worker's page, if it has one."""
+    return _page if _looked else look()
+
+
 def step(*, told: bool = True) -> None:
     """A step of training has ended: `told` by the script, or seen at an optimizer."""
-    if page := _page if _looked else look():
+    if page := own_page():
         page.step(told=told)
 
 
@@ -331,7 +336,7 @@ def measured() -> ActivityPage | None:
 
 def during(doing: Doing, what: str = "") -> contextlib.AbstractContextManager[None]:
     """While this is open, the worker does something else than a step."""
-    page = _page if _looked else look()
+    page = own_page()
     return page.during(doing, what) if page else contextlib.nullcontext()
 
 
@@ -343,24 +348,19 @@ def move() -> None:
 
 def importing(*, begins: bool) -> None:
     """An import of the script begins, or has ended."""
-    if page := _page if _looked else look():
+    if page := own_page():
         page.importing(begins=begins)
-
-
-def own_page() -> ActivityPage | None:
-    """This worker's page, if it has one."""
-    return _page if _looked else look()
 
 
 def keep_copies(nodes: int) -> None:
     """So many nodes have each piece of this worker's last commit."""
-    if page := _page if _looked else look():
+    if page := own_page():
         page.keep_copies(nodes)
 
 
 def done() -> None:
     """The worker trains no more, and no rank waits for it."""
-    if page := _page if _looked else look():
+    if page := own_page():
         page.done()
 
 
