@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_BACKENDS = ("nccl", "xccl")  # torch's own that take tensors of these devices only
+
 
 def kind() -> str:
     """The type of these devices: "cuda" also where there are none."""
@@ -17,6 +19,11 @@ def kind() -> str:
 def devices() -> Any:
     """Torch's module for them: torch.cuda, or one that is like it."""
     return getattr(torch, kind())
+
+
+def uses_devices(backend: str) -> bool:
+    """Whether a process group of such a backend, like "cpu:gloo,cuda:nccl", is for these."""
+    return any(name in backend.lower() for name in _BACKENDS)
 
 
 def current_device() -> torch.device:

@@ -30,10 +30,9 @@ from elastic_etcd.train.abort import (
     strangers,
     uses_nccl,
 )
-from elastic_etcd.train.accelerator import devices
+from elastic_etcd.train.accelerator import devices, uses_devices
 from elastic_etcd.train.sync_point import SyncPoint
 
-_ON_DEVICES = ("nccl", "xccl")  # backends of torch's own
 _OURS = 2  # references to a group that nobody else holds: a list's, and who counts
 _ABORT_AGAIN = 0.05  # seconds: connections made after an abort have to be shut down, too
 
@@ -295,7 +294,7 @@ def _prepare(backend: str | None, local_rank: int, options: Mapping[str, Any]) -
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if uses_nccl() else "gloo"
-    if any(name in backend.lower() for name in _ON_DEVICES):
+    if uses_devices(backend):
         device = options.get("device_id")
         devices().set_device(_device_of(local_rank) if device is None else device)
     return backend

@@ -10,7 +10,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from rich.console import Console
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from tests.support.places import PLACES, Place, first_gpu, missing, nccl_version
 
-from . import state, timeline
+from . import faults, launchers, state, timeline
 from .figures import grid
 
 NOT_HERE = 77
 PLAIN = "plain copy, into memory that is there"
+TORCHRUN = 60.0  # seconds after which it has not recovered
 METHODS = ("exec", "prefork", "in process")
 # Up to the last of its stages in timeline.py each takes what is left since the one before.
 PARTS = {
@@ -199,9 +201,21 @@ def show(place: Place, endpoint: str, kills: int, console: Console) -> None:
         each = timeline.recoveries(name, endpoint, kills, arguments, environment)
         console.print(timeline.table(f"{name}, {place}", each))
         found[name] = parts(timeline.medians(each))
-    rows = [(part, *(found[name][part] for name in METHODS)) for part in [*PARTS, "all"]]
-    title = f"worker SIGKILLed, {place}: ms, medians of {kills} kills"
-    console.print(grid(title, ("", *METHODS), rows))
+    theirs = torchruns(arguments, environment)
+    rows = [(part, *(found[name][part] for name in METHODS), "") for part in PARTS]
+    rows.append(("all", *(found[name]["all"] for name in METHODS), theirs))
+    title = f"worker SIGKILLed, {place}: ms, medians of {kills} kills; of torchrun one"
+    console.print(grid(title, ("", *METHODS, "torchrun c10d"), rows))
+
+
+def torchruns(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Milliseconds of one recovery by torchrun; or why there is none."""
+    plain = launchers.c10d()
+    launcher = replace(plain, script=(*plain.script, *arguments), environment=environment)
+    found: dict[str, faults.Sample] = {}
+    faults.suffer(launcher, faults.WORKER, TORCHRUN, 0.0, found.__setitem__)
+    took = found[faults.WORKER.measure.name]
+    return took if isinstance(took, str) else f"{1e3 * took:.0f}"
 
 
 def parts(stages: dict[str, float]) -> dict[str, str]:

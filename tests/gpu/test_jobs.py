@@ -5,6 +5,7 @@ its process, its CUDA context and its memory.
 import json
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 
 from elastic_etcd.train.abort import uses_nccl
 from tests.support.invariants import Event, each_sample_once
-from tests.support.job import DEVICE, Agent, Job
-from tests.support.places import BOTH, Place, first_gpu, places
+from tests.support.job import DEVICE, ROOT, Agent, Job
+from tests.support.places import BOTH, Place, first_gpu, missing, places
 from tests.support.processes import send
 
+RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "reinforce", "warmup")
 PATIENCE = 120  # seconds; a first import of torch with CUDA takes long
 
 pytestmark = [pytest.mark.timeout(5 * PATIENCE), pytest.mark.nightly(part="gpu")]
@@ -125,3 +127,22 @@ def test_as_many_workers_as_gpus(job: Job) -> None:
     devices = [json.loads(p.read_text())["device"] for p in job.directory.glob("*.device")]
     assert sorted(devices) == [f"cuda:{number}" for number in range(gpus)]
     finish(job, n1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU it is in tests/users")
+def test_t6_trainings_that_are_right_raise_no_alarm(job: Job) -> None:
+    """Two replicas on one GPU, which are compared at each commit."""
+    place = Place("cuda", BOTH)
+    if why := missing(place, ranks=2, one_gpu=True):
+        pytest.skip(why)
+    env = place.env | {"DEVICE": "cuda", "STEPS": "200"}
+    script = (str(ROOT / "tests" / "users" / "habits.py"), f"--output={job.directory}", *RIGHT)
+    agents = [
+        job.start(node, nnodes="2", script=script, env=env, compare_every=1)
+        for node in ("n1", "n2")
+    ]
+    for agent in agents:
+        job.exits(agent, 0, 4 * PATIENCE)
+        assert "replicas differ" not in agent.output
+    lines = (job.directory / "curve.csv").read_text().splitlines()
+    assert Counter(line.partition(",")[0] for line in lines) == dict.fromkeys(RIGHT, 200)

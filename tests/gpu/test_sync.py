@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
-from tests.support.forked import Child, group
+from tests.support.forked import Child, commit_alone, group
 from tests.support.places import Place, places
 
 PATIENCE = 120
@@ -37,7 +37,7 @@ def synced(rank: int, folder: Path, place: Place) -> list[Any]:
             optimizer.step()
             state.large += 5
             state.step = 7
-            state.commit()
+            commit_alone(state)
         state.sync()
         found.append(what_it_has(state, device))
         if rank == 1:  # as a weight that has rotted; the lowest rank's counts

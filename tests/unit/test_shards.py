@@ -42,7 +42,7 @@ def builder(seed: int) -> Callable[[Any], dict[str, Any]]:
     def build(world: Any) -> dict[str, Any]:
         draws = random.Random(seed)
         torch.manual_seed(seed)
-        model = Tied(draws)
+        model = Tied(draws).to(world.device)
         half, replicated, layers = draws.random() < 0.3, draws.random() < 0.5, draws.randint(0, 2)
         adam = draws.random() < 0.6
         if not layers and draws.random() < 0.5:
@@ -78,9 +78,11 @@ def whole(state: ElasticState) -> dict[str, torch.Tensor]:
 
 def train(state: ElasticState, rank: int) -> None:
     """A step, whose batch is another one on each rank."""
-    seed = torch.Generator().manual_seed(100 * state.epoch + rank)
     parameter = next(state.model.parameters())
-    x = torch.randn(4, state.model.width, generator=seed, dtype=parameter.dtype)
+    seed = torch.Generator(parameter.device).manual_seed(100 * state.epoch + rank)
+    x = torch.randn(
+        4, state.model.width, generator=seed, dtype=parameter.dtype, device=parameter.device
+    )
     state.model(x).float().square().sum().backward()
     state.optimizer.step()
     state.optimizer.zero_grad()
@@ -116,7 +118,9 @@ def changes(seed: int, processes: int) -> list[Change]:
     return [*found, Change(members, planned=False)]
 
 
-def live(process: int, folder: Path, seeds: range, processes: int) -> list[str]:
+def live(
+    process: int, folder: Path, seeds: range, processes: int, backend: str = "gloo"
+) -> list[str]:
     """One process's way through all scenarios; what it found wrong."""
     wrong = []
     for seed in seeds:
@@ -132,7 +136,7 @@ def live(process: int, folder: Path, seeds: range, processes: int) -> list[str]:
             there.mkdir(exist_ok=True)
             torch.distributed.distributed_c10d._world.group_count = 0  # as ee.run does
             state = state or ElasticState(build=builder(seed), epoch=0)
-            with group(rank, len(change.members), there):
+            with group(rank, len(change.members), there, backend):
                 if not number:
                     state.sync()
                 file = folder / f"{seed}.pt"  # what was committed last

@@ -20,7 +20,7 @@ from elastic_etcd.train.collectives import World
 from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_format import Version
-from tests.support.forked import Child, group, ranks
+from tests.support.forked import Child, commit_alone, group, ranks
 
 
 @given(st.integers(1, 40), st.data())
@@ -89,13 +89,6 @@ def held(state: ElasticState) -> tuple[Any, ...]:
     newest = state._snapshots.newest_intact()
     assert newest is not None
     return weights, moments, state.epoch, state.sampler.consumed, newest.header
-
-
-def commit_alone(state: ElasticState) -> None:
-    """As a rank that commits in the step in which others are lost, or before they came."""
-    object.__setattr__(state, "_agree", lambda: True)
-    state.commit()
-    del state._agree
 
 
 def several_syncs(rank: int) -> list[Any]:

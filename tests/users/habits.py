@@ -37,11 +37,17 @@ RANK = int(os.environ.get("RANK", "-1"))  # as YOLO has it: of the world in whic
 STEPS, BATCH = int(os.environ.get("STEPS", "16")), int(os.environ.get("BATCH", "4"))
 DIRECTORY = os.environ.get("DIRECTORY")  # of durable checkpoints
 Values = dict[str, Any]
+torch.set_default_device(os.environ.get("DEVICE", "cpu"))
+
+
+def seeded(number: int) -> torch.Generator:
+    """Of the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(number)
 
 
 def points(samples: int = STEPS * BATCH * 2, width: int = 8, classes: int = 4) -> TensorDataset:
     """Points about as many centres."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     labels = torch.randint(classes, (samples,), generator=generator)
     centres = torch.randn(classes, width, generator=generator)
     noise = torch.randn(samples, width, generator=generator)
@@ -185,7 +191,7 @@ class GAN(Habit):
         self.sampler.set_epoch(0)
         for real, _ in self.state.steps(loader, commit_every=2):
             seed = 1000 * self.step + dist.get_rank()
-            z = torch.randn(len(real), 4, generator=torch.Generator().manual_seed(seed))
+            z = torch.randn(len(real), 4, generator=seeded(seed))
             d.requires_grad_(True)
             self.opt_d.zero_grad()
             fake = g(z)
@@ -410,7 +416,7 @@ class Boxes(Dataset[dict[str, Tensor]]):
         return STEPS * BATCH * 2
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
+        generator = seeded(index)
         boxes = torch.randn(1 + index % 5, 8, generator=generator)
         return {"boxes": boxes, "labels": (boxes.sum(1) > 0).long()}
 
@@ -572,7 +578,7 @@ class Device(Habit):
 
 def easy_first(epoch: int, seed: int) -> Tensor:
     """A part of the data that grows from epoch to epoch."""
-    generator = torch.Generator().manual_seed(seed + epoch)
+    generator = seeded(seed + epoch)
     return torch.randperm((epoch + 1) * 8 * BATCH, generator=generator)
 
 
@@ -639,7 +645,7 @@ class Reinforce(Habit):
         ddp = DistributedDataParallel(self.policy)
         for update in range(self.update, STEPS):
             seed = 100 * update + dist.get_rank()
-            observed = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+            observed = torch.randn(16, 4, generator=seeded(seed))
             logits = ddp(observed)
             actions = logits.detach().argmax(1)
             rewards = (actions == (observed.sum(1) > 0).long()).float()

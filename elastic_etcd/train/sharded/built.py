@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train.collectives import device_of, generation, rank_and_size
+from elastic_etcd.train.accelerator import current_device, uses_devices
+from elastic_etcd.train.collectives import generation, rank_and_size
 from elastic_etcd.train.sharded.checkpoint_directory import (
     REPLICATED,
     StoredPiece,
@@ -45,7 +47,7 @@ class BuildWorld(NamedTuple):
             model = fully_shard(Transformer(), mesh=world.mesh())
             return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
-    device: that of the process group's tensors.
+    device: this worker's GPU where the process group has NCCL or the like, else the CPU.
     """
 
     generation: int
@@ -92,7 +94,7 @@ class Built:
         """Make the values for this world; the state has `others` beside them, in `snapshots`."""
         _forget_meshes()
         rank, size = rank_and_size(launched=False)
-        values = self._build(BuildWorld(generation(), rank, size, device_of()))
+        values = self._build(BuildWorld(generation(), rank, size, _device()))
         if not isinstance(values, dict):
             raise UsageError("build(world) returns the values that it makes by name, in a dict")
         if self.names and values.keys() != self.names:
@@ -237,3 +239,8 @@ def _forget_meshes() -> None:
     fast = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # noqa: SLF001
     for clear in filter(None, (getattr(known, "cache_clear", None), fast, place_of.cache_clear)):
         clear()
+
+
+def _device() -> torch.device:
+    backends = str(dist.get_backend_config())
+    return current_device() if uses_devices(backends) else torch.device("cpu")

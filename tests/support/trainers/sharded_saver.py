@@ -43,16 +43,26 @@ class App(Stateful):  # type: ignore[misc]  # torch is not followed
         self.step = saved["step"]
 
 
+def own_device() -> torch.device:
+    """The GPU of this worker, now its current one, if there are some."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--disk", type=Path)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    model.to(device)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
