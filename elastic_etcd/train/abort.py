@@ -87,6 +87,11 @@ def nccl_error() -> str:
     return next((error for error in errors if error != "SUCCESS"), "")
 
 
+def has_nccl() -> bool:
+    """Whether one of this worker's process groups is NCCL's."""
+    return bool(_nccl_backends())
+
+
 def uses_nccl() -> bool:
     """Whether this process trains on NVIDIA devices."""
     return bool(torch.cuda.is_available() and dist.is_nccl_available())

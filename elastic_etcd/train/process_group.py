@@ -26,6 +26,7 @@ from elastic_etcd.train.abort import (
     abort_gloo,
     abort_nccl,
     addresses_of,
+    has_nccl,
     nccl_error,
     strangers,
     uses_nccl,
@@ -113,6 +114,10 @@ class ProcessGroup:
             self._place_timer = threading.Timer(PARK_LATE, self._log_place)
             self._place_timer.daemon = True  # like that thread it keeps no process that ends
             self._place_timer.start()
+
+    def tells_garbage(self) -> bool:
+        """Whether a collective of NCCL's may have been aborted: it ends as if it had succeeded."""
+        return bool(self.broken) and has_nccl()
 
     def fail(self, reason: str) -> None:
         """Interrupt the world for a reason that was met here, which the agent does not know."""

@@ -30,7 +30,7 @@ from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.system.process_title import show_rank
-from elastic_etcd.train import ddp
+from elastic_etcd.train import ddp, sync_point
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_agentless, teardown_agentless
@@ -203,6 +203,7 @@ class _Worker:
         except WorldChanged:
             self._state._leave(leaves=group.leaving)
             raise
+        sync_point.current().raise_if_broken()  # garbage may have said that all is done
         self._state._finish()
         return result
 
@@ -246,15 +247,18 @@ class _Worker:
     def _why_lost(self, group: ProcessGroup, error: BaseException) -> str:
         """Why the world is lost; "" when the error is the user's own.
 
-        An error before the state is synchronised, in a world that is known to be broken, is no
-        mistake of the user's: it comes from the remains of an abort.
+        In a world that is known to be broken two are no mistakes of the user's: one before the
+        state is synchronised comes from the remains of an abort, and one after a collective of
+        NCCL's that was aborted may come from its garbage, such as a loss of NaN or a flag to stop.
+        Such a mistake would come again in the next world.
         """
         _enable_loggers()  # training may have set up logging
         broken = bool(group.broken)
         if isinstance(error, WorldBroken):  # the agent's word, or what a commit has met
             return str(error) if broken else _report_error(group, error)
         unready = isinstance(error, Exception) and broken and not self._begun
-        if not unready and not is_communication_failure(error, broken=broken):
+        misled = isinstance(error, Exception | SystemExit) and group.tells_garbage()
+        if not (unready or misled or is_communication_failure(error, broken=broken)):
             return ""
         return _report_error(group, error)
 

@@ -60,10 +60,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu-test --bench", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--only", choices=["commit", "recovery"])
+    # NCCL by itself is what ee.run has beside gloo.
+    parser.add_argument("--place", choices=["cuda-gloo", "cuda-both", "cpu-gloo"], action="append")
     parser.add_argument("--sizes", default="1,10,40", help="of the state, in GB")
     parser.add_argument("--repeat", type=int, default=3, help="commits of each size")
     parser.add_argument("--kills", type=int, default=5, help="of each start method and backend")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.place = args.place or ["cpu-gloo", "cuda-gloo", "cuda-both"]
+    return args
 
 
 def machine(device: str) -> str:
@@ -184,8 +188,8 @@ def host_memory() -> float:
 async def recovery(args: argparse.Namespace, console: Console) -> None:
     async with EmbeddedEtcd() as etcd:
         for place in PLACES:
-            if place.device != args.device or place.backend == "nccl":
-                continue  # by itself it is what ee.run has beside gloo
+            if place.device != args.device or str(place) not in args.place:
+                continue
             if why := missing(place, ranks=2, one_gpu=True):
                 console.print(f"{place} is left out: {why}")
             else:

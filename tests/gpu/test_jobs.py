@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from elastic_etcd.train.abort import uses_nccl
+from tests.support import savers
 from tests.support.invariants import Event, each_sample_once
-from tests.support.job import DEVICE, ROOT, Agent, Job
-from tests.support.places import BOTH, Place, first_gpu, missing, places
+from tests.support.job import DEVICE, ROOT, TRAINERS, Agent, Job
+from tests.support.places import BOTH, Place, devices, first_gpu, missing, places
 from tests.support.processes import send
 
 RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "reinforce", "warmup")
@@ -43,7 +44,8 @@ def started(job: Job, generation: int) -> list[Event]:
 
 def lives_on(job: Job, worker: Event, generation: int) -> None:
     """Its process is in that generation, with the same memory and context on the device."""
-    assert worker.pid in [e.pid for e in started(job, generation)], "it was started anew"
+    pids = [e.pid for e in started(job, generation)]
+    assert worker.pid in pids, f"{worker.pid} was started anew: {pids}\n{job.account()}"
     path = job.directory / f"{worker.node}.{worker.pid}.device"
     lines = {line["generation"]: line for line in map(json.loads, path.read_text().splitlines())}
     before, now = (lines[g] | {"generation": 0} for g in (worker.generation, generation))
@@ -146,3 +148,43 @@ def test_t6_trainings_that_are_right_raise_no_alarm(job: Job) -> None:
         assert "replicas differ" not in agent.output
     lines = (job.directory / "curve.csv").read_text().splitlines()
     assert Counter(line.partition(",")[0] for line in lines) == dict.fromkeys(RIGHT, 200)
+
+
+@pytest.mark.skipif(not uses_nccl(), reason="it is NCCL's record")
+def test_nccl_s_record_of_a_hang_is_kept(job: Job) -> None:
+    """In a plain script, as docs/contributing/hangs.md turns it on."""
+    place = Place("cuda", BOTH)
+    if why := missing(place, ranks=2, one_gpu=True):
+        pytest.skip(why)
+    env = place.env | {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{job.directory}/pipe-",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{job.directory}/trace-",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{job.directory}/trace-",
+    }
+    flags: dict[str, Any] = {"program": TRAINERS / "sharded_saver.py", "nnodes": "2", "env": env}
+    flags |= {"log_dir": str(job.directory / "logs"), "hang_timeout": 5}
+    n1, n2 = (savers.start(job, node, **flags) for node in ("n1", "n2"))
+    g, _, pids = savers.begun(job, 2)
+    savers.saved(job, g, more=2)
+    send(signal.SIGSTOP, [pids[1]])
+    job.said(n1, "rank 0: NCCL's flight recorder is in ", PATIENCE)
+    (path,) = re.findall(r"rank 0: NCCL's flight recorder is in (\S+/nccl_trace)", n1.output)
+    assert b"nccl:" in Path(path).read_bytes()
+    job.abandoned = True
+    for agent in (n1, n2):
+        agent.node_kill()
+
+
+@pytest.mark.parametrize("place", devices())
+def test_nodes_measure_their_devices_before_they_join(job: Job, place: Place) -> None:
+    hidden = {} if place.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    logs = str(job.directory / "logs")
+    flags: dict[str, Any] = {"preflight": "pairs", "log_dir": logs, "env": hidden}
+    nodes = [start(job, node, place, **flags) for node in ("n1", "n2")]
+    trains(job, 2)
+    for node in nodes:
+        assert "preflight: " in node.output
+        assert ("cuda:0 " in node.output) == (place.device == "cuda")
+    finish(job, *nodes)

@@ -21,7 +21,7 @@ from tests.unit.test_shards import live
 PATIENCE = 120
 PROCESSES = 4
 EXAMPLE = str(ROOT / "examples" / "fsdp2_elastic.py")
-SMALL = ("--samples=2048", "--width=32", "--depth=2", "--batch=16", "--commit-every=2")
+SMALL = ("--samples=1024", "--width=32", "--depth=2", "--batch=16", "--commit-every=2")
 LOSS = re.compile(r"epoch (\d+)  world (\d+)  loss (\S+)")
 
 pytestmark = [pytest.mark.nightly(part="gpu"), pytest.mark.timeout(4 * PATIENCE)]
@@ -57,14 +57,15 @@ def trained(job: Job) -> dict[int, tuple[int, float]]:
     return {int(epoch): (int(world), float(loss)) for epoch, world, loss in found}
 
 
-@pytest.mark.parametrize("place", [p for p in places(ranks=4) if p.values[0].backend == BOTH])
+@pytest.mark.parametrize("place", [places(ranks=3)[0], places(ranks=3)[-1]])
 def test_the_example_trains_through_a_kill_a_loss_and_a_join(jobs: Any, place: Place) -> None:
     def node(job: Job, name: str, epochs: int) -> Agent:
         script = (EXAMPLE, *SMALL, f"--epochs={epochs}")
-        flags = {"join_settle": 0, "min_uptime": 0}
-        return job.start(name, nproc=1, nnodes="2:3", script=script, env=place.env, **flags)
+        env = place.env | {"OMP_NUM_THREADS": "1"}
+        flags = {"join_settle": 0, "min_uptime": 0, "start_method": "exec", "settle": 1}
+        return job.start(name, nproc=1, nnodes="2:3", script=script, env=env, **flags)
 
-    epochs = 30
+    epochs = 15
     calm = jobs()
     for agent in [node(calm, name, epochs) for name in ("n1", "n2")]:
         calm.exits(agent, 0, PATIENCE)
@@ -72,7 +73,7 @@ def test_the_example_trains_through_a_kill_a_loss_and_a_join(jobs: Any, place: P
     job = jobs()
     agents = {name: node(job, name, epochs) for name in ("n1", "n2")}
     job.wait("an epoch", lambda: len(trained(job)) > 1, PATIENCE)
-    (worker,) = workers(agents["n2"])
+    (worker,) = agents["n2"].programs("examples/fsdp2_elastic.py")
     send(signal.SIGKILL, [worker])
     seen = len(trained(job))
     job.wait("two epochs more", lambda: len(trained(job)) > seen + 1, PATIENCE)
@@ -83,21 +84,11 @@ def test_the_example_trains_through_a_kill_a_loss_and_a_join(jobs: Any, place: P
         job.exits(agent, 0, PATIENCE)
     assert list(trained(job)) == list(range(1, epochs + 1))
     (_, last), (_, calm_last) = trained(job)[epochs], trained(calm)[epochs]
-    assert last == pytest.approx(calm_last, rel=0.15)
+    assert last == pytest.approx(calm_last, rel=0.2)
 
 
 def worlds(job: Job) -> set[int]:
     return {world for world, _ in trained(job).values()}
-
-
-def workers(agent: Agent) -> list[int]:
-    """Those that train; a node's other processes have no rank."""
-    found = []
-    for pid in agent.others():
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-        if b"\0RANK=" in b"\0" + text:
-            found.append(pid)
-    return found
 
 
 @pytest.mark.parametrize("script", ["sharded_saver", "sharded_accelerate", "sharded_lightning"])

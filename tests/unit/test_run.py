@@ -118,6 +118,13 @@ class Agent:
         self.says(Change(1, "a test", leaving=False))
         await self.hears(Parked)
 
+    async def breaks(self) -> None:
+        """The first world trains, and is broken then."""
+        await self.hears(Elastic)
+        await self.trains.wait()
+        self.says(Interrupt(1, "n2 is lost"))
+        await self.hears(Parked)
+
     def goes_on(self, generation: int, reason: str = "a test") -> None:
         self.trains.clear()
         env = {"ELASTIC_ETCD_GENERATION": str(generation)}
@@ -274,6 +281,45 @@ async def test_g8_what_fails_before_the_state_is_there_is_a_broken_world_s(agent
     agent.says(Bye("a test"))
     assert await worker == (SystemExit, "0")
     assert state.asked == ["begun"], "there is no commit to go back to"
+
+
+def after_the_break(agent: Agent, then: Callable[[], Any]) -> Callable[[Any], Any]:
+    """A training that does this once its first world is broken, and then has trained."""
+    worlds: list[int] = []
+
+    def train(state: Any) -> Any:
+        worlds.append(1)
+        agent.worker_trains()
+        while len(worlds) == 1:
+            if any(t.name == "elastic_etcd abort" for t in threading.enumerate()):
+                return then()
+            time.sleep(0.01)
+        return "trained"
+
+    return train
+
+
+async def test_g8_a_training_that_returns_in_a_broken_world_is_not_done(agent: Agent) -> None:
+    """A collective of NCCL's that is aborted may have told it so."""
+    worker = begin(State(), after_the_break(agent, lambda: "told by garbage"))
+    await agent.breaks()
+    agent.goes_on(2)
+    assert await worker == "trained"
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("the loss is nan"), SystemExit(0)])
+async def test_g8_what_nccl_s_garbage_leads_to_is_no_mistake_of_the_user_s(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(process_group, "has_nccl", lambda: True)
+
+    def raises() -> None:
+        raise error
+
+    worker = begin(State(), after_the_break(agent, raises))
+    await agent.breaks()
+    agent.goes_on(2)
+    assert await worker == "trained"
 
 
 async def test_g8_what_fails_so_in_a_world_that_is_whole_is_told(agent: Agent) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import elastic_etcd as ee
+from elastic_etcd.train import sync_point
 from tests.support.trainers.elastic import NODE, Log, Numbers, asked_to_stop, happen
 
 LENGTH = 240
@@ -101,6 +102,8 @@ def main() -> None:
                     log.write("stuck")
                     happen("stuck")
                 optimizer.step()
+                torch.zeros(1, device=device).item()  # all that was queued is done
+                sync_point.current().raise_if_broken()  # it may be garbage, which is not to count
                 time.sleep(0.03)
                 state.step += 1
                 log.samples(state.step, sampler.epoch, batch.tolist(), loss.item())
