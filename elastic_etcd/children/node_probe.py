@@ -165,8 +165,14 @@ def main(argv: list[str]) -> int:
     """Do all checks, beside each other but for the processor's."""
     asked: dict[str, dict[str, Any]] = json.loads(argv[1])
     tell("processor", processor, **asked.pop("processor"))
-    for name, given in asked.items():
-        threading.Thread(target=tell, args=(name, CHECKS[name]), kwargs=given).start()
+    threads = [
+        threading.Thread(target=tell, args=(name, CHECKS[name]), kwargs=given)
+        for name, given in asked.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:  # torch can't be imported any more once this thread has ended
+        thread.join()
     return 0
 
 

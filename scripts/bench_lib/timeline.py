@@ -27,7 +27,7 @@ from elastic_etcd.core.schema import PREFIX
 from tests.support.etcd import tool
 
 from . import figures, launchers
-from .nodes import STAMP, Run, Stream
+from .nodes import STAMP, NotRecovered, Run, Stream
 
 # As many kills in a row as it takes, one right after the other.
 FLAGS = (
@@ -138,6 +138,8 @@ def recoveries(
         lines = [_stamped(log) for log in logs]
         if any(codes):
             raise RuntimeError(f"agents exited {codes}:\n{run.said()}")
+    except NotRecovered as reason:
+        raise RuntimeError(f"{name}: {reason}:\n{run.said()}") from reason
     finally:
         run.close()
         written = watch.close()

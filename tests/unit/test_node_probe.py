@@ -1,6 +1,10 @@
 """What is measured of a node before it joins, by itself."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,17 @@ def later(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """This process's clock is so many seconds ahead."""
     now = time.time
     patch.setattr(time, "time", lambda: now() + seconds)
+
+
+def test_devices_are_looked_at_by_the_program() -> None:
+    """Here are none, which it says as the agent asks only where there are some."""
+    asked = {"processor": {"statistics": []}, "devices": {}}
+    program = [sys.executable, node_probe.__file__, json.dumps(asked)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    found = {name: fault for name, fault, _ in map(json.loads, done.stdout.splitlines())}
+    assert found == {"processor": "", "devices": ""}
 
 
 @pytest.mark.parametrize(
