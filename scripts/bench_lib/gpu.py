@@ -22,7 +22,7 @@ from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from tests.support.places import PLACES, Place, first_gpu, missing, nccl_version
 
 from . import faults, launchers, state, timeline
-from .figures import grid
+from .figures import Sample, grid
 
 NOT_HERE = 77
 PLAIN = "plain copy, into memory that is there"
@@ -216,7 +216,7 @@ def torchruns(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Milliseconds of one recovery by torchrun; or why there is none."""
     plain = launchers.c10d()
     launcher = replace(plain, script=(*plain.script, *arguments), environment=environment)
-    found: dict[str, faults.Sample] = {}
+    found: dict[str, Sample] = {}
     faults.suffer(launcher, faults.WORKER, TORCHRUN, 0.0, found.__setitem__)
     took = found[faults.WORKER.measure.name]
     return took if isinstance(took, str) else f"{1e3 * took:.0f}"

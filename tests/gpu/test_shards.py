@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_etcd.train.sharded.built import BuildWorld
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group
 from tests.support.job import ROOT, TRAINERS, Agent, Job
-from tests.support.places import BOTH, Place, places
+from tests.support.places import BOTH, Place, missing, places
 from tests.support.processes import send
 from tests.support.savers import begun, saved, start
 from tests.unit.test_shards import live
@@ -41,8 +42,13 @@ def test_a_world_of_any_size_goes_on_from_the_last_commit(tmp_path: Path, place:
 def device_of_a_world(place: Place, folder: Path) -> bool:
     device = place.take(0)
     found = []
+
+    def build(world: BuildWorld) -> dict[str, Any]:
+        found.append(world.device)
+        return {}
+
     with group(0, 1, folder, place.backend):
-        ElasticState(build=lambda world: found.append(world.device) or {}).sync()
+        ElasticState(build=build).sync()
     return found == [device if "nccl" in place.backend else torch.device("cpu")]
 
 
@@ -62,7 +68,12 @@ def test_the_example_trains_through_a_kill_a_loss_and_a_join(jobs: Any, place: P
     def node(job: Job, name: str, epochs: int) -> Agent:
         script = (EXAMPLE, *SMALL, f"--epochs={epochs}")
         env = place.env | {"OMP_NUM_THREADS": "1"}
-        flags = {"join_settle": 0, "min_uptime": 0, "start_method": "exec", "settle": 1}
+        flags: dict[str, Any] = {
+            "join_settle": 0,
+            "min_uptime": 0,
+            "start_method": "exec",
+            "settle": 1,
+        }
         return job.start(name, nproc=1, nnodes="2:3", script=script, env=env, **flags)
 
     epochs = 15
@@ -94,16 +105,15 @@ def worlds(job: Job) -> set[int]:
 @pytest.mark.parametrize("script", ["sharded_saver", "sharded_accelerate", "sharded_lightning"])
 def test_a_plain_script_goes_on_from_what_nodes_have_in_memory(job: Job, script: str) -> None:
     """A killed worker, a lost node and a join."""
-    (marked,) = [p for p in places(ranks=3) if p.values[0].backend == BOTH]
-    if marked.marks[0].args[0]:
-        pytest.skip(marked.marks[0].kwargs["reason"])
+    place = Place("cuda", BOTH)
+    if why := missing(place, ranks=3, one_gpu=False):
+        pytest.skip(why)
     if script != "sharded_saver":
         pytest.importorskip(script.removeprefix("sharded_"))
-    env = Place("cuda", BOTH).env
 
     def node(name: str) -> Agent:
-        flags = {"program": TRAINERS / f"{script}.py", "nnodes": "2:3", "env": env}
-        return start(job, name, **flags)  # type: ignore[arg-type]
+        program = TRAINERS / f"{script}.py"
+        return start(job, name, program=program, nnodes="2:3", env=place.env)
 
     agents = {name: node(name) for name in ("n1", "n2", "n3")}
     g, step, pids = begun(job, 3)

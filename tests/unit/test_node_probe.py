@@ -29,7 +29,7 @@ def later(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_devices_are_looked_at_by_the_program() -> None:
     """Here are none, which it says as the agent asks only where there are some."""
-    asked = {"processor": {"statistics": []}, "devices": {}}
+    asked: dict[str, Any] = {"processor": {"statistics": []}, "devices": {}}
     program = [sys.executable, node_probe.__file__, json.dumps(asked)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
