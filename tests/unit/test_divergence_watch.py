@@ -130,9 +130,16 @@ async def test_t6_a_node_that_is_drained_or_needed_is_not_drained(
     assert caplog.messages == [LINE, *told]
 
 
-async def test_t6_what_comes_after_its_world_is_of_no_interest() -> None:
+@pytest.mark.parametrize("running", [0, 4])
+async def test_t6_what_comes_after_its_world_is_told_and_not_acted_on(running: int) -> None:
+    """The node of the worker that is wrong may have begun the next world before."""
     node = Node("restart")
-    node.state = replace(node.state, local=replace(node.state.local, running=4))
+    node.state = replace(node.state, local=replace(node.state.local, running=running))
     await node.hears(diverged(0), diverged(2, named=True, alone=True))
-    assert not node.written
+    assert node.written == [Divergence(3, (LINE,))]
     assert not node.given_up
+
+
+async def test_t6_what_comes_after_that_of_a_later_world_is_not_told() -> None:
+    node = await Node("report").hears(diverged(0, generation=4), diverged(0))
+    assert node.written == [Divergence(4, (LINE,))]

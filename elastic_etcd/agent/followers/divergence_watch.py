@@ -49,21 +49,27 @@ class DivergenceWatch(PeriodicFollower):
         """Tell of each, and act on it."""
         while self._found:
             found = self._found.pop(0)
-            if found.generation != self.state.local.running or not self.state.local.lease:
+            here = found.generation == self.state.local.running
+            if not self.state.local.lease:
                 continue
             if found.rank == 0:
-                before = self._published
-                lines = before.lines if before.generation == found.generation else ()
-                lines = (*lines, found.line)[-MOST_DIVERGENCES:]
-                self._published = Divergence(found.generation, lines)
-                txn = writes.put_divergence(self._keys, self.state.local, self._published)
-                await self.publish(txn)
-            elif found.named:
+                await self._tell(found)
+            elif found.named and here:
                 log.warning("%s", found.line)
-            if found.alone:
+            if found.alone and here:
                 await self._act(found)
         if self._drains:
             await self._drain()
+
+    async def _tell(self, found: WorkersDiverged) -> None:
+        """Also of a world that is over: the node of the worker that is wrong may have been first."""
+        before = self._published
+        if found.generation < before.generation:
+            return
+        lines = before.lines if before.generation == found.generation else ()
+        lines = (*lines, found.line)[-MOST_DIVERGENCES:]
+        self._published = Divergence(found.generation, lines)
+        await self.publish(writes.put_divergence(self._keys, self.state.local, self._published))
 
     async def _act(self, found: WorkersDiverged) -> None:
         action = self.state.limits.on_divergence if self.state.limits else "report"
