@@ -62,7 +62,7 @@ class DivergenceWatch(PeriodicFollower):
             await self._drain()
 
     async def _tell(self, found: WorkersDiverged) -> None:
-        """Also of a world that is over: the node of the worker that is wrong may have been first."""
+        """Also of a world that is over: the node of the worker that is wrong may be first."""
         before = self._published
         if found.generation < before.generation:
             return
