@@ -134,6 +134,7 @@ def test_failures(digits: Digits, etcd: EtcdServer) -> None:
     same_bits(weights(digits, n1, n5), undisturbed(uses.end[0]))
 
 
+@pytest.mark.nightly(part="jobs")
 def test_all_nodes_are_lost(digits: Digits) -> None:
     """Only the file is left, which is written at the end of each epoch."""
     save = f"--save={digits.directory / 'state'}"

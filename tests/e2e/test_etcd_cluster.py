@@ -50,12 +50,16 @@ def test_leader_killed_and_then_one_frozen_past_the_ttl(
 
 
 def test_etcd_member_frozen_with_sigstop(job: TickingJob, cluster: EtcdCluster) -> None:
-    """etcd#8980: an agent that is connected to a frozen follower finds another member."""
-    n1, n2, g = job.pair()
+    """etcd#8980: an agent that is connected to a frozen follower finds another member.
+
+    It has a third of the TTL for that: of 2 s too little, on a machine that does much else.
+    """
+    ttl = 6
+    n1, n2, g = job.pair(lease_ttl=ttl)
     (follower,) = connected(n1, cluster)
     cluster.lead(cluster.others(follower)[0])
     follower.freeze()
-    job.undisturbed(g, TTL + 1)
+    job.undisturbed(g, ttl + 1)
     assert connected(n1, cluster) != [follower]
     job.kill_worker(g)
     job.trains(2, after=g)

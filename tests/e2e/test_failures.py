@@ -183,7 +183,11 @@ if state.step < 10:
 
 
 @pytest.mark.parametrize(
-    ("after", "left"), [("", "ended"), (EXPORTS, "left ee.run")], ids=["ends", "exports"]
+    ("after", "left"),
+    [
+        pytest.param("", "ended", id="ends"),
+        pytest.param(EXPORTS, "left ee.run", id="exports", marks=pytest.mark.nightly(part="jobs")),
+    ],
 )
 def test_t11_the_rank_that_returned_early_is_the_cause(
     job: Job, etcd: EtcdServer, tmp_path: Path, after: str, left: str

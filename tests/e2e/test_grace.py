@@ -235,7 +235,13 @@ def begun(directory: Path) -> dict[int, dict[str, Any]]:
     return {line["generation"]: line for line in lines if line["rank"] == 0}
 
 
-@pytest.mark.parametrize("source", [KEEPS_LATEST, KEEPS_LATEST_IN_PROCESS], ids=["plain", "ee.run"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(KEEPS_LATEST, id="plain", marks=pytest.mark.nightly(part="jobs")),
+        pytest.param(KEEPS_LATEST_IN_PROCESS, id="ee.run"),
+    ],
+)
 def test_r5_the_next_world_begins_after_what_a_leaving_node_saves(
     job: Job, tmp_path: Path, source: str
 ) -> None:

@@ -72,7 +72,9 @@ def check_trains(code: int, told: str) -> None:
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("method", ["prefork", "exec"])
+@pytest.mark.parametrize(
+    "method", ["prefork", pytest.param("exec", marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_m1_a_python_that_lacks_the_calls(script: Path, method: str) -> None:
     check_trains(*launch(script, "--start-method", method, path=OLD_PYTHON))
 

@@ -83,6 +83,7 @@ def start(job: Job, node: str, source: str, *arguments: str, **flags: object) ->
     return job.start(node, script=given[1:], env={"PYTHONUNBUFFERED": "1"}, **flags)  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_t3_a_newcomer_waits_for_a_step_that_takes_longer_than_the_grace(job: Job) -> None:
     n1 = start(job, "n1", LONG_STEP, settle=0, shutdown_timeout=1)
     job.said(n1, "step 3 of", seconds=90)

@@ -136,6 +136,7 @@ def begins_anew(job: Job, agents: list[Agent], line: str) -> None:
             r"ranks (0 on n[12] and 1 on n[12]|1 on n[12] and 0 on n[12]) have been before their "
             r"first step for \d+ s \(.*\)",
             id="ee.run",
+            marks=pytest.mark.nightly(part="jobs"),
         ),
     ],
 )

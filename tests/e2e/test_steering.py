@@ -73,7 +73,13 @@ def script(job: Job) -> dict[str, Any]:
     return {} if ticks else {"script": (ELASTIC, "--dir", str(job.directory))}
 
 
-@pytest.mark.parametrize("kind", [TickingJob, Job], ids=["plain", "ee.run"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(TickingJob, id="plain"),
+        pytest.param(Job, id="ee.run", marks=pytest.mark.nightly(part="jobs")),
+    ],
+)
 def test_s13_a_drained_node_stays_out_until_it_is_undrained(
     jobs: Callable[..., Job], etcd: EtcdServer, kind: type[Job]
 ) -> None:

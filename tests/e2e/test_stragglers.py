@@ -110,13 +110,8 @@ def step_times(job: Job, etcd: EtcdServer) -> str:
     return etcd.ctl("get", "--prefix", f"/elastic_etcd/{job.name}/step_times/", "--keys-only")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(ELASTIC, id="ee.run", marks=pytest.mark.nightly(part="jobs")),
-    ],
-)
+@pytest.mark.nightly(part="jobs")  # tests/etcd/test_keys_document.py has one that is slow, too
+@pytest.mark.parametrize("text", [PLAIN, ELASTIC], ids=["plain", "ee.run"])
 def test_a_slow_node_is_named_on_all_nodes_and_in_the_history(job: Job, text: str) -> None:
     fast, slow = {"FORWARD": "0.03"}, {"FORWARD": "0.12"}
     nodes = start(job, text, *({"STEPS": "100000"} | each for each in (fast, slow)))
@@ -138,6 +133,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_in_the_history(job: Job, text: st
         assert agent.output.count("is slow") == 1
 
 
+@pytest.mark.nightly(part="jobs")
 def test_nobody_is_named_where_all_are_equal_and_the_network_is_slow(
     job: Job, etcd: EtcdServer
 ) -> None:

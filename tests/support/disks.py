@@ -73,7 +73,10 @@ def not_executable_yet(program: Path) -> Iterator[None]:
     """Whoever executes `program` waits in the kernel, until this is left (fanotify).
 
     As a network file system makes him wait that stands still; without root the test is skipped.
+    So it is before Python 3.11.4, which stands still with the thread that executes.
     """
+    if sys.version_info < (3, 11, 4):
+        pytest.skip("this Python waits with all its threads (python/cpython#104372)")
     libc, add, open_exec, here = ctypes.CDLL(None), 1, 0x40000, -100
     asking = libc.fanotify_init(0x4 | 0x1, os.O_RDONLY)  # for permission; closed by exec
     if asking < 0:
