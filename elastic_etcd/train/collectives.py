@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from elastic_etcd.train import sync_point
 from elastic_etcd.train.accelerator import current_device
 
 _TEXT = 512  # bytes
@@ -48,11 +49,24 @@ def copies() -> int:
 
 
 def gather(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Every rank's numbers, in rank order; collective on `group`. All ranks give as many."""
+    """Every rank's numbers, in rank order; collective on `group`. All ranks give as many.
+
+    Raises WorldBroken.
+    """
     mine = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group)
-    return [row.tolist() for row in gathered]
+    found: list[list[int]] = [row.tolist() for row in gathered]
+    refuse_garbage()
+    return found
+
+
+def refuse_garbage() -> None:
+    """After a collective, when its numbers are here: one of NCCL's that was aborted raises nothing.
+
+    Raises WorldBroken. Collectives of torch's need it, `gather` and what uses it does not.
+    """
+    sync_point.current().raise_if_broken()
 
 
 def gather_texts(text: str) -> list[str]:

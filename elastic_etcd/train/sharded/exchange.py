@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.protocol import activity
-from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.collectives import device_of, gather, rank_and_size, refuse_garbage
 from elastic_etcd.train.state.snapshot_bytes import bytes_of, sum_of
 
 _SUM = 8  # bytes
@@ -27,8 +27,9 @@ def gather_json(value: object) -> list[object]:
     there = mine.to(device_of())
     found = [torch.empty_like(there) for _ in sizes]
     dist.all_gather(found, there)
-    rows = zip(found, sizes, strict=True)
-    return [json.loads(zlib.decompress(bytes_of(row.cpu()[:size]))) for row, size in rows]
+    rows = [row.cpu()[:size] for row, size in zip(found, sizes, strict=True)]
+    refuse_garbage()
+    return [json.loads(zlib.decompress(bytes_of(row))) for row in rows]
 
 
 def exchange(
@@ -60,6 +61,7 @@ def exchange(
                 if arriving is not place:
                     place.copy_(arriving)
                 if not torch.equal(_sum_in(place), its_sum.cpu()):
+                    refuse_garbage()
                     raise MalformedState(f"what rank {sender} has sent did not arrive as it was")
                 yield sender, place
 

@@ -32,6 +32,7 @@ from elastic_etcd.train.collectives import (
     gather_texts,
     generation,
     rank_and_size,
+    refuse_garbage,
 )
 from elastic_etcd.train.state import codecs
 from elastic_etcd.train.state.digest import combined, digests_of
@@ -314,6 +315,7 @@ def _broadcast(numbers: list[int], sender: int) -> list[int]:
     there = torch.tensor(numbers, dtype=torch.int64, device=device_of())
     dist.broadcast(there, sender)
     found: list[int] = there.tolist()
+    refuse_garbage()
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.collectives import device_of, gather, rank_and_size
+from elastic_etcd.train.collectives import device_of, gather, rank_and_size, refuse_garbage
 from elastic_etcd.train.state.snapshot_bytes import sums_of
 from elastic_etcd.train.state.snapshot_format import Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
@@ -141,13 +141,17 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _broadcast(tensor: torch.Tensor, sender: int) -> torch.Tensor:
     there = tensor.to(device_of())
     dist.broadcast(there, sender)
-    return there.cpu()
+    arrived = there.cpu()
+    refuse_garbage()
+    return arrived
 
 
 def _any_rank(flags: torch.Tensor) -> torch.Tensor:
     there = flags.to(device_of())
     dist.all_reduce(there, dist.ReduceOp.MAX)
-    return there.cpu()
+    found = there.cpu()
+    refuse_garbage()
+    return found
 
 
 def compare_counts(counted: tuple[Version, int] | None) -> None:
