@@ -104,6 +104,7 @@ def test_t3_a_newcomer_waits_for_a_step_that_takes_longer_than_the_grace(job: Jo
     assert "from 1 to 2" in n2.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_t4_a_newcomer_does_not_end_what_comes_after_the_training(job: Job) -> None:
     n1 = start(job, "n1", EXPORTS, "4", settle=0, shutdown_timeout=1)
     job.said(n1, "exports", seconds=90)

@@ -17,7 +17,7 @@ from tests.support.job import ROOT, TRAINERS, Agent, Job
 from tests.support.places import BOTH, Place, missing, places
 from tests.support.processes import send
 from tests.support.savers import begun, saved, start
-from tests.unit.test_shards import live
+from tests.support.sharded_worlds import live
 
 PATIENCE = 120
 PROCESSES = 4

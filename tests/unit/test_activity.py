@@ -147,6 +147,7 @@ def test_f3_no_step_is_under_way_without_a_process_group(ways: BothWays) -> None
     pages.close()
 
 
+@pytest.mark.nightly(part="forks")
 def test_compiled_models_are_seen_and_compiled_optimizers_not_disturbed(ways: BothWays) -> None:
     text = """
     import torch

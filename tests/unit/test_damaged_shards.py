@@ -13,7 +13,7 @@ from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_memfds import HEADER, Memfd
 from tests.support.forked import ranks
-from tests.unit.test_shards import builder, is_same, train, whole
+from tests.support.sharded_worlds import builder, is_same, train, whole
 
 FIRST = 1000  # the epoch of a state that begins
 MANY = [pytest.mark.nightly(part="sharded"), pytest.mark.timeout(3600)]

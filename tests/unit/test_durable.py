@@ -22,7 +22,7 @@ from elastic_etcd.train.sharded import checkpoint_directory
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.disks import disk_that_may_stand_still, small_disk, stand_still, turn_again
 from tests.support.forked import ranks
-from tests.unit.test_shards import builder, train, whole
+from tests.support.sharded_worlds import builder, train, whole
 
 
 def trained(rank: int, seed: int, steps: int = 3) -> ElasticState:
@@ -69,6 +69,7 @@ class World:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.device = torch.device("cpu")
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> Any:
         lengths = (2, self.world_size // 2) if shape else (self.world_size,)

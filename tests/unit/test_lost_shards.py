@@ -27,7 +27,7 @@ from elastic_etcd.train.process_group import ProcessGroup
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.sync_point import WorldBroken
 from tests.support.forked import Child
-from tests.unit.test_shards import builder, is_same, train, whole
+from tests.support.sharded_worlds import builder, is_same, train, whole
 
 NODES = 4  # with two copies those of node n are on node n + 2
 PATIENCE = 120.0

@@ -138,7 +138,9 @@ print(torch.jit._state._enabled.enabled)
     assert ways.same(ways.script(text), ways.env | {"PYTORCH_JIT": "1"}).out == "True\n"
 
 
-@pytest.mark.parametrize("first", ["preloaded", "torch.utils.data", "elastic_etcd.train.run"])
+@pytest.mark.parametrize(
+    "first", ["preloaded", nightly("torch.utils.data"), "elastic_etcd.train.run"]
+)
 def test_t19_what_has_torch_is_as_good_as_torch(ways: BothWays, first: str) -> None:
     text = f"import {first}, os\nos.environ['PYTORCH_JIT'] = '0'\nprint('once')"
     assert ways.same(ways.script(text)).out == "once\n"

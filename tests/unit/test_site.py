@@ -52,6 +52,7 @@ def _built() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly(part="packaging")
 def test_what_leads_nowhere_and_what_the_contents_leave_out_fail_it(tmp_path: Path) -> None:
     pages = shutil.copytree(ROOT / "build" / "docs", tmp_path / "pages")
     with (pages / "docs" / "contributing" / "chaos.md").open("a") as page:
