@@ -910,7 +910,7 @@ def _fields(text: str) -> dict[str, Any]:
 def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """The fields that this version does not know; none where they are too long for a Txn."""
     names = sorted(fields.keys() - {*kind.__struct_fields__, "v"})
-    found = tuple((name, json.dumps(fields[name])) for name in names)
+    found = tuple((name, json.dumps(fields[name], sort_keys=True)) for name in names)
     return found if sum(len(name) + len(text) for name, text in found) <= LONGEST else ()
 
 

@@ -445,6 +445,13 @@ def test_unknown_fields_stay_in_what_several_agents_change(value: Lasting) -> No
     assert encode(decode(type(value), long)) == encode(value), "it would be too much for a Txn"
 
 
+def test_unknown_fields_are_the_same_in_whatever_order_they_come() -> None:
+    """What is written again has its keys sorted."""
+    told = '{"generation": 3, "future": {"b": 1, "a": {"d": 1, "c": 2}}, "v": 1}'
+    read = decode(History, told)
+    assert decode(History, encode(read)) == read
+
+
 @pytest.mark.parametrize("key", [k for k in JOB if "/history/" not in k])
 def test_unknown_fields_change_nothing(key: str) -> None:
     later = json.dumps({**json.loads(JOB[key]), "new": {"x": [1]}})
