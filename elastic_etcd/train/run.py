@@ -74,12 +74,14 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
     make none before, and none is left after. Then run synchronises the state, which is the first
     ElasticState among the arguments: `train` may be a method, and may have others.
 
-    When `train` returns, all is done, and run returns its value. From then on this process is a
-    plain one: SIGTERM stops it, and no world begins for newcomers before its end. Two events begin
-    another world instead: a collective fails because a peer is gone, and the state goes back to its
-    last commit; or a change is planned, and `state.check()` stops all ranks.
+    When `train` returns in a whole world, all is done, and run returns its value; in a broken one
+    it is called again for the next. Once all is done this process is a plain one: SIGTERM stops it,
+    and no world begins for newcomers before its end. Two events begin another world instead: a
+    collective fails because a peer is gone, and the state goes back to its last commit; or a change
+    is planned, and `state.check()` stops all ranks.
 
-    Any other exception is the user's, and is raised. Raises UsageError on all ranks if they are in
+    Any other exception is the user's, and is raised; but with NCCL not in a world that is broken,
+    where collectives that were aborted give garbage. Raises UsageError on all ranks if they are in
     different calls of it: one was started anew while the others were in their second, and now all
     begin at the first; also if multiprocessing has imported the script for a process of its own,
     such as a data loader's. Raises SystemExit(0) when this worker is not needed any more, because

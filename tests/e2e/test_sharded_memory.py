@@ -2,15 +2,20 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.support.job import ROOT, TRAINERS, Agent, Job
-from tests.support.processes import send
-from tests.support.savers import PATIENCE, begun, memory_dir, saved, start
+from tests.support.savers import (
+    PATIENCE,
+    begun,
+    memory_dir,
+    outlives_a_kill_a_loss_and_a_join,
+    saved,
+    start,
+)
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = TRAINERS / "sharded_saver.py"
@@ -23,23 +28,8 @@ def node(job: Job, name: str, nproc: int = 1, *arguments: str) -> Agent:
 def test_a_killed_worker_and_a_lost_node_cost_the_steps_since_the_last_checkpoint(
     job: Job,
 ) -> None:
-    agents = {name: node(job, name, nproc) for name, nproc in (("n1", 1), ("n2", 2), ("n3", 1))}
-    g, step, pids = begun(job, 4)
-    assert step == 0
-    last = saved(job, g, more=2)
-    send(signal.SIGKILL, [pids[1]])
-    g, step, _ = begun(job, 4, after=g)
-    assert step >= last > 0
-    last = saved(job, g, more=2)
-    agents.pop("n3").node_kill()
-    g, step, _ = begun(job, 3, after=g)
-    assert step >= last
-    last = saved(job, g, more=2)
-    agents["n3"] = node(job, "n3")
-    g, step, _ = begun(job, 4, after=g)
-    assert step >= last
-    saved(job, g, more=2)
-    job.finish(*agents.values(), seconds=PATIENCE)
+    workers = {"n1": 1, "n2": 2, "n3": 1}
+    outlives_a_kill_a_loss_and_a_join(job, lambda name: node(job, name, workers[name]), world=4)
     assert [path.name for path in memory_dir(job).iterdir()] == []
 
 

@@ -16,7 +16,7 @@ from elastic_etcd.train.abort import uses_nccl
 from tests.support import savers
 from tests.support.invariants import Event, each_sample_once
 from tests.support.job import DEVICE, ROOT, TRAINERS, Agent, Job
-from tests.support.places import BOTH, Place, devices, first_gpu, missing, places
+from tests.support.places import BOTH, Place, devices, first_gpu, nccl_beside_gloo, places
 from tests.support.processes import send
 
 RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "reinforce", "warmup")
@@ -131,12 +131,9 @@ def test_as_many_workers_as_gpus(job: Job) -> None:
     finish(job, n1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU it is in tests/users")
 def test_t6_trainings_that_are_right_raise_no_alarm(job: Job) -> None:
     """Two replicas on one GPU, which are compared at each commit."""
-    place = Place("cuda", BOTH)
-    if why := missing(place, ranks=2, one_gpu=True):
-        pytest.skip(why)
+    place = nccl_beside_gloo(2, one_gpu=True)
     env = place.env | {"DEVICE": "cuda", "STEPS": "200"}
     script = (str(ROOT / "tests" / "users" / "habits.py"), f"--output={job.directory}", *RIGHT)
     agents = [
@@ -150,12 +147,9 @@ def test_t6_trainings_that_are_right_raise_no_alarm(job: Job) -> None:
     assert Counter(line.partition(",")[0] for line in lines) == dict.fromkeys(RIGHT, 200)
 
 
-@pytest.mark.skipif(not uses_nccl(), reason="it is NCCL's record")
 def test_nccl_s_record_of_a_hang_is_kept(job: Job) -> None:
     """In a plain script, as docs/contributing/hangs.md turns it on."""
-    place = Place("cuda", BOTH)
-    if why := missing(place, ranks=2, one_gpu=True):
-        pytest.skip(why)
+    place = nccl_beside_gloo(2, one_gpu=True)
     env = place.env | {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",

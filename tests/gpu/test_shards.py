@@ -14,9 +14,9 @@ from elastic_etcd.train.sharded.built import BuildWorld
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, group
 from tests.support.job import ROOT, TRAINERS, Agent, Job
-from tests.support.places import BOTH, Place, missing, places
+from tests.support.places import Place, nccl_beside_gloo, places
 from tests.support.processes import send
-from tests.support.savers import begun, saved, start
+from tests.support.savers import outlives_a_kill_a_loss_and_a_join, start
 from tests.support.sharded_worlds import live
 
 PATIENCE = 120
@@ -105,9 +105,7 @@ def worlds(job: Job) -> set[int]:
 @pytest.mark.parametrize("script", ["sharded_saver", "sharded_accelerate", "sharded_lightning"])
 def test_a_plain_script_goes_on_from_what_nodes_have_in_memory(job: Job, script: str) -> None:
     """A killed worker, a lost node and a join."""
-    place = Place("cuda", BOTH)
-    if why := missing(place, ranks=3, one_gpu=False):
-        pytest.skip(why)
+    place = nccl_beside_gloo(3)
     if script != "sharded_saver":
         pytest.importorskip(script.removeprefix("sharded_"))
 
@@ -115,20 +113,4 @@ def test_a_plain_script_goes_on_from_what_nodes_have_in_memory(job: Job, script:
         program = TRAINERS / f"{script}.py"
         return start(job, name, program=program, nnodes="2:3", env=place.env)
 
-    agents = {name: node(name) for name in ("n1", "n2", "n3")}
-    g, step, pids = begun(job, 3)
-    assert step == 0
-    last = saved(job, g, more=2)
-    send(signal.SIGKILL, [pids[1]])
-    g, step, _ = begun(job, 3, after=g)
-    assert step >= last > 0
-    last = saved(job, g, more=2)
-    agents.pop("n3").node_kill()
-    g, step, _ = begun(job, 2, after=g)
-    assert step >= last
-    last = saved(job, g, more=2)
-    agents["n3"] = node("n3")
-    g, step, _ = begun(job, 3, after=g)
-    assert step >= last
-    saved(job, g, more=2)
-    job.finish(*agents.values(), seconds=PATIENCE)
+    outlives_a_kill_a_loss_and_a_join(job, node, world=3, seconds=PATIENCE)

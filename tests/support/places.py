@@ -80,6 +80,14 @@ def missing(place: Place, ranks: int, *, one_gpu: bool) -> str:
     )
 
 
+def nccl_beside_gloo(ranks: int, *, one_gpu: bool = False) -> Place:
+    """For a test of that alone, which is skipped where it can't be."""
+    place = Place("cuda", BOTH)
+    if why := missing(place, ranks, one_gpu=one_gpu):
+        pytest.skip(why)
+    return place
+
+
 def nccl_version() -> tuple[int, ...]:
     """Of the NCCL that is loaded. It need not be the one that torch was built with."""
     number = ctypes.c_int()

@@ -1,9 +1,12 @@
 """Jobs of scripts that are restarted, with checkpoints in memory: what their workers have said."""
 
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.job import TRAINERS, Agent, Job
+from tests.support.processes import send
 
 PATIENCE = 120
 LATE = {"join_settle": 0, "min_uptime": 0, "suspect_after": 0}
@@ -60,3 +63,26 @@ def saved(job: Job, generation: int, more: int = 1, rank: int = 0) -> int:
         return found if len(found) >= more else []
 
     return max(job.wait(f"generation {generation} saves", steps, PATIENCE))
+
+
+def outlives_a_kill_a_loss_and_a_join(
+    job: Job, node: Callable[[str], Agent], world: int, seconds: float = PATIENCE
+) -> None:
+    """Three nodes, n3 of one worker; a change costs the steps since a checkpoint at most."""
+    agents = {name: node(name) for name in ("n1", "n2", "n3")}
+    g, step, pids = begun(job, world)
+    assert step == 0
+    last = saved(job, g, more=2)
+    send(signal.SIGKILL, [pids[1]])
+    g, step, _ = begun(job, world, after=g)
+    assert step >= last > 0
+    last = saved(job, g, more=2)
+    agents.pop("n3").node_kill()
+    g, step, _ = begun(job, world - 1, after=g)
+    assert step >= last
+    last = saved(job, g, more=2)
+    agents["n3"] = node("n3")
+    g, step, _ = begun(job, world, after=g)
+    assert step >= last
+    saved(job, g, more=2)
+    job.finish(*agents.values(), seconds=seconds)

@@ -28,7 +28,7 @@ def later(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_devices_are_looked_at_by_the_program() -> None:
-    """Here are none, which it says as the agent asks only where there are some."""
+    """Torch can be loaded there; none is found, and none is missed, since they are hidden."""
     asked: dict[str, Any] = {"processor": {"statistics": []}, "devices": {}}
     program = [sys.executable, node_probe.__file__, json.dumps(asked)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}

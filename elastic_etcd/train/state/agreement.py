@@ -63,7 +63,6 @@ def agree(commit: int, steps: int, others: Sequence[int] = ()) -> list[list[int]
         point.raise_if_broken()
         what = "a collective has failed, here or on another rank, so nothing is committed"
         sync_point.lose(what, error)
-    point.raise_if_broken()
     if len({(commit, steps) for commit, steps, *_ in rows}) > 1:
         what = "not all ranks have taken the same steps, so nothing is committed"
         sync_point.lose(what, UsageError(_apart(rows)))
