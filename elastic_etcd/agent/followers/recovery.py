@@ -89,4 +89,4 @@ def cause_of(begun: Round) -> str:
         if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
             return "scale"
         return "leave" if " is leaving" in begun.reason else "join"
-    return "lost" if begun.reason.endswith(" lost") else "failure"
+    return "lost" if begun.reason.partition(":")[0].endswith(" lost") else "failure"
