@@ -17,8 +17,8 @@ def short_lookups() -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     try:
-        libc.__res_init()
-        resolver = libc.__res_state  # that of the calling thread: its first fields are ints
+        libc["__res_init"]()
+        resolver = libc["__res_state"]  # that of the calling thread: its first fields are ints
     except AttributeError:
         yield
         return
