@@ -469,12 +469,9 @@ class Agent:
             cause = _root_cause(result.failure)
             log.warning("nothing trains on this node until etcd answers\n%s", cause)
         elif new and not silent and not result.failure.hang:
-            view = self._state.view
-            now = view.round.generation if view and view.round else 0
-            first = now == self._state.local.ran
             last = result.failure.last_words or "(nothing on its stderr)"
             text = f"{_described(result.failure)}: {last}"
-            log.log(logging.WARNING if first else logging.DEBUG, "%s", text)
+            log.log(logging.WARNING if self._world_stands else logging.DEBUG, "%s", text)
 
     def _tell_namesake(self, own: Participant) -> None:
         """Log once that another node has this one's name: both live, since both have acked."""
@@ -615,7 +612,22 @@ class Agent:
             return Change(generation, "the job is to stop", leaving=False)
         if grace in (Grace.CHANGE, Grace.JOIN) and self._state.life is not Life.LEAVING:
             return Change(generation, self._state.logged, leaving=False)
-        return Interrupt(generation, self._state.logged)
+        return Interrupt(generation, self._why_broken())
+
+    def _why_broken(self) -> str:
+        """The cause for which workers are stopped; what is logged may be from before that."""
+        state = self._state
+        if isinstance(state.result, Failed) and self._world_stands:
+            return str(state.result.failure)
+        if isinstance(state.ending, Over | Error | Outdated):
+            return state.ending.reason
+        return "this node has lost its lease" if state.life is Life.LOST else state.logged
+
+    @property
+    def _world_stands(self) -> bool:
+        """Whether the world that ran here last is the job's, as far as this node sees."""
+        now = self._state.view.round if self._state.view else None
+        return now is not None and now.generation == self._state.local.ran
 
     def _note_departure(self) -> None:
         """Log why people want this node to go; its workers know before they get SIGTERM."""

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.timer import Timer
+from elastic_etcd.core.lifecycle import PeerDead
 from elastic_etcd.core.schema import Contact, Member, Phase
 from elastic_etcd.core.view import View
 from elastic_etcd.errors import ElasticEtcdError
@@ -421,6 +422,7 @@ class PeerLinks:
         where = (contact.addr, contact.port)
         text = "%s is dead: its connection has ended, and it is not at %s, port %d, any more"
         log.warning(text, member.node, *where)
+        self._tasks.inbox.put(PeerDead(member.lease))
         try:
             await self._revoke(member.lease)
         except ElasticEtcdError as error:

@@ -4,6 +4,7 @@ The agent sends (generation, listening socket) over the channel, once per genera
 on it is the end of the agent, and of this process.
 """
 
+import os
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
     """Serve one store after another; the last line on stderr says why it failed."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # of names for torch's log (resolv.conf(5))
     try:
         from torch.distributed import TCPStore  # noqa: PLC0415 - its failure has a message
     except ImportError as error:

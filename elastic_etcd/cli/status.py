@@ -83,6 +83,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "state": state_of(view),
         "since": _since(view, newest),
         "hangs_since": _hangs_since(view),
+        "hang_files": list(_hang_files(view)),
         "why": _why(view, reason),
         "last_words": _last_words(failure) if failure else "",
         "repeated": "" if view.outcome else no_progress.repeated(view.ledger.stalled or ()),
@@ -136,6 +137,13 @@ def _hangs_since(view: View) -> str | None:
         return None
     found = seconds_of(hang.at)
     return query.timestamp(found - hang.seconds) if found is not None else ""
+
+
+def _hang_files(view: View) -> Iterator[dict[str, Any]]:
+    """The files that say where they stand."""
+    hang = hanging(view)
+    for at in hangs.with_files(view, hang) if hang else ():
+        yield {"node": at.node, "rank": at.rank, "file": at.step.file if at.step else ""}
 
 
 def _why(view: View, reason: str) -> str:
@@ -334,6 +342,8 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
     yield f"job {state['job']}: {state['state']}{since}, generation {state['generation']}"
     if state["why"]:
         yield f"  because {state['why']}"
+    for found in state["hang_files"][: words.NAMED]:
+        yield f"  where rank {found['rank']} stands is in {found['file']} on {found['node']}"
     if state["last_words"]:
         yield f"  last words: {state['last_words']}"
     if state["repeated"]:

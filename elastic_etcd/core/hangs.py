@@ -82,6 +82,13 @@ def _gone_on(view: View, told: Hang) -> Hang | None:
     return replace(told, number=told.number + 1, line=_GO_ON, alarm=False, rank=None)
 
 
+def with_files(view: View, told: Hang) -> list[At]:
+    """Those whose stacks are in a file on their node: the rank that is behind, else all of them."""
+    answers = [s for s in view.steps if s.number == told.number]
+    found = [at for at in _located(view.world, answers, ()) if at.step and at.step.file]
+    return [at for at in found if at.rank == told.rank] or found
+
+
 def patience(asked: Hang) -> float:
     """How long the answers to a question are waited for."""
     return HANG_ANSWER + (HANG_STACKS + HANG_EVIDENCE if asked.evidence else 0.0)

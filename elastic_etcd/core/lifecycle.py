@@ -193,6 +193,12 @@ class WorkersFinished(Struct, frozen=True, tag=True):
     left: str = ""  # one of them, and how
 
 
+class PeerDead(Struct, frozen=True, tag=True):
+    """The agent of the member with `lease` is gone, as a call has proved."""
+
+    lease: int
+
+
 class Signalled(Struct, frozen=True, tag=True):
     """The agent got SIGTERM or SIGINT."""
 
@@ -249,6 +255,7 @@ Event: TypeAlias = (
     | WorkersGone
     | WorkersElastic
     | WorkersFinished
+    | PeerDead
     | Signalled
     | Silent
     | Answered
@@ -482,8 +489,8 @@ def _absorb(state: State, event: Event, now: float) -> State:
             return replace(heard, join_since=now) if acked else heard
         case WorkerEnded() | WorkersHang():
             return _end_worker(state, event, now)
-        case WorkersGone() | WorkersElastic() | WorkersFinished():
-            return replace(state, local=_hear_of_workers(local, event))
+        case WorkersGone() | WorkersElastic() | WorkersFinished() | PeerDead():
+            return replace(state, local=_hear_of_processes(local, event))
         case Signalled():
             state = replace(state, local=replace(local, leaving=True))
             return _end_life(state, Left()) if state.ending else state
@@ -754,8 +761,12 @@ def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> S
     return replace(state, result=Failed(event.failure))
 
 
-def _hear_of_workers(local: Local, event: WorkersGone | WorkersElastic | WorkersFinished) -> Local:
-    """Note how its workers are; of an older generation it is no news."""
+def _hear_of_processes(
+    local: Local, event: WorkersGone | WorkersElastic | WorkersFinished | PeerDead
+) -> Local:
+    """Note that an agent is dead, or how the workers are; of an older generation it is no news."""
+    if isinstance(event, PeerDead):
+        return replace(local, dead=(*local.dead, event.lease))
     if event.generation != local.running:
         return local
     if isinstance(event, WorkersElastic):
@@ -930,7 +941,7 @@ def _start_workers(state: State, begins: Round, part: Participant, actions: list
     actions.append(StartWorkers(begins, part))
     generation = begins.generation
     local = replace(state.local, running=generation, ran=generation)
-    local = replace(local, elastic=False, finished=False, left="")
+    local = replace(local, elastic=False, finished=False, left="", dead=())
     return replace(state, local=local, result=None, alive=state.nproc)
 
 

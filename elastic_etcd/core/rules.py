@@ -87,6 +87,7 @@ class Local(Struct, frozen=True):
     patient: bool = False  # they are stopping for newcomers: their step may last
     finished: bool = False  # some of them have left their worlds: their training is over
     left: str = ""  # one of them, and how, as it was before they were stopped
+    dead: tuple[int, ...] = ()  # leases of members whose agents it has proved to be gone; for words
 
 
 class Elapsed(Struct, frozen=True):
@@ -356,7 +357,7 @@ def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
         return _claim(view, local, "no round is under way" if begun else "the job begins")
     if view.coordinator:
         return _claim(view, local, _is_leaving(view, view.coordinator.node), planned=True)
-    why = f"{now.node or 'the coordinator'} is lost"
+    why = _are_lost(local, {now.coordinator: now.node or "the coordinator"})
     if now.phase is not Phase.FINAL:
         return _claim(view, local, why)
     lead = replace(now, coordinator=local.lease, node=_own_name(view, local))
@@ -461,8 +462,7 @@ def _lead_joinable(
             return Wait(waits)
         if awaited and left > 0:
             return Wait(waits, left)
-    early = left_here(view, local) or next((ack.left for ack in view.acks if ack.left), "")
-    return _freeze(view, now, ready, limits, elapsed, _culprit(view, early))
+    return _freeze(view, now, local, ready, limits, elapsed)
 
 
 def _await_steps(
@@ -488,7 +488,7 @@ def _await_steps(
     if leavers := [m for m in _leavers(view) if m.lease not in done]:
         return _claim(view, local, _is_leaving(view, leavers[0].node), planned=True)
     if lost := _lost(view):
-        return _claim(view, local, f"{lost[0]} is lost")
+        return _claim(view, local, _are_lost(local, lost))
     if failed := next((r.failure for r in view.reports if r.failure), None):
         return _claim(view, local, str(failed))
     if len(ready) >= limits.min_nodes and any(m.lease in last - done for m in ready):
@@ -515,10 +515,10 @@ def _await_leavers(view: View, limits: Limits, elapsed: Elapsed) -> Wait | None:
 def _freeze(
     view: View,
     now: Round,
+    local: Local,
     ready: list[Member],
     limits: Limits,
     elapsed: Elapsed,
-    culprit: Failure | None,
 ) -> Decision:
     """Count the failure that ended the last world, then freeze or close.
 
@@ -529,8 +529,9 @@ def _freeze(
     failure that another start would only repeat, nor for one after which restarts have come no
     further again and again: they end the job.
     """
-    lost, ledger = _lost(view), view.ledger
-    known = _remembered(view, lost, culprit, limits, elapsed)
+    left = left_here(view, local) or next((ack.left for ack in view.acks if ack.left), "")
+    culprit, lost, ledger = _culprit(view, left), _lost(view), view.ledger
+    known = _remembered(view, [*lost.values()], culprit, limits, elapsed)
     fit, doubt = _fit(view, ready, known, limits)
     trained = round(ledger.trained + elapsed.ran, 3)
     before = early = ledger.early or ""
@@ -541,9 +542,8 @@ def _freeze(
         ledger = replace(ledger, restarts=0, rapid_failures=0)
         early, trained, stalled = "", 0.0, ()
     elif culprit and lost:
-        if not now.reason.startswith(tuple(f"{node} is leaving" for node in lost)):
-            are = "is" if len(lost) == 1 else "are"
-            now = replace(now, reason=f"{' and '.join(lost)} {are} lost")
+        if not now.reason.startswith(tuple(f"{node} is leaving" for node in lost.values())):
+            now = replace(now, reason=_are_lost(local, lost))
     elif culprit and culprit.node in doubt.difference(m.node for m in fit):
         why = suspects.why_left_out(known, culprit.node, limits.suspect_after)
         now = replace(now, reason=f"{culprit}; {why}")
@@ -642,10 +642,18 @@ def _leases(view: View) -> tuple[int, ...]:
     return tuple(p.lease for p in view.world)
 
 
-def _lost(view: View) -> list[str]:
-    """The nodes of the last world that are gone, but for those that had finished."""
+def _lost(view: View) -> dict[int, str]:
+    """The nodes of the last world that are gone, but for those that had finished; by lease."""
     back = {m.lease for m in _live(view)} | _done(view)
-    return [p.node for p in view.world if p.lease not in back]
+    return {p.lease: p.node for p in view.world if p.lease not in back}
+
+
+def _are_lost(local: Local, lost: dict[int, str]) -> str:
+    """`n2 is lost: its lease has ended`, and that it is dead where this agent has proved that."""
+    names, proved = " and ".join(lost.values()), all(lease in local.dead for lease in lost)
+    if len(lost) == 1:
+        return f"{names} is lost: its {'agent is gone' if proved else 'lease has ended'}"
+    return f"{names} are lost: their {'agents are gone' if proved else 'leases have ended'}"
 
 
 def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decision:
@@ -701,7 +709,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         if p.lease not in members and elapsed.listing > 0:
             missing = missing or p.node
         elif p.lease not in members:
-            return _claim(view, local, f"{p.node} is lost")
+            return _claim(view, local, _are_lost(local, {p.lease: p.node}))
         elif members[p.lease].leaving:
             return _claim(view, local, _is_leaving(view, p.node), planned=True)
     if missing:

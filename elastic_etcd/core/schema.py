@@ -605,6 +605,7 @@ class RankStep(Value, frozen=True):
     seconds: Seconds  # for which it has been in that step
     what: Text = ""  # it said that is quiet, or where its stack ends
     told: bool = False  # its steps are the script's, and not those of its optimizers
+    file: Text | UnsetType = UNSET  # on its node, with its stacks
 
 
 class NodeSteps(Value, frozen=True):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from elastic_etcd.system.name_lookups import short_lookups
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.accelerator import current_device
 
@@ -100,7 +101,8 @@ def store() -> dist.Store:
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return _store_of_this_process()
-    client = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+    with short_lookups():
+        client = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
     number = os.environ.get("ELASTIC_ETCD_GENERATION", restarts)
     return dist.PrefixStore(f"ee.store/{number}", client)

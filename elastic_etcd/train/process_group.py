@@ -19,6 +19,7 @@ import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError, WrongHere
+from elastic_etcd.system.name_lookups import short_lookups
 from elastic_etcd.times import NCCL_LOOK, PARK_LATE, SYNC_PATIENCE
 from elastic_etcd.train import ddp, sync_point
 from elastic_etcd.train.abort import (
@@ -184,7 +185,8 @@ class ProcessGroup:
     def _connect(self, timeout: timedelta = timedelta(seconds=SYNC_PATIENCE)) -> dist.Store:
         address, port = self._endpoint
         self._store = addresses_of(address, port)
-        client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        with short_lookups():
+            client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(self._prefix, client)
 
     def _keep_aborting(self) -> None:

@@ -114,7 +114,7 @@ def test_an_agent_is_killed_and_others_leave_in_order(jobs: Callable[..., Job]) 
     os.killpg(n1.pid, signal.SIGINT)  # as Ctrl-C does
     job.exits(n1, 130)
     assert "guardian" not in n1.output + n3.output
-    assert "is gone" not in n1.output + n3.output
+    assert "the agent (pid " not in n1.output + n3.output
 
 
 def nobody_else_holds_a_socket_of(agent: Agent) -> None:

@@ -359,6 +359,8 @@ def test_every_node_and_the_history_say_who_is_behind(job: Job) -> None:
         )
         assert line[0] in status(job)
     assert "generation 1: " in status(job)
+    (file,) = re.findall(r"rank 1: where it stands is in (\S+)", nodes["behind"].output)
+    assert f"  where rank 1 stands is in {file} on {behind}\n" in status(job)
     for agent in nodes.values():
         agent.terminate()
     for agent in nodes.values():

@@ -17,6 +17,7 @@ from tests.support import refused
 from tests.support.job import ROOT
 
 pytestmark = pytest.mark.timeout(300)
+NIGHTLY = pytest.mark.nightly(part="jobs")
 
 OLD_PYTHON = ROOT / "tests" / "support" / "old_python"
 PIDFDS = "pidfd_open,pidfd_send_signal"
@@ -72,17 +73,18 @@ def check_trains(code: int, told: str) -> None:
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize(
-    "method", ["prefork", pytest.param("exec", marks=pytest.mark.nightly(part="jobs"))]
-)
+@pytest.mark.parametrize("method", ["prefork", pytest.param("exec", marks=NIGHTLY)])
 def test_m1_a_python_that_lacks_the_calls(script: Path, method: str) -> None:
     check_trains(*launch(script, "--start-method", method, path=OLD_PYTHON))
 
 
 @pytest.mark.parametrize(
     ("code", "calls"),
-    [(errno.ENOSYS, PIDFDS), (errno.EPERM, PIDFDS), (errno.ENOSYS, "pidfd_send_signal")],
-    ids=["before 5.3", "a container's profile", "Anolis 4.19"],
+    [
+        pytest.param(errno.ENOSYS, PIDFDS, id="before 5.3"),
+        pytest.param(errno.EPERM, PIDFDS, id="a container's profile"),
+        pytest.param(errno.ENOSYS, "pidfd_send_signal", id="Anolis 4.19", marks=NIGHTLY),
+    ],
 )
 def test_m2_a_kernel_that_refuses_pidfds(script: Path, code: int, calls: str) -> None:
     told = launch(script, before=(sys.executable, refused.__file__, str(code), calls))

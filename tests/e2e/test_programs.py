@@ -392,8 +392,15 @@ else:
 """
 
 
-@pytest.mark.parametrize("method", ["exec", "prefork"])
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    ("method", "fails"),
+    [
+        ("prefork", True),
+        ("exec", False),
+        pytest.param("exec", True, marks=pytest.mark.nightly(part="jobs")),
+        pytest.param("prefork", False, marks=pytest.mark.nightly(part="jobs")),
+    ],
+)
 def test_f2_a_tracker_s_service_may_write_the_rest(
     method: str, tmp_path: Path, *, fails: bool
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_node_is_missed_when_it_is_killed_and_not_while_it_is_stopped(
     stopped.node_kill()
     alone = job.trains(1, after=g)
     assert f"{stopped.node} is dead: its connection has ended" in other.output
-    assert history(etcd, job.name)[alone]["began"] == f"{stopped.node} is lost"
+    assert history(etcd, job.name)[alone]["began"] == f"{stopped.node} is lost: its agent is gone"
     assert job.worker(alone, rank=0).restarts == 0
     job.finish(other)
 

@@ -33,7 +33,7 @@ def test_r8_a_stuck_agent_says_where_and_counts_as_lost(
     ticks.said(n2, "the agent's loop has stood still for")
     assert "in stands_still (" in n2.output, n2.output
     alone = ticks.trains(1, after=g, seconds=60)
-    assert history(etcd, ticks.name)[alone]["began"] == "n2 is lost"
+    assert history(etcd, ticks.name)[alone]["began"] == "n2 is lost: its lease has ended"
     again = ticks.trains(2, after=alone, seconds=60)
     assert again > alone
     ticks.said(n2, "the agent's loop turns again")

@@ -75,7 +75,7 @@ def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(
     victim, other = (n2, n1) if stopped.node == "n2" else (n1, n2)
     send(signal.SIGSTOP, [victim.pid])
     alone = job.trains(1, after=g)
-    assert history(etcd, job.name)[alone]["began"] == f"{victim.node} is lost"
+    assert history(etcd, job.name)[alone]["began"] == f"{victim.node} is lost: its lease has ended"
     job.goes_on(alone)
     send(signal.SIGCONT, [victim.pid])
     again = job.trains(2, after=alone, seconds=60)

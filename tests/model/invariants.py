@@ -132,7 +132,7 @@ def check_listing(state: State, write: Write, now: float) -> None:
     """I13: an agent whose own key was gone does not judge others by theirs too soon."""
     if state.life is Life.UNLISTED:
         raise Violation("I13: an agent writes without its key")
-    judges = isinstance(write.what, Claim | TakeOver) and write.what.reason.endswith("is lost")
+    judges = isinstance(write.what, Claim | TakeOver) and " is lost" in write.what.reason
     if judges and now < state.listing_until:
         raise Violation(f"I13: too soon: {write.what}")
 

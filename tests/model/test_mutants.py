@@ -321,9 +321,11 @@ def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
 def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
     freeze = rules._freeze
 
-    def mutant(seen: View, now: Round, ready: list[Member], asked: Limits, *rest: Any) -> Decision:
+    def mutant(
+        seen: View, now: Round, own: Local, ready: list[Member], asked: Limits, waited: Elapsed
+    ) -> Decision:
         never = structs.replace(asked, restart_window=float("inf"))
-        return freeze(seen, now, ready, never, *rest)
+        return freeze(seen, now, own, ready, never, waited)
 
     patch.setattr(rules, "_freeze", mutant)
 
@@ -331,9 +333,9 @@ def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
 def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
     freeze = rules._freeze
 
-    def mutant(seen: View, now: Round, ready: list[Member], asked: Limits, *rest: Any) -> Decision:
+    def mutant(seen: View, *rest: Any) -> Decision:
         ledger = structs.replace(seen.ledger, trained=0.0)
-        return freeze(structs.replace(seen, ledger=ledger), now, ready, asked, *rest)
+        return freeze(structs.replace(seen, ledger=ledger), *rest)
 
     patch.setattr(rules, "_freeze", mutant)
 

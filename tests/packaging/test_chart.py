@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from elastic_etcd import __version__
+from elastic_etcd.cli import steer
+from elastic_etcd.cli.live import serve
 from tests.support.charts import (
     BASE,
     CHART,
@@ -29,6 +31,7 @@ pytestmark = [
 WATCHED = ("--set", "monitoring.enabled=true")
 TLS = ("--set", "tls.enabled=true")
 ELSEWHERE = ("--set", "etcd.enabled=false,etcd.endpoints=etcd.example.com:2379")
+OPERATED = ("--set", "forget.enabled=true,serve.enabled=true")
 QUEUED = ("--set", "kueue.queue=training")
 
 
@@ -188,6 +191,51 @@ def test_monitoring_is_labelled_and_names_pages() -> None:
     assert all(each["metadata"]["labels"] == {"release": "prometheus"} for each in labelled)
     rules = labelled[1]["spec"]["groups"][0]["rules"]
     assert all(r["annotations"]["runbook_url"].startswith(f"{page}docs/") for r in rules)
+
+
+def test_o1_the_chart_has_what_forgets_and_what_shows_jobs() -> None:
+    """As secured as agents are, and reaching etcd as they do."""
+    given = ("--set", "serve.hosts={jobs.example.com},etcd.prefix=/teams/x")
+    made = charted(*OPERATED, *given, *TLS, *WATCHED)
+    agent = made["Job", "digits"]["spec"]["template"]["spec"]
+    reached = {"PET_ETCD", "PET_PREFIX", "PET_CACERT", "PET_CERT", "PET_KEY"}
+    deployment = made["Deployment", "digits-serve"]["spec"]
+    cron = made["CronJob", "digits-forget"]["spec"]["jobTemplate"]
+    templates = {"serve": deployment["template"], "forget": alike(cron | {"metadata": {}})["spec"]}
+    templates["forget"] = templates["forget"]["template"]
+    for name, parser in (("serve", serve.parser), ("forget", steer.forget)):
+        pod = templates[name]["spec"]
+        (container,), (trained,) = pod["containers"], agent["containers"]
+        assert container["command"] == ["elastic-etcd", name]
+        args = parser().parse_args(container["args"])
+        assert container["env"].items() <= trained["env"].items()
+        assert set(container["env"]) == reached
+        for field in ("image", "securityContext"):
+            assert container[field] == trained[field]
+        assert pod["securityContext"] == agent["securityContext"]
+        assert not pod["automountServiceAccountToken"]
+        assert pod["volumes"].items() <= agent["volumes"].items()
+        assert container["volumeMounts"].items() <= trained["volumeMounts"].items()
+        assert set(container["volumeMounts"]) == {"/etcd-client"}
+        if name == "serve":
+            assert args.listen == ("0.0.0.0", 8484)
+            assert args.allow_host == ["digits-serve", "jobs.example.com"]
+        else:
+            assert (args.all, args.yes, args.older_than) == (True, True, 604800)
+    labels = templates["serve"]["metadata"]["labels"]
+    for selector in (
+        deployment["selector"]["matchLabels"],
+        made["Service", "digits-serve"]["spec"]["selector"],
+        made["PodMonitor", "digits-serve"]["spec"]["selector"]["matchLabels"],
+        made["NetworkPolicy", "digits-client"]["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+    ours = made["Job", "digits"]["spec"]["template"]["metadata"]["labels"]
+    assert not labels.items() & ours.items(), "no policy, budget or monitor takes it for an agent"
+    (of_etcd, *_) = made["NetworkPolicy", "etcd"]["spec"]["ingress"]
+    let_in = [peer["podSelector"]["matchLabels"] for peer in of_etcd["from"]]
+    for pods in templates.values():
+        assert any(each.items() <= pods["metadata"]["labels"].items() for each in let_in)
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,15 @@ def test_manifests_are_what_their_schemas_ask_for(tmp_path: Path) -> None:
 
 def test_what_is_rendered_is_what_schemas_ask_for(tmp_path: Path) -> None:
     everything = "tls.enabled=true,monitoring.enabled=true,kueue.queue=training"
+    operated = "forget.enabled=true,serve.enabled=true,monitoring.enabled=true"
     made = {
         "chart": template(),
         "chart-with-all": template("--set", everything),
+        "chart-with-commands": template("--set", operated),
         "overlay": kustomize(EXAMPLES / "kustomize" / "overlay"),
     }
     for name, manifests in made.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump_all(manifests))
     errors = judged(*tmp_path.iterdir())
-    assert {"Job", "StatefulSet", "PodMonitor"} < errors.keys()
+    assert {"Job", "StatefulSet", "PodMonitor", "CronJob", "Deployment"} < errors.keys()
     assert {error for found in errors.values() for error in found} == {""}, errors

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from elastic_etcd import __version__
+from elastic_etcd.__main__ import _MODULES, _STEERING
 from tests.support.etcd import EtcdServer
+from tests.support.jobs import KEYS, RUNNING
 from tests.support.venv import ROOT, venv_or_skip
 
 pytestmark = [
@@ -206,6 +209,28 @@ def test_a_new_user_without_a_network(user: tuple[Path, Path]) -> None:
     run("python", "-W", "error", "-c", f"import {LOADED}", env=env)
     told = run("elastic-etcd", "launch", "train.py", cwd=folder, env=env)
     assert "a world of 1 in generation 1" in told
+
+
+def test_a_client_that_needs_no_torch(
+    wheel: Path, metadata: Message, etcd: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """With the packages that the page names, and no others."""
+    page = (ROOT / "docs" / "operate.md").read_text()
+    ((ours, needs),) = re.findall(r"`pip install (--no-deps) \.`, then `pip install ([\w ]+)", page)
+    programs = tmp_path / "venv" / "bin"
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = str(programs / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index"]
+    run(*pip, ours, wheel)
+    run(*pip, "--find-links", needed(metadata), *needs.split())
+    env = {"PATH": f"{programs}"}
+    for command in _MODULES.keys() - {"accelerate"} | {*_STEERING}:
+        assert f"usage: elastic-etcd {command}" in run("elastic-etcd", command, "--help", env=env)
+    for key, value in RUNNING.items():
+        etcd.ctl("put", key.replace(KEYS.root, f"{prefix}/j"), value)
+    where = (f"--etcd={etcd.endpoint}", f"--prefix={prefix}")
+    assert "job j: training" in run("elastic-etcd", "status", "j", *where, env=env)
+    assert "generation 2" in run("elastic-etcd", "events", "j", *where, env=env)
 
 
 def test_its_client(user: tuple[Path, Path], etcd: EtcdServer, prefix: str) -> None:

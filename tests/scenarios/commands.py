@@ -11,6 +11,7 @@ from elastic_etcd.cli.flag_values import in_multiples, nnodes
 from elastic_etcd.core.lifecycle import (
     Answered,
     LeaseLost,
+    PeerDead,
     Signalled,
     Silent,
     State,
@@ -231,6 +232,10 @@ class Commands(Simulator):
         """Its lease, in etcd; a live agent does not know it yet."""
         self.etcd.revoke(agent.lease)
         return iter(())
+
+    def agent_proves(self, agent: Agent, dead: str) -> Iterator[str]:
+        """That the agent of `dead` is gone; whoever proves it revokes the lease."""
+        yield from self.event(agent, PeerDead(self.agents[dead].lease))
 
     def agent_learns(self, agent: Agent) -> Iterator[str]:
         """That its lease is gone."""

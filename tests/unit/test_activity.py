@@ -245,7 +245,9 @@ def test_steps_that_are_not_the_same_any_more_are_not_measured() -> None:
     assert page.read().measured == before
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize(
+    "measured", [pytest.param(False, marks=pytest.mark.nightly(part="jobs")), True]
+)
 def test_what_ddp_measures_is_seen(ways: BothWays, measured: bool) -> None:
     text = """
     import torch

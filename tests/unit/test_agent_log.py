@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from elastic_etcd import launch
 from elastic_etcd.agent import agent as module
 from elastic_etcd.agent.agent import Agent
-from elastic_etcd.core.lifecycle import Failed, Life, Log, State
+from elastic_etcd.core.lifecycle import Error, Failed, Grace, Life, Log, Over, State
 from elastic_etcd.core.peers import was_left
 from elastic_etcd.core.rules import Ack, Local, Stop, Wait
 from elastic_etcd.core.schema import Failure, Lease, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.protocol.messages import Interrupt
 from elastic_etcd.version import __version__
 
 READY = Ack("ready for generation 2", 2)
@@ -128,6 +129,32 @@ async def test_n8_a_failure_is_told_at_once_and_a_victim_for_debugging(
         ("DEBUG", f"{who} 14.0 s, in step 7 of its world: ValueError: boom"),
         ("WARNING", f"nothing trains on this node until etcd answers\n{cause}"),
     ]
+
+
+DIED = {"result": Failed(FAILURE)}
+
+
+@pytest.mark.parametrize(
+    ("generation", "known", "why"),
+    [
+        (2, DIED, "rank 3 on n2 was killed by SIGTERM"),
+        (3, DIED | {"logged": "generation 3 begins: n1 is leaving"}, None),
+        (2, {"life": Life.LOST, "view": None}, "this node has lost its lease"),
+        (2, {"life": Life.LEAVING, "ending": Error("etcd denies it")}, "etcd denies it"),
+        (2, {"life": Life.LEAVING, "ending": Over("stopped: no")}, "stopped: no"),
+        (3, {"logged": "generation 2 is over: n1 is lost"}, None),
+    ],
+)
+async def test_o1_workers_are_told_why_their_world_is_broken(
+    generation: int, known: dict[str, Any], why: str | None
+) -> None:
+    """And not what the agent has logged last before that."""
+    agent = an_agent()
+    agent._workers = cast("Any", SimpleNamespace(generation=2))
+    seen = state(Phase.FINAL, generation)
+    seen = replace(seen, local=replace(seen.local, ran=2, running=2), logged="2 nodes train")
+    agent._state = replace(seen, **known)
+    assert agent._notice(Grace.FAILURE) == Interrupt(2, why or known["logged"])
 
 
 def test_a_rank_that_stopped_early_is_told_with_what_to_do() -> None:

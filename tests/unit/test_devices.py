@@ -17,6 +17,7 @@ FOUR_GPUS = "\n".join(
 )
 MIG = FOUR_GPUS + "\n  MIG 1g.10gb     Device  0: (UUID: MIG-aaaa-bbbb)"
 CPUS = len(os.sched_getaffinity(0))
+NIGHTLY = pytest.mark.nightly(part="jobs")
 
 Machine = Callable[..., dict[str, str]]
 
@@ -119,7 +120,11 @@ torch._register_device_module("npu", types.SimpleNamespace(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("spec", "where", "count"),
-    [("npu", "here", "3"), ("npu", "away", "0"), ("gpus", "here", "unknown")],
+    [
+        ("npu", "here", "3"),
+        pytest.param("npu", "away", "0", marks=NIGHTLY),
+        pytest.param("gpus", "here", "unknown", marks=NIGHTLY),
+    ],
 )
 def test_a_backend_that_a_package_has_registered_is_counted_as_torchrun_does(
     spec: str, where: str, count: str

@@ -439,6 +439,9 @@ async def test_a_pipe_that_nobody_reads_does_no_harm(
     task = asyncio.create_task(node.watch.run())
     await node.until(lambda: "where it stands is in" in caplog.text)
     assert "flight recorder" not in caplog.text
+    node.see(state(replace(ASKED, evidence=True)))
+    await node.until(lambda: node.said)
+    assert str(node.folder / "hang.txt") in str(node.published)
     if pipe == "a file":
         assert (tmp_path / "pipe_0.pipe").read_text() == "mine"
     task.cancel()

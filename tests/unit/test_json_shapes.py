@@ -130,7 +130,14 @@ class Told(TypedDict):
     last_words: str
 
 
+class HangFile(TypedDict):
+    node: str
+    rank: int
+    file: str
+
+
 class Job(Told):
+    hang_files: list[HangFile]
     repeated: str
     revision: int
     phase: str

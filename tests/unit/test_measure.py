@@ -277,9 +277,10 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
         ("n2 joins", True, "join"),
         ("n2 and n3 join", True, "join"),
         ("n2 is leaving", True, "leave"),
+        ("n2 is leaving (drained by root)", True, "leave"),
         ("the job is scaled to 1:2 nodes", True, "scale"),
-        ("n2 is lost", False, "lost"),
-        ("n2 and n3 are lost", False, "lost"),
+        ("n2 is lost: its lease has ended", False, "lost"),
+        ("n2 and n3 are lost: their agents are gone", False, "lost"),
         ("rank 1 on n2 exited 1", False, "failure"),
     ],
 )

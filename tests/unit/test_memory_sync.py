@@ -189,7 +189,8 @@ def test_the_other_workers_of_a_node_are_told(nodes: Nodes) -> None:
             answer = threads.submit(made[1].path_from_first)
             made[0].publish_path(path)
             assert answer.result(LONG) == path
-            made[1]._store = made[0]._store = dist.PrefixStore("again", made[0]._store)
+            for node in made:
+                node._store = dist.PrefixStore("again", node._store)
 
 
 def test_who_does_not_call_is_named(

@@ -12,8 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.inbox import Tasks
+from elastic_etcd.agent.inbox import Inbox, Tasks
 from elastic_etcd.agent.peer_links import HELLO_FORM, PeerLinks
+from elastic_etcd.core.lifecycle import PeerDead
 from elastic_etcd.core.schema import Contact, Ledger, Master, Member, Participant, Phase, Round
 from elastic_etcd.core.view import Everything, View
 from elastic_etcd.times import CALL_AGAIN, PROOF
@@ -111,8 +112,8 @@ def view(coordinator: int, *others: Member, ranks: tuple[int, ...] = (OWN, OTHER
 class Stage:
     """The links of an agent, as the member OWN, and the peers that a test makes."""
 
-    def __init__(self, links: PeerLinks, own: Contact, etcd: Etcd) -> None:
-        self.links, self.own, self.etcd = links, own, etcd
+    def __init__(self, links: PeerLinks, own: Contact, etcd: Etcd, inbox: Inbox) -> None:
+        self.links, self.own, self.etcd, self.inbox = links, own, etcd, inbox
         self.peers: list[Peer] = []
 
     def peer(self, answer: bytes = HERE) -> Peer:
@@ -128,7 +129,7 @@ async def agent() -> AsyncIterator[Stage]:
         links = PeerLinks(tasks, etcd.revoke)
         own = await links.open(HOME)
         assert own
-        stage = Stage(links, own, etcd)
+        stage = Stage(links, own, etcd, tasks.inbox)
         try:
             yield stage
         finally:
@@ -154,6 +155,7 @@ async def test_a_link_that_ends_of_an_agent_that_is_gone() -> None:
         peer.die()
         await stage.etcd.news.wait()
         assert stage.etcd.revoked == [OTHER]
+        assert await stage.inbox.get() == PeerDead(OTHER)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400", BUSY, CUT])

@@ -80,7 +80,9 @@ def test_more_than_two_to_the_62_are_refused() -> None:
         Keyed((1 << 62) + 1, 0, 0)
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "length", [2, 3, 4, pytest.param(5, marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_every_permutation_is_as_likely(length: int) -> None:
     draws = 12 * math.factorial(length)
     seen = Counter(
@@ -90,7 +92,7 @@ def test_every_permutation_is_as_likely(length: int) -> None:
     assert abs(chi_squared(torch.tensor(every), 12)) < 4
 
 
-@pytest.mark.parametrize("length", [17, 100])
+@pytest.mark.parametrize("length", [17, pytest.param(100, marks=pytest.mark.nightly(part="jobs"))])
 def test_every_index_is_as_likely_at_every_position(length: int) -> None:
     table = torch.zeros(length, length)
     draws = 12 * length

@@ -43,7 +43,8 @@ def test_o11_the_parts_are_all_that_is_locked_and_torch() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    asked = setup["options"]["install_requires"] + extras["metrics"] + extras["otel"]
+    of_image = [extras[name] for name in ("metrics", "otel", "web")]
+    asked = "".join([setup["options"]["install_requires"], *of_image])
     names = {Requirement(line).name for line in asked.splitlines() if line}
     known = {each["bom-ref"]: each["name"] for each in made["components"]}
     assert {known[each] for each in needs[wheel["bom-ref"]]} == names, "scripts/lock"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.__main__ import main
@@ -20,10 +21,13 @@ from elastic_etcd.core.schema import (
     Limits,
     Master,
     Member,
+    NodeSteps,
     Outcome,
     Page,
     Participant,
     Phase,
+    RankDoing,
+    RankStep,
     Ready,
     Round,
     Spec,
@@ -268,11 +272,22 @@ def test_a_hang_is_told_where_one_looks_first() -> None:
     short = status.in_short(status.describe("j", view(RUNNING | hung)))
     assert status.jobs_table([short], 200)[1].split()[:2] == ["j", "hangs"]
     assert "as of" in status.jobs_table([short], 200)[1]
+    steps = tuple(RankStep(n, 7, RankDoing.STEP, 16.0, file=f"/tmp/{n}.txt") for n in range(3))
+    node1 = NodeSteps(0xA, 2, (steps[0], replace(steps[1], file=UNSET)))
+    node3 = NodeSteps(0xB, 2, steps[2:])
+    stand = {KEYS.step(4, 0xA): encode(node1), KEYS.step(4, 0xB): encode(node3)}
+    where = [f"  where rank {n} stands is in /tmp/{n}.txt on node{n + 1}" for n in (0, 2)]
+    assert shown(RUNNING | hung | stand).splitlines()[2] == where[1]
+    nobody = {KEYS.hang: encode(replace(hang, rank=None))}
+    assert shown(RUNNING | nobody | stand).splitlines()[2:4] == where
+    late = {KEYS.hang: encode(replace(hang, number=3))}
+    assert "where rank" not in shown(RUNNING | late | stand)
     untimed = {KEYS.hang: encode(replace(hang, at=""))}
     assert shown(RUNNING | untimed).startswith(
         f"job j: training, hangs, generation 4\n  because {line}\n"
     )
     for other in (replace(hang, alarm=False), replace(hang, generation=3)):
+        assert "where rank" not in shown(RUNNING | stand | {KEYS.hang: encode(other)})
         assert "because node2 left" in shown(RUNNING | {KEYS.hang: encode(other)})
     over = hung | {KEYS.outcome: encode(OUTCOME)}
     assert "hangs" not in shown(RUNNING | over)

@@ -51,6 +51,7 @@ class Evidence(NamedTuple):
     steps: int
     stack: str
     doing: Doing = Doing.STEP
+    file: str = ""  # that has it, and more
 
     @property
     def place(self) -> str:
@@ -113,23 +114,27 @@ async def gather(
         async with asyncio.timeout(HANG_EVIDENCE):
             for worker in hanging:
                 path = logs.evidence_file(generation, worker.spec.rank)
-                await _write_evidence(worker, path, has_handler=worker.pid in asked)
+                file = await _write_evidence(worker, path, has_handler=worker.pid in asked)
+                if found := known.get(worker.spec.rank):  # it has not gone on
+                    known[worker.spec.rank] = found._replace(file=file)
             for rank, trace in traces:
                 await _collect(rank, trace, logs.evidence_file(generation, rank))
 
 
-async def _write_evidence(worker: Worker, path: Path | None, *, has_handler: bool) -> None:
+async def _write_evidence(worker: Worker, path: Path | None, *, has_handler: bool) -> str:
+    """The file that has it, "" if there is none."""
     rank, output = worker.spec.rank, worker.output.err.tail()[-_TAIL:]
     stacks = "" if has_handler else "; it has no handler for stacks"
     if path is None:
         log.warning("rank %d: its stacks are in its stderr%s", rank, stacks)
-        return
+        return ""
     try:
         await in_thread(partial(_write_file, path, worker.pid, rank, output), HANG_EVIDENCE)
     except OSError as error:  # a TimeoutError is one
         log.warning("rank %d: nothing can be written: %s", rank, error)
-    else:
-        log.warning("rank %d: where it stands is in %s%s", rank, path, stacks)
+        return ""
+    log.warning("rank %d: where it stands is in %s%s", rank, path, stacks)
+    return str(path)
 
 
 async def _collect(rank: int, trace: "Trace", path: Path | None) -> None:

@@ -12,6 +12,7 @@ import math
 from datetime import UTC, datetime
 from typing import TypeAlias
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.agent.followers.evidence import Evidence, gather, status
@@ -220,13 +221,16 @@ class HangWatch(PeriodicFollower):
 
     def _rank_step(self, worker: Worker, now: Activity) -> RankStep:
         rank, doing, what = worker.spec.rank, schema.RankDoing[now.doing.name], now.what
+        file = ""
         found = self._evidence.get(rank)
         if self._is_watched(worker, now) and is_traced(worker.pid):
             doing = schema.RankDoing.TRACED
         elif found and _reached(now) == (found.doing, found.steps):
             doing = schema.RankDoing.WAIT if found.in_collective else doing
             what = "stopped" if status(worker.pid, "State") == "T" else found.place
-        return RankStep(rank, now.steps + 1, doing, round(now.seconds, 3), what, now.told)
+            file = found.file
+        seconds = round(now.seconds, 3)
+        return RankStep(rank, now.steps + 1, doing, seconds, what, now.told, file or UNSET)
 
     def _stands(self, worker: Worker, now: Activity, seconds: float) -> bool:
         """Whether it is there for about as long as the one that was found first."""

@@ -88,5 +88,5 @@ def cause_of(begun: Round) -> str:
     if begun.planned:
         if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
             return "scale"
-        return "leave" if begun.reason.endswith(" leaving") else "join"
-    return "lost" if begun.reason.endswith(" lost") else "failure"
+        return "leave" if " is leaving" in begun.reason else "join"
+    return "lost" if begun.reason.partition(":")[0].endswith(" lost") else "failure"

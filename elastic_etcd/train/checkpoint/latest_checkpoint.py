@@ -29,6 +29,7 @@ from msgspec import Meta, Struct, json
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
+from elastic_etcd.system.name_lookups import short_lookups
 from elastic_etcd.train.checkpoint.checkpoint_folder import (
     CHUNK,
     LONGEST_MANIFEST,
@@ -144,7 +145,9 @@ class Node:
         self._rank, self._nodes = int(env["GROUP_RANK"]), int(env["GROUP_WORLD_SIZE"])
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         generation = env["ELASTIC_ETCD_GENERATION"]
-        client = dist.TCPStore(*self._endpoint, is_master=False, timeout=timedelta(0, PATIENCE))
+        patience = timedelta(seconds=PATIENCE)
+        with short_lookups():
+            client = dist.TCPStore(*self._endpoint, is_master=False, timeout=patience)
         self._store = dist.PrefixStore(f"elastic_etcd/memory/{_calls[generation]}", client)
         _calls[generation] += 1
 

@@ -1,0 +1,32 @@
+"""Lookups of names that only a log shows, and that a training should not wait for.
+
+torch asks for the name of each peer of a TCPStore (pytorch#159007). A name server that does not
+answer is asked twice, 5 s each, so that each start of a worker took 10 s (resolv.conf(5)).
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def short_lookups() -> Iterator[None]:
+    """A name server has one second to answer this thread. Where libc is not glibc nothing changes.
+
+    Lookups of other threads, and of this one afterwards, are as patient as the machine says.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        libc["__res_init"]()
+        resolver = libc["__res_state"]  # that of the calling thread: its first fields are ints
+    except AttributeError:
+        yield
+        return
+    resolver.restype = ctypes.POINTER(ctypes.c_int)
+    fields = resolver()
+    before = fields[0], fields[1]
+    fields[0], fields[1] = 1, 1  # retrans in seconds, retry
+    try:
+        yield
+    finally:
+        fields[0], fields[1] = before
