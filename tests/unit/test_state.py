@@ -340,7 +340,7 @@ def test_commits_and_comparisons_make_no_call_that_goes_through_a_mode(
     assert {*mode.seen} == {torch.Tensor.detach, *of_modules}  # in the user's part, as state_dict()
 
 
-class Noting(torch.overrides.TorchFunctionMode):
+class Noting(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
     """Keeps the functions that go through it."""
 
     def __init__(self) -> None:
@@ -353,10 +353,10 @@ class Noting(torch.overrides.TorchFunctionMode):
 
 
 def test_a_tensor_of_a_class_of_its_own_is_refused_and_a_parameter_is_not() -> None:
-    class Own(torch.Tensor):
+    class Own(torch.Tensor):  # type: ignore[misc]
         pass
 
-    class Weight(nn.Parameter):
+    class Weight(nn.Parameter):  # type: ignore[misc]
         pass
 
     state = ElasticState(weight=Weight(torch.ones(2)), own=1)
