@@ -325,6 +325,47 @@ def test_t10_a_script_with_another_default_device(tmp_path: Path) -> None:
     assert same(state.mean, torch.ones(3))
 
 
+def test_commits_and_comparisons_make_no_call_that_goes_through_a_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.set_default_device is a mode: each call of torch's goes through Python."""
+    monkeypatch.setenv("ELASTIC_ETCD_COMPARE_EVERY", "1")
+    state = ElasticState(data=[torch.ones(3, 2).t(), torch.tensor(1.0)], weights=nn.Linear(2, 2))
+    with group(0, 1, tmp_path):
+        state.sync()
+        state._replicas._next = 1  # as in a world of several ranks
+        with Noting() as mode:
+            state.commit()
+    of_modules = [getattr(torch.Tensor, name).__get__ for name in ("shape", "requires_grad")]
+    assert {*mode.seen} == {torch.Tensor.detach, *of_modules}  # in the user's part, as state_dict()
+
+
+class Noting(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    """Keeps the functions that go through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused_and_a_parameter_is_not() -> None:
+    class Own(torch.Tensor):  # type: ignore[misc]
+        pass
+
+    class Weight(nn.Parameter):  # type: ignore[misc]
+        pass
+
+    state = ElasticState(weight=Weight(torch.ones(2)), own=1)
+    state.commit()
+    state.own = torch.ones(2).as_subclass(Own)
+    with pytest.raises(UsageError, match="own is no plain dense tensor"):
+        state.commit()
+
+
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Observer())
     optimizer = Ordered(model[0].parameters())

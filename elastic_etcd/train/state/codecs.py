@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.ddp import is_reduced, reduce_next
-from elastic_etcd.train.state.encoding import decode, encode
+from elastic_etcd.train.state.encoding import decode, encode, without_modes
 
 
 class Codec(Protocol):
@@ -221,7 +221,10 @@ def save_values(
         saved = codec.save(value)
         if isinstance(codec, _Optimizer) and (groups := _groups_by_names(value, values)):
             saved = {**saved, GROUPS: groups}
-        parts[name] = encode(saved, tensors, name=name, allow_pickle=allow_pickle, shards=shards)
+        with without_modes():
+            parts[name] = encode(
+                saved, tensors, name=name, allow_pickle=allow_pickle, shards=shards
+            )
     return parts, tensors
 
 

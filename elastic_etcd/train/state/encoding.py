@@ -19,6 +19,9 @@ import torch
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import accelerator
 
+# For torch's calls of ours: modes, as torch.set_default_device, send each through Python.
+without_modes = torch._C.DisableTorchFunction  # noqa: SLF001 - it has no public name
+
 MAX_DEPTH = 100
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -174,9 +177,9 @@ class _Encoder:
         return {"$array": [value.dtype.str, list(value.shape), self._name_tensor(words, path)]}
 
     def _name_tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> str:
-        tensor = value.detach()
-        if why := _why_not_dense(tensor):
+        if why := _why_not_dense(value):
             raise UsageError(f"{_spell_path(path)} {why}")
+        tensor = value.detach()
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         key = (*memory, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and key in self.seen:
@@ -332,7 +335,9 @@ def _why_not_dense(tensor: torch.Tensor) -> str:
         )
     if _UNCOPIED.fullmatch(name := str(tensor.dtype)):
         return f"is of {name}, which torch can't copy: keep the torch.uint8 that it is packed in"
-    dense = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    kind = type(tensor)  # a parameter of any class is detached as a plain tensor
+    plain = kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
+    dense = plain and tensor.layout == torch.strided
     if not dense or tensor.is_quantized or tensor.is_meta:
         return "is no plain dense tensor, which can't be encoded"
     return ""

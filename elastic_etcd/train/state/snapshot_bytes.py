@@ -69,7 +69,8 @@ class Staging:
                 if left < _ALIGNED:
                     yield batch
                     batch, left = [], self.size
-                part = whole[first : first + left * times]
+                fits = not first and whole.nbytes <= left * times
+                part = whole if fits else whole[first : first + left * times]
                 batch.append((start + first, part))
                 first += part.nbytes
                 left -= -(-part.nbytes // (_ALIGNED * times)) * _ALIGNED
@@ -137,8 +138,11 @@ def sum_of(tensor: torch.Tensor) -> bytes:
 
     Other threads run meanwhile.
     """
-    data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return xxhash.xxh3_64_digest(data)
+    return _sum_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _sum_at(address: int, size: int) -> bytes:
+    return xxhash.xxh3_64_digest((ctypes.c_char * size).from_address(address))
 
 
 def sums_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
@@ -208,25 +212,29 @@ def _sums_of(batches: Iterable[Sequence[TensorSlice]]) -> Iterator[bytes]:
     parts = chain.from_iterable(map(_within_chunks, batches))
     for _, of_chunk in groupby(parts, lambda part: part[0] // CHUNK):
         end = 0
-        for start, part in of_chunk:
-            if part.nbytes == CHUNK:
-                yield sum_of(part)  # in its own place
+        for start, address, size in of_chunk:
+            if size == CHUNK:
+                yield _sum_at(address, size)  # in its own place
                 continue
-            ctypes.memmove(gathered.data_ptr() + start % CHUNK, part.data_ptr(), part.nbytes)
-            end = start % CHUNK + part.nbytes
+            ctypes.memmove(gathered.data_ptr() + start % CHUNK, address, size)
+            end = start % CHUNK + size
         if end:
             yield sum_of(gathered[:end])
 
 
 def _within_chunks(
     slices: Iterable[TensorSlice], begin: int = 0, end: int = sys.maxsize
-) -> Iterator[TensorSlice]:
-    """The bytes from `begin` to `end`, in slices none of which reaches into two chunks."""
+) -> Iterator[tuple[int, int, int]]:
+    """The bytes from `begin` to `end`: place, address and number, never of two chunks together.
+
+    A view for each of them would take longer than to copy a small one.
+    """
     for start, whole in slices:
         first, stop = max(start, begin), min(start + whole.nbytes, end)
+        address = whole.data_ptr() - start
         while first < stop:
             last = min(stop, (first // CHUNK + 1) * CHUNK)
-            yield first, whole[first - start : last - start]
+            yield first, address + first, last - first
             first = last
 
 
@@ -240,11 +248,12 @@ def _write_half(
     """
     sums: dict[int, bytes] = {}
     chunk = -1
-    for start, part in _within_chunks(batch, begin, end):
+    target = body.data_ptr()
+    for start, address, size in _within_chunks(batch, begin, end):
         if start // CHUNK != chunk and chunk >= 0:
             sums[chunk] = _sum_chunk(body, chunk)
         chunk = start // CHUNK
-        ctypes.memmove(body.data_ptr() + start, part.data_ptr(), part.nbytes)
+        ctypes.memmove(target + start, address, size)
     if chunk >= 0:
         sums[chunk] = _sum_chunk(body, chunk)
     return sums

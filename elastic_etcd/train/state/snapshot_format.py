@@ -139,7 +139,7 @@ def pack(parts: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[by
         for name, t in tensors.items()
     ]
     objects = dumps({"tensors": rows, "parts": parts})
-    return objects, Header.size_of(rows, objects)
+    return objects, sum(aligned(t.nbytes) for t in tensors.values()) + aligned(len(objects))
 
 
 def slices_of(objects: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[TensorSlice]:

@@ -62,13 +62,13 @@ class Memfd:
     @property
     def capacity(self) -> int:
         """Bytes of the largest body that it has memory for."""
-        return len(self._bytes) - HEADER
+        return len(self.memory) - HEADER
 
     def clear(self, size: int = 0) -> torch.Tensor:
         """The body, of `size` bytes, to be written; the snapshot is gone. Raises OSError."""
         if os.getpid() != self.pid:
             raise UsageError("a state belongs to the worker, not to a process forked from it")
-        if HEADER + size > len(self._bytes):
+        if size > self.capacity:
             os.ftruncate(self.fd, HEADER + size)
             self._map_memory(HEADER + size)
             try:
