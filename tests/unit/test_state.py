@@ -366,6 +366,14 @@ def test_a_tensor_of_a_class_of_its_own_is_refused_and_a_parameter_is_not() -> N
         state.commit()
 
 
+def test_a_parameter_that_has_no_shape_yet_is_refused_by_name() -> None:
+    state = ElasticState(model=nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"weight'\] has no shape yet: .* before the first"):
+        state.commit()
+    state.model(torch.ones(2, 4))
+    state.commit()
+
+
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Observer())
     optimizer = Ordered(model[0].parameters())

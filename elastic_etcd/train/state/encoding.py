@@ -15,6 +15,7 @@ from math import isfinite, prod
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from elastic_etcd.errors import MalformedState, UsageError
 from elastic_etcd.train import accelerator
@@ -335,6 +336,8 @@ def _why_not_dense(tensor: torch.Tensor) -> str:
         )
     if _UNCOPIED.fullmatch(name := str(tensor.dtype)):
         return f"is of {name}, which torch can't copy: keep the torch.uint8 that it is packed in"
+    if is_lazy(tensor):
+        return "has no shape yet: give the model a batch before the first commit"
     kind = type(tensor)  # a parameter of any class is detached as a plain tensor
     plain = kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
     dense = plain and tensor.layout == torch.strided
