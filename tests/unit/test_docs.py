@@ -169,7 +169,11 @@ def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:
     lines = json.loads(html.unescape(text.partition("<metadata>")[2].partition("</metadata>")[0]))
     assert recording.drawn(lines) == text
     told = "\n".join(line for _, line in lines)
-    for said in ("generation 2 (green is lost)", "generation 3 (green joins)", "exited 0 and 0"):
+    for said in (
+        "generation 2 (green is lost: its agent is gone)",
+        "generation 3 (green joins)",
+        "exited 0 and 0",
+    ):
         assert said in told
 
 
