@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def short_lookups() -> Iterator[None]:
-    """A name server has one second to answer this thread. Where libc is not glibc nothing changes.
+    """A name server has one second to answer this thread.
 
-    Lookups of other threads, and of this one afterwards, are as patient as the machine says.
+    Lookups of other threads, and of this one afterwards, are as patient as the machine says. So are
+    all of them with another libc than glibc.
     """
     libc = ctypes.CDLL(None)
     try:
