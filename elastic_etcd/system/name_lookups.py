@@ -5,22 +5,24 @@ answer is asked twice, 5 s each, so that each start of a worker took 10 s (resol
 """
 
 import ctypes
+import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def short_lookups() -> Iterator[None]:
-    """A name server has one second to answer this thread.
+def short_lookups(address: str) -> Iterator[None]:
+    """A name server has one second to answer this thread, while it connects to `address`.
 
-    Lookups of other threads, and of this one afterwards, are as patient as the machine says. So are
-    all of them with another libc than glibc.
+    A name has to be looked up for more than a log: then, for other threads, and with another libc
+    than glibc all lookups are as patient as the machine says.
     """
     libc = ctypes.CDLL(None)
     try:
+        ipaddress.ip_address(address.partition("%")[0])
         libc["__res_init"]()
         resolver = libc["__res_state"]  # that of the calling thread: its first fields are ints
-    except AttributeError:
+    except (ValueError, AttributeError):
         yield
         return
     resolver.restype = ctypes.POINTER(ctypes.c_int)

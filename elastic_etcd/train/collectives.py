@@ -101,7 +101,7 @@ def store() -> dist.Store:
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return _store_of_this_process()
-    with short_lookups():
+    with short_lookups(address):
         client = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
     number = os.environ.get("ELASTIC_ETCD_GENERATION", restarts)

@@ -185,7 +185,7 @@ class ProcessGroup:
     def _connect(self, timeout: timedelta = timedelta(seconds=SYNC_PATIENCE)) -> dist.Store:
         address, port = self._endpoint
         self._store = addresses_of(address, port)
-        with short_lookups():
+        with short_lookups(address):
             client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(self._prefix, client)
 

@@ -146,7 +146,7 @@ class Node:
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         generation = env["ELASTIC_ETCD_GENERATION"]
         patience = timedelta(seconds=PATIENCE)
-        with short_lookups():
+        with short_lookups(self._endpoint[0]):
             client = dist.TCPStore(*self._endpoint, is_master=False, timeout=patience)
         self._store = dist.PrefixStore(f"elastic_etcd/memory/{_calls[generation]}", client)
         _calls[generation] += 1
