@@ -280,6 +280,7 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
         ("n2 is leaving (drained by root)", True, "leave"),
         ("the job is scaled to 1:2 nodes", True, "scale"),
         ("n2 is lost: its lease has ended", False, "lost"),
+        ("rack:2 is lost: its agent is gone", False, "lost"),
         ("n2 and n3 are lost: their agents are gone", False, "lost"),
         ("rank 1 on n2 exited 1", False, "failure"),
     ],

@@ -89,4 +89,5 @@ def cause_of(begun: Round) -> str:
         if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
             return "scale"
         return "leave" if " is leaving" in begun.reason else "join"
-    return "lost" if begun.reason.partition(":")[0].endswith(" lost") else "failure"
+    is_lost = " is lost: " in begun.reason or " are lost: " in begun.reason
+    return "lost" if is_lost else "failure"
