@@ -480,7 +480,6 @@ def test_t21_what_is_sharded_is_refused_with_its_name_and_what_to_do(
 
 def with_frozen() -> tuple[ElasticState, nn.Parameter]:
     """A head that trains on a body that doesn't; 1 MB and 4 MB. The state, and the body."""
-    gc.collect()  # the states of tests before: a process may have eight
     model = nn.ParameterDict({"body": nn.Parameter(torch.zeros(1_000_000), requires_grad=False)})
     model["head"] = nn.Parameter(torch.zeros(250_000))
     return ElasticState(model=model, step=0), model["body"]
@@ -1048,6 +1047,32 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield job
         if channel := elastic_etcd.train.agent_channel._channel:
             channel._socket.close()
+
+
+def test_states_that_are_garbage_do_not_count_as_kept(job: Job) -> None:
+    """A script that trains twenty models in turn: each is in a cycle with its state."""
+    gc.disable()
+    try:
+        for trial in range(20):
+            state = ElasticState(trial=trial)
+            state.__dict__["itself"] = state
+            state.commit()
+    finally:
+        gc.enable()
+
+
+def test_an_agent_keeps_eight_states_and_says_so_of_the_ninth(job: Job) -> None:
+    states = [ElasticState(step=0) for _ in range(9)]
+    for state in states[:8]:
+        state.commit()
+    with pytest.raises(UsageError, match="the agent keeps 8 ElasticStates"):
+        states[8].commit()
+
+
+def test_without_an_agent_a_process_has_any_number_of_states() -> None:
+    states = [ElasticState(step=0) for _ in range(20)]
+    for state in states:
+        state.commit()
 
 
 def test_only_a_current_generation_saves(job: Job, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the header last; the others sum theirs and, if the whole header is the same, hol
 that differs, or would wait for long, writes to its own.
 """
 
+import gc
 import logging
 import os
 import time
@@ -85,16 +86,14 @@ class Snapshots:
         own = [f"state{number}.{half}" for half in (0, 1)]
         node = [f"state{number}.{what}" for what in ("node0", "node1", "lock")]
         channel = agent()
-        # Not when a state goes: it may be with the process, which ends for an error, and then its
-        # last commit is needed. But here the script goes on to another one.
-        while cls._closed:
-            name = cls._closed.pop()
-            cls._kept.discard(name)
-            if channel:
-                channel.drop(name)
-        if len(cls._kept) + len(own) > MOST_NAMES:
-            most = MOST_NAMES // len(own)
-            raise UsageError(f"the agent keeps {most} ElasticStates of a process: join some")
+        if channel:
+            cls._drop_closed(channel)
+            if len(cls._kept) + len(own) > MOST_NAMES:
+                gc.collect()  # a trainer that knows its state, which knows it, is garbage for long
+                cls._drop_closed(channel)
+            if len(cls._kept) + len(own) > MOST_NAMES:
+                most = MOST_NAMES // len(own)
+                raise UsageError(f"the agent keeps {most} ElasticStates of a process: join some")
         fds = [keep_memfd(channel, name) for name in own]
         if channel is None or channel.local_rank >= MOST_RANKS:
             opened = cls(fds)
@@ -102,9 +101,19 @@ class Snapshots:
             shared = [_shared_memfd(channel, name) for name in node]
             opened = cls(fds, shared, channel.local_rank)
         opened.number = number
-        cls._kept.update(own)
-        weakref.finalize(opened, cls._closed.extend, [*own, *node]).atexit = False
+        if channel:
+            cls._kept.update(own)
+            weakref.finalize(opened, cls._closed.extend, [*own, *node]).atexit = False
         return opened
+
+    @classmethod
+    def _drop_closed(cls, channel: Channel) -> None:
+        # Not when a state goes: it may be with the process, which ends for an error, and then its
+        # last commit is needed. But here the script goes on to another one.
+        while cls._closed:
+            name = cls._closed.pop()
+            cls._kept.discard(name)
+            channel.drop(name)
 
     @classmethod
     def let_go(cls, names: Sequence[str]) -> None:
