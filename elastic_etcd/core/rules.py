@@ -52,6 +52,7 @@ from elastic_etcd.core import final_failures, hangs, no_progress, requests, susp
 from elastic_etcd.core.peers import blames_peers, is_left, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
+    Cause,
     Failure,
     Ledger,
     Limits,
@@ -353,13 +354,14 @@ def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
     """
     now = view.round
     if now is None:
-        begun = view.ledger.final > 0
-        return _claim(view, local, "no round is under way" if begun else "the job begins")
+        if view.ledger.final > 0:
+            return _claim(view, local, "no round is under way")
+        return _claim(view, local, "the job begins", Cause.BEGIN)
     if view.coordinator:
-        return _claim(view, local, _is_leaving(view, view.coordinator.node), planned=True)
+        return _claim(view, local, _is_leaving(view, view.coordinator.node), Cause.LEAVE)
     why = _are_lost(local, {now.coordinator: now.node or "the coordinator"})
     if now.phase is not Phase.FINAL:
-        return _claim(view, local, why)
+        return _claim(view, local, why, Cause.LOST)
     lead = replace(now, coordinator=local.lease, node=_own_name(view, local))
     return TakeOver(f"lead generation {now.generation} from here on: {why}", lead)
 
@@ -369,7 +371,12 @@ def _own_name(view: View, local: Local) -> str:
 
 
 def _claim(
-    view: View, local: Local, reason: str, *, planned: bool = False, joins: bool = False
+    view: View,
+    local: Local,
+    reason: str,
+    cause: Cause = Cause.FAILURE,
+    *,
+    joins: bool = False,
 ) -> Claim:
     """Begin the next generation; etcd lets exactly one claim of it through."""
     # Not only what the keys say: somebody may have spoilt both.
@@ -377,7 +384,7 @@ def _claim(
     last = max(view.ledger.generation, local.acked, local.ran, known)
     own = _own_name(view, local)
     now = Round(
-        last + 1, Phase.SETUP, local.lease, reason, local.run, own, planned=planned, joins=joins
+        last + 1, Phase.SETUP, local.lease, reason, local.run, own, cause=cause, joins=joins
     )
     ledger = replace(view.ledger, generation=now.generation)
     return Claim(f"claim generation {now.generation}: {reason}", now, ledger)
@@ -457,7 +464,7 @@ def _lead_joinable(
         waits = _ready(ready, missing)
         if awaited and not own and now.joins:  # nobody else can make the coordinator hurry
             late = f"{_names(awaited)} did not stop within {limits.patience:g} s of the first"
-            return Wait(waits, left) if left > 0 else _claim(view, local, late, planned=True)
+            return Wait(waits, left) if left > 0 else _claim(view, local, late, Cause.JOIN)
         if not own:  # who coordinates takes part
             return Wait(waits)
         if awaited and left > 0:
@@ -486,9 +493,9 @@ def _await_steps(
     if not awaited:
         return None
     if leavers := [m for m in _leavers(view) if m.lease not in done]:
-        return _claim(view, local, _is_leaving(view, leavers[0].node), planned=True)
+        return _claim(view, local, _is_leaving(view, leavers[0].node), Cause.LEAVE)
     if lost := _lost(view):
-        return _claim(view, local, _are_lost(local, lost))
+        return _claim(view, local, _are_lost(local, lost), Cause.LOST)
     if failed := next((r.failure for r in view.reports if r.failure), None):
         return _claim(view, local, str(failed))
     if len(ready) >= limits.min_nodes and any(m.lease in last - done for m in ready):
@@ -542,11 +549,13 @@ def _freeze(
         ledger = replace(ledger, restarts=0, rapid_failures=0)
         early, trained, stalled = "", 0.0, ()
     elif culprit and lost:
-        if not now.reason.startswith(tuple(f"{node} is leaving" for node in lost.values())):
-            now = replace(now, reason=_are_lost(local, lost))
+        if now.reason.startswith(tuple(f"{node} is leaving" for node in lost.values())):
+            now = replace(now, cause=Cause.LEAVE)
+        else:
+            now = replace(now, reason=_are_lost(local, lost), cause=Cause.LOST)
     elif culprit and culprit.node in doubt.difference(m.node for m in fit):
         why = suspects.why_left_out(known, culprit.node, limits.suspect_after)
-        now = replace(now, reason=f"{culprit}; {why}")
+        now = replace(now, reason=f"{culprit}; {why}", cause=Cause.FAILURE)
         ledger = replace(ledger, rapid_failures=0)
     elif culprit and (why := final_failures.why_final(before, early, culprit)):
         wrong = final_failures.is_usage_error(culprit)
@@ -563,7 +572,7 @@ def _freeze(
         ledger = replace(ledger, restarts=spent + 1, rapid_failures=rapid)
         trained = 0.0
         if is_left(culprit):  # which may be known since the claim only
-            now = replace(now, reason=str(culprit))
+            now = replace(now, reason=str(culprit), cause=Cause.FAILURE)
         backoff = 0.0 if rapid < 2 else min(LONGEST_BACKOFF, 2.0 ** min(rapid - 2, 10))
         if elapsed.phase < backoff:
             why = f"workers failed {rapid} times right after their start"
@@ -709,9 +718,9 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         if p.lease not in members and elapsed.listing > 0:
             missing = missing or p.node
         elif p.lease not in members:
-            return _claim(view, local, _are_lost(local, {p.lease: p.node}))
+            return _claim(view, local, _are_lost(local, {p.lease: p.node}), Cause.LOST)
         elif members[p.lease].leaving:
-            return _claim(view, local, _is_leaving(view, p.node), planned=True)
+            return _claim(view, local, _is_leaving(view, p.node), Cause.LEAVE)
     if missing:
         return Wait(_may_be_back(missing), elapsed.listing)
     world = frozenset(_leases(view))
@@ -728,7 +737,7 @@ def _other_size(
     """Begin anew a healthy world that is to have another size, or can have a larger one."""
     if limits.largest(now.nodes) != now.nodes and not local.finished:
         why = f"the job is scaled to {limits.nnodes} nodes"
-        return _claim(view, local, why, planned=True, joins=local.elastic)
+        return _claim(view, local, why, Cause.SCALE, joins=local.elastic)
     world = frozenset(_leases(view))
     ready = {ack.lease for ack in view.acks}  # one that hangs must not end a world
     waiting = [m for m in _live(view) if m.lease not in world and m.lease in ready]
@@ -763,7 +772,7 @@ def _take_in(
     who = f"{_names(welcome)} {'joins' if len(welcome) == 1 else 'join'}"
     if left > 0:
         return Wait(f"{nodes}, {who} soon", left)
-    return _claim(view, local, who, planned=True, joins=local.elastic)
+    return _claim(view, local, who, Cause.JOIN, joins=local.elastic)
 
 
 def _join_settle(local: Local, limits: Limits) -> float:

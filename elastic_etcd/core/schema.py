@@ -234,6 +234,17 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
+class Cause(StrEnum):
+    """The end of a round or world, for which the next round was begun."""
+
+    BEGIN = "begin"  # there was none before
+    FAILURE = "failure"  # of a worker; or of what the job has in etcd
+    LOST = "lost"  # a node
+    LEAVE = "leave"
+    JOIN = "join"
+    SCALE = "scale"
+
+
 class Sizes(Value, frozen=True):
     """How many nodes a world may have.
 
@@ -463,7 +474,7 @@ class Round(Lasting, frozen=True):
     rapid_failures: Number = 0
     trained: Seconds = 0.0
     suspects: tuple[Suspect, ...] = ()
-    planned: bool = False  # begun by a join or a leave: workers get more time to stop
+    cause: Cause = Cause.FAILURE
     joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
     early: Text | UnsetType = UNSET  # as the ledger's, and the next
     stalled: "Stalled" = UNSET
@@ -475,6 +486,11 @@ class Round(Lasting, frozen=True):
             raise ValueError(f"phase is final, {counts}")
         if self.phase is Phase.FINAL and self.master is None:
             raise ValueError("phase is final, and master null")
+
+    @property
+    def planned(self) -> bool:
+        """Whether nothing is wrong: workers get more time to stop."""
+        return self.cause in (Cause.LEAVE, Cause.JOIN, Cause.SCALE)
 
 
 class Ledger(Lasting, frozen=True):

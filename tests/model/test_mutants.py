@@ -38,6 +38,7 @@ from elastic_etcd.core.rules import (
     Wait,
 )
 from elastic_etcd.core.schema import (
+    Cause,
     Keys,
     Lease,
     Limits,
@@ -61,8 +62,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def same_generation_again(patch: pytest.MonkeyPatch) -> None:
     claim = rules._claim
 
-    def mutant(view: View, local: Local, reason: str, **planned: bool) -> Claim:
-        decision = claim(view, local, reason, **planned)
+    def mutant(view: View, local: Local, reason: str, *cause: Cause, joins: bool = False) -> Claim:
+        decision = claim(view, local, reason, *cause, joins=joins)
         again = max(1, decision.round.generation - 1)
         return structs.replace(decision, round=structs.replace(decision.round, generation=again))
 

@@ -258,10 +258,9 @@ def _round(view: View) -> str:
     if now is None:
         return "no round"
     world = _world(view) if now.phase is Phase.FINAL else ""
-    planned = ", planned" if now.planned else ""
     restarts = f", {now.restarts} restarts" if now.restarts else ""
     head = f"generation {now.generation} {now.phase}"
-    return f"{head} [{world}]{restarts}{planned}: {now.reason}"
+    return f"{head} [{world}]{restarts}, {now.cause}: {now.reason}"
 
 
 def _world(view: View) -> str:

@@ -227,7 +227,7 @@ def test_what_a_worker_said_is_written_whatever_it_is() -> None:
         {"generation": "4"},
         {"generation": True},
         {"generation": 1 << 63},
-        {"planned": "false"},
+        {"cause": "weather"},
         {"joins": 1},
         {"reason": "x" * (LONGEST + 1)},
         {"restarts": -3},

@@ -11,6 +11,7 @@ from elastic_etcd.core import hangs, writes
 from elastic_etcd.core.hangs import At
 from elastic_etcd.core.rules import Local, Open
 from elastic_etcd.core.schema import (
+    Cause,
     Hang,
     History,
     Keys,
@@ -506,7 +507,7 @@ def test_a_node_that_is_done_is_not_asked() -> None:
 
 def test_a_world_that_newcomers_wait_for_is_asked() -> None:
     """It trains until its step is over."""
-    now = Round(4, Phase.JOINABLE, 0xA, "n3 joins", "r", planned=True, joins=True)
+    now = Round(4, Phase.JOINABLE, 0xA, "n3 joins", "r", cause=Cause.JOIN, joins=True)
     change: dict[str, Any] = {"round": now, "ledger": Ledger(4, 3, 2)}
     suspicion = said(0xB, 1, *FIRST[2:])
     first = hangs.lead(view(suspicion, **change), 0.0)
@@ -518,7 +519,7 @@ def test_a_world_that_newcomers_wait_for_is_asked() -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_question_is_kept_where_newcomers_wait(joins: bool) -> None:
-    now = Round(4, Phase.SETUP, 0xA, "n3 joins", "r", planned=True, joins=joins)
+    now = Round(4, Phase.SETUP, 0xA, "n3 joins", "r", cause=Cause.JOIN, joins=joins)
     there = view(round=now, hang=ASKED, hang_mod=5, stepped=(2, 3), ledger=Ledger(4, 3, 2))
     opened = Open("", replace(now, phase=Phase.JOINABLE))
     txn = writes._write_open(KEYS, there, LOCAL, opened, "", None)

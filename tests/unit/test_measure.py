@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elastic_etcd.agent.followers.recovery import CAUSES, cause_of
+from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick
 from elastic_etcd.core.rules import Local
-from elastic_etcd.core.schema import Limits, Master, Page, Participant, Phase, Round, Spent
+from elastic_etcd.core.schema import Cause, Limits, Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
 from elastic_etcd.protocol.activity import SIZE, ActivityPage, Doing
 from elastic_etcd.system.memfds import sealed_memfd
@@ -246,7 +246,7 @@ async def test_a_spare_knows_how_long_others_have_trained() -> None:
     assert spent
     assert spent.unknown >= 0.05
     await elapse(0.05)
-    await node.begin(replace(FIRST, generation=5, planned=True))
+    await node.begin(replace(FIRST, generation=5, cause=Cause.JOIN))
     await node.steps(1)
     taken = await node.end(5)
     assert taken.planned == 1
@@ -271,20 +271,12 @@ async def test_a_spare_that_joins_again_knows_it_too() -> None:
     assert 0.39 <= spent.unknown <= loop.time() - began + 1e-3
 
 
-@pytest.mark.parametrize(
-    ("reason", "planned", "cause"),
-    [
-        ("n2 joins", True, "join"),
-        ("n2 and n3 join", True, "join"),
-        ("n2 is leaving", True, "leave"),
-        ("n2 is leaving (drained by root)", True, "leave"),
-        ("the job is scaled to 1:2 nodes", True, "scale"),
-        ("n2 is lost: its lease has ended", False, "lost"),
-        ("rack:2 is lost: its agent is gone", False, "lost"),
-        ("n2 and n3 are lost: their agents are gone", False, "lost"),
-        ("rank 1 on n2 exited 1", False, "failure"),
-    ],
-)
-def test_the_cause_of_a_world(reason: str, planned: bool, cause: str) -> None:
-    assert cause_of(replace(FIRST, reason=reason, planned=planned)) == cause
-    assert cause in CAUSES
+def test_a_job_that_begins_anew_is_no_change_of_world() -> None:
+    """Somebody has removed all of its keys."""
+    recovery = Recovery()
+    for cause in (Cause.BEGIN, Cause.LOST):
+        recovery.end_world(10.0, 2.0)
+        recovery.begin_world(cause, 13.0)
+        recovery.train(14.0)
+    assert {cause: n for cause, n in recovery.restarts.items() if n} == {Cause.LOST: 1}
+    assert {cause: s for cause, s in recovery.lost.items() if s} == {Cause.LOST: 6.0}

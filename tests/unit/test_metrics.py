@@ -22,6 +22,7 @@ from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick, WorkersDiverged
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
+    Cause,
     Hang,
     Limits,
     Master,
@@ -90,12 +91,12 @@ def test_only_the_coordinator_tells_more_than_who_trains() -> None:
 
 def test_what_is_lost_by_a_change_of_world() -> None:
     recovery = Recovery()
-    recovery.begin_world("join", 0.0)  # the first one
+    recovery.begin_world(Cause.JOIN, 0.0)  # the first one
     recovery.train(5.0)
     assert not any(recovery.restarts.values())
     recovery.end_world(10.0, idle=1.0)
     recovery.pass_phase("stop", 12.0)
-    recovery.begin_world("failure", 15.0)
+    recovery.begin_world(Cause.FAILURE, 15.0)
     recovery.pass_phase("start", 19.0)
     recovery.train(24.0)
     took = [recovery.phases[name].sum for name in recovery.phases]
@@ -104,17 +105,17 @@ def test_what_is_lost_by_a_change_of_world() -> None:
     recovery.end_world(30.0, idle=0.0)
     recovery.pass_phase("stop", 31.0)
     recovery.forget()  # a spare, for long
-    recovery.begin_world("lost", 1000.0)
+    recovery.begin_world(Cause.LOST, 1000.0)
     assert recovery.lost["lost"] == 0.0
 
 
 def test_two_worlds_that_end_before_their_first_step_are_lost_by_each_cause() -> None:
     recovery = Recovery()
     recovery.end_world(10.0, idle=0.0)
-    recovery.begin_world("failure", 11.0)
+    recovery.begin_world(Cause.FAILURE, 11.0)
     recovery.pass_phase("start", 13.0)
     recovery.end_world(14.0, idle=0.0)
-    recovery.begin_world("leave", 15.0)
+    recovery.begin_world(Cause.LEAVE, 15.0)
     recovery.train(16.0)
     assert (recovery.lost["failure"], recovery.lost["leave"]) == (3.0, 2.0)
 

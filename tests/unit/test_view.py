@@ -25,6 +25,7 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     LONGEST,
+    Cause,
     Checked,
     CommitMemory,
     Contact,
@@ -143,7 +144,7 @@ def built(draw: st.DrawFn) -> Round:
         rapid_failures=draw(numbers),
         trained=draw(spans),
         suspects=draw(suspects),
-        planned=draw(st.booleans()),
+        cause=draw(st.sampled_from(Cause)),
         joins=draw(st.booleans()),
     )
 

@@ -4,10 +4,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from elastic_etcd.core.schema import Round
+from elastic_etcd.core.schema import Cause
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
-CAUSES = ("failure", "lost", "leave", "join", "scale")
+CAUSES = tuple(cause for cause in Cause if cause is not Cause.BEGIN)
 _RECOVERY = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 
 
@@ -39,17 +39,17 @@ class Recovery:
 
     def __init__(self) -> None:
         self.phases = {phase: Histogram(_RECOVERY) for phase in PHASES}
-        self.lost = dict.fromkeys(CAUSES, 0.0)
-        self.restarts = dict.fromkeys(CAUSES, 0)
+        self.lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self.restarts: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._since: float | None = None  # when the phase of now began
         self._lost = 0.0
-        self._cause = ""
+        self._cause: Cause | None = None
 
     def end_world(self, now: float, idle: float) -> None:
         """The world is over; the last step ended `idle` seconds ago."""
         if self._since is not None and self._cause:  # it has had no step
             self.lost[self._cause] += self._lost
-        self._since, self._lost, self._cause = now, 0.0, ""
+        self._since, self._lost, self._cause = now, 0.0, None
         self._observe("detect", idle)
 
     def forget(self) -> None:
@@ -62,8 +62,10 @@ class Recovery:
             self._observe(phase, now - self._since)
             self._since = now
 
-    def begin_world(self, cause: str, now: float) -> None:
+    def begin_world(self, cause: Cause, now: float) -> None:
         """A world begins because of `cause`, which is charged with the seconds lost until now."""
+        if cause is Cause.BEGIN:  # etcd knows nothing of a world before
+            self.forget()
         if self._since is None:
             return
         self.pass_phase("rendezvous", now)
@@ -75,19 +77,10 @@ class Recovery:
         """The first step of the world is done."""
         if self._since is not None:
             self.pass_phase("first_step", now)
+            assert self._cause
             self.lost[self._cause] += self._lost
             self._since = None
 
     def _observe(self, phase: str, seconds: float) -> None:
         self.phases[phase].observe(seconds)
         self._lost += seconds
-
-
-def cause_of(begun: Round) -> str:
-    """The end of the world before this one: failure, lost, leave, join or scale."""
-    if begun.planned:
-        if begun.reason.startswith("the job is scaled to ") and begun.reason.endswith(" nodes"):
-            return "scale"
-        return "leave" if " is leaving" in begun.reason else "join"
-    is_lost = " is lost: " in begun.reason or " are lost: " in begun.reason
-    return "lost" if is_lost else "failure"

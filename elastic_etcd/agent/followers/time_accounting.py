@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from elastic_etcd.agent.followers.recovery import Recovery, cause_of
+from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.lifecycle import Event, Finished, State
@@ -111,7 +111,7 @@ class TimeAccounting:
         begun = self._state.view.round
         assert begun
         self._tell_world(begun, now)
-        self.recovery.begin_world(cause_of(begun), now)
+        self.recovery.begin_world(begun.cause, now)
         self._on_phase("rendezvous", self._since, now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
