@@ -8,8 +8,7 @@ newest. Where that is not to be had it says why, and exits with 77.
 import functools
 import sys
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 from tests.support import go_programs
 from tests.support.debian import NotToBeHad, cached, unpacked
@@ -37,7 +36,7 @@ def newest_or_skip() -> str:
     """The newest, which `.ci/run` builds before the tests: that takes too long for one of them."""
     program = cached(f"etcd-{pinned(NEWEST)}") / "etcd"
     if not program.exists():
-        pytest.skip(f"not built: python -m tests.support.etcd_versions {NEWEST}")
+        raise SkipTest(f"not built: python -m tests.support.etcd_versions {NEWEST}")
     return str(program)
 
 

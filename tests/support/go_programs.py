@@ -5,8 +5,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 from tests.support.debian import NotToBeHad, cached
 
@@ -33,7 +32,7 @@ def built_or_skip(module: Path, folder: str, packages: dict[str, str], names: st
     try:
         return built(module, folder, packages, names)
     except NotToBeHad as reason:
-        pytest.skip(str(reason))
+        raise SkipTest(str(reason)) from None
 
 
 def pinned(module: Path, name: str) -> str:
