@@ -45,7 +45,7 @@ class Part:
 
 
 PARTS = {
-    "model": Part("searches of the model that take seconds each", 2),
+    "model": Part("searches of the model that take seconds each", 3),
     "large": Part(
         "searches of the model that take minutes and gigabytes",
         60,
@@ -53,9 +53,9 @@ PARTS = {
     ),
     "mutants": Part("200 mistakes in core/ and train/", 60, ("scripts/mutants --count 200",)),
     "sharded": Part("500 sequences of worlds, nodes lost at 200 places, 10,000 flipped bits", 60),
-    "jobs": Part("demo, tutorials, torchrun, Prometheus, hangs, more kinds of scripts", 15),
+    "jobs": Part("demo, tutorials, torchrun, Prometheus, hangs, more kinds of scripts", 25),
     "examples": Part("each example and each program of migration.md under each launcher", 2),
-    "forks": Part("compilers, spawned processes and more variables in a forked worker", 1),
+    "forks": Part("compilers, spawned processes and more variables in a forked worker", 2),
     "chaos": Part("random faults, from seeds", 3),
     "netns": Part("networks that are cut, slow and lossy; bad nodes among good ones", 5),
     "compose": Part("nodes and etcd in containers", 15, ("scripts/compose-test",)),

@@ -141,6 +141,7 @@ def test_r7_an_outage_that_is_short_stops_nobody(job: TickingJob, etcd: EtcdServ
     job.finish(n1, n2)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_r7_workers_that_recover_in_process_wait_for_etcd(
     jobs: Callable[..., Job], etcd: EtcdServer
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_start_without_memory_names_who_has_it_and_the_next_one_waits(
     assert looks >= 3
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_failure_of_another_kind_asks_nobody(job: Job, driver: Path) -> None:
     script = job.directory / "train.py"
     script.write_text(

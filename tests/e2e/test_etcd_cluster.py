@@ -49,6 +49,7 @@ def test_leader_killed_and_then_one_frozen_past_the_ttl(
     job.finish(n1, n2)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_etcd_member_frozen_with_sigstop(job: TickingJob, cluster: EtcdCluster) -> None:
     """etcd#8980: an agent that is connected to a frozen follower finds another member.
 

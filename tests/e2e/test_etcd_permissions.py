@@ -82,6 +82,7 @@ def test_e2_a_permission_that_is_taken_away_ends_leases_and_no_training(
     puts_keys_back(job, guarded, n1, n2, g)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_e2_nor_does_it_where_nothing_of_the_job_is_seen_meanwhile(
     job: TickingJob, guarded: EtcdServer
 ) -> None:

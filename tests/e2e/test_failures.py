@@ -38,6 +38,7 @@ for step in range(1, 41):
 """
 
 
+@pytest.mark.nightly(part="jobs")
 def test_worker_whose_children_hold_the_pipes_open(job: Job, etcd: EtcdServer) -> None:
     """One is in its process group, one in a session of its own, and one is to be kept there."""
     children = ("linger@rank=0", "daemon@rank=1", "kept@rank=1")
@@ -138,6 +139,7 @@ def test_r21_a_node_that_always_fails_ends_no_job(ticks: TickingJob, etcd: EtcdS
     assert keys(etcd, ticks.name)["outcome"]["state"] == "succeeded"
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_worker_that_takes_its_time_to_exit_is_the_culprit(job: Job, etcd: EtcdServer) -> None:
     faults = ("--fault", "linger-raise@rank=1,step=2")
     agents = [job.start(n, *faults, max_restarts=0) for n in ("n1", "n2")]

@@ -393,6 +393,7 @@ def test_a_world_that_hangs_is_begun_anew(job: Job, text: str) -> None:
         begun(agents, line[1], generation)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     text = ONCE.replace("dist.get_rank() == 1 and ", "")
     command = script(job, text, "sleeps")
@@ -425,6 +426,7 @@ def begun(agents: Iterable[Agent], line: str, generation: int) -> None:
         assert evidence < agent.output.index(f"generation {generation} (")
 
 
+@pytest.mark.nightly(part="jobs")
 def test_who_waits_for_what_may_last_does_not_hang(job: Job) -> None:
     nodes = pair(job, script(job, ALONE))
     for agent in nodes.values():
@@ -470,6 +472,7 @@ def test_who_is_quiet_is_no_hang_where_its_agent_is_cut_off_from_etcd(
             assert "generation 2" not in agent.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_hang_is_found_while_newcomers_wait(job: Job) -> None:
     flags: Flags = {"nnodes": "2:3", "log_dir": str(job.directory), "settle": 1}
     flags |= {"hang_action": "restart", "lease_ttl": 20, "max_restarts": 0} | STARVED

@@ -92,6 +92,7 @@ def test_a_worker_that_is_stuck_is_killed_and_started_anew(job: Job) -> None:
     each_sample_once(job.directory)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_g3_a_survivor_has_time_to_come_out_of_its_step(job: Job) -> None:
     """With what it has on its device; a worker without ee.run has 3 s."""
     fault = ("--fault", "long", "--at", "5", "--on", "1")
@@ -123,6 +124,7 @@ def test_g7_with_torch_s_debugging_of_collectives(job: Job) -> None:
     each_sample_once(job.directory)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_all_workers_of_a_node_at_once(job: Job) -> None:
     """One is killed, a node joins, all of a node are killed, and a node leaves."""
     flags = {"nproc": 4, "suspect_after": 0}

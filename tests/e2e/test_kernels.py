@@ -81,7 +81,7 @@ def test_m1_a_python_that_lacks_the_calls(script: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("code", "calls"),
     [
-        pytest.param(errno.ENOSYS, PIDFDS, id="before 5.3"),
+        pytest.param(errno.ENOSYS, PIDFDS, id="before 5.3", marks=NIGHTLY),
         pytest.param(errno.EPERM, PIDFDS, id="a container's profile"),
         pytest.param(errno.ENOSYS, "pidfd_send_signal", id="Anolis 4.19", marks=NIGHTLY),
     ],

@@ -117,6 +117,7 @@ def test_t4_a_newcomer_does_not_end_what_comes_after_the_training(job: Job) -> N
     assert "exports" not in n2.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_t4_after_the_training_a_worker_is_told_by_sigterm_and_has_time(job: Job) -> None:
     (job.directory / "fail").touch()
     n1, n2 = (start(job, name, EXPORTS, "0") for name in ("n1", "n2"))
@@ -188,6 +189,7 @@ finetune(two)
 """
 
 
+@pytest.mark.nightly(part="jobs")
 def test_t12_a_new_worker_does_not_begin_beside_others_in_their_second_call(job: Job) -> None:
     n1, n2 = (start(job, name, PHASES, suspect_after=0) for name in ("n1", "n2"))
     for node in (n1, n2):

@@ -84,6 +84,7 @@ def test_what_a_killed_agent_had_goes_with_its_guardian_or_with_the_next_agent(j
     job.finish(n1, seconds=PATIENCE)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_an_agent_leaves_alone_what_a_live_one_has(job: Job) -> None:
     """By default below /dev/shm, which all agents of a machine have in common."""
     n1 = start(job, "n1", nnodes="1:1", memory_dir="/dev/shm")

@@ -88,6 +88,7 @@ def test_a_poisoned_batch_ends_the_job_and_is_named(job: Job) -> None:
     assert "Mend the script or its data before it is started again." in n1.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_failures_that_each_come_further_do_not_end_the_job(job: Job) -> None:
     script = job.directory / "train.py"
     script.write_text(GOES_ON)

@@ -47,11 +47,12 @@ def test_after_the_first_restart_the_log_says_once_what_it_would_save(job: Job) 
     assert agent.output.count("saves it") == 1
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     "flags",
     [
         {"preload": "large"},
-        pytest.param({"start_method": "exec"}, marks=pytest.mark.nightly(part="jobs")),
+        {"start_method": "exec"},
     ],
 )
 def test_it_says_nothing_where_it_would_save_nothing(job: Job, flags: dict[str, str]) -> None:

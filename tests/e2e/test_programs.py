@@ -307,6 +307,7 @@ def test_r24_the_root_cause_is_in_the_agent_s_own_error_file(tmp_path: Path) -> 
     assert told["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):")
 
 
+@pytest.mark.nightly(part="jobs")
 def test_t19_what_a_script_sets_before_it_imports_torch_counts_as_under_torchrun(
     tmp_path: Path,
 ) -> None:

@@ -200,6 +200,7 @@ def test_the_pages_program_gives_values(begin: Begin) -> None:
     assert program.residue() == []
 
 
+@pytest.mark.nightly(part="jobs")
 def test_the_pages_program_tells_of_a_failing_rank(begin: Begin) -> None:
     said = begin(FAILING).says()
     assert "rank 0 exited 1\n" in said

@@ -49,7 +49,9 @@ def command(job: Job, *words: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("action", ["restart", "drain"])
+@pytest.mark.parametrize(
+    "action", [pytest.param("restart", marks=pytest.mark.nightly(part="jobs")), "drain"]
+)
 def test_t6_the_worker_in_which_a_bit_flips_is_named(job: Job, action: str) -> None:
     script = job.directory / "train.py"
     script.write_text(SCRIPT)

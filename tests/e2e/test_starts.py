@@ -156,6 +156,7 @@ def test_a_start_that_takes_too_long_is_begun_anew(
         assert " in stand\n" in Path(path[1]).read_text()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_script_that_tells_nothing_may_train(job: Job) -> None:
     flags: dict[str, Any] = {"nnodes": "1", "start_timeout": 2, "max_restarts": 0}
     n1 = job.start("n1", script=script(job, TELLS_NOTHING), **flags)

@@ -65,6 +65,7 @@ def test_master_address_race(ticks: TickingJob, etcd: EtcdServer) -> None:
     ticks.finish(n1, n2)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_agent_stopped_with_sigstop_past_its_ttl_and_then_continued(
     job: Job, etcd: EtcdServer
 ) -> None:

@@ -237,7 +237,9 @@ def test_an_etcd_with_certificates_and_users(
     world(pool, nodes("n1", **conf), nodes("n2", **conf))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_a_program_of_torchs_own_that_forks_or_spawns(
     etcd: EtcdServer, prefix: str, tmp_path: Path, method: str
 ) -> None:

@@ -577,11 +577,28 @@ MUTANTS = [  # which invariant it breaks, and the fault without which nobody wou
 ]
 
 
+LONG = {  # as long as all others together
+    a_failure_is_fenced_by_the_round,
+    a_leaving_node_is_awaited_without_end,
+    a_round_that_is_over_is_believed,
+    an_old_view_is_believed,
+    nobody_hurries,
+    nothing_is_forgiven,
+    only_one_long_world_forgives,
+}
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("invariant", "mutate", "asked", "faults", "only"),
-    MUTANTS,
-    ids=[mutate.__name__ for _, mutate, *_ in MUTANTS],
+    [
+        pytest.param(
+            *mutant,
+            id=mutant[1].__name__,
+            marks=pytest.mark.nightly(part="model") if mutant[1] in LONG else (),
+        )
+        for mutant in MUTANTS
+    ],
 )
 def test_mutant_is_caught(
     invariant: str,

@@ -108,6 +108,7 @@ async def test_what_is_told_counts_and_not_the_optimizers(watched: Watched, tmp_
     assert (found.steps, found.what) == (3, "evaluation")
 
 
+@pytest.mark.nightly(part="forks")
 def test_a_forked_worker_is_seen_like_one_that_is_executed(ways: BothWays, tmp_path: Path) -> None:
     pages = ActivityPages()
     command = ways.script(PLAIN)

@@ -24,6 +24,8 @@ from tests.support.disks import disk_that_may_stand_still, small_disk, stand_sti
 from tests.support.forked import ranks
 from tests.support.sharded_worlds import builder, train, whole
 
+NIGHTLY = pytest.mark.nightly(part="sharded")
+
 
 def trained(rank: int, seed: int, steps: int = 3) -> ElasticState:
     """A state after some steps and a commit."""
@@ -106,7 +108,15 @@ def place(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize(("seed", "before", "after"), [(1, 2, 3), (2, 4, 2), (3, 3, 1), (5, 4, 4)])
+@pytest.mark.parametrize(
+    ("seed", "before", "after"),
+    [
+        pytest.param(1, 2, 3, marks=NIGHTLY),
+        pytest.param(2, 4, 2, marks=NIGHTLY),
+        (3, 3, 1),
+        (5, 4, 4),
+    ],
+)
 def test_a_checkpoint_is_read_in_a_world_of_any_size_also_by_torch_alone(
     tmp_path: Path, seed: int, before: int, after: int
 ) -> None:

@@ -111,6 +111,7 @@ async def test_a_worker_that_is_asked_tells_at_its_first_step(given: BothWays) -
     assert untold == []
 
 
+@pytest.mark.nightly(part="forks")
 def test_a_script_that_is_timed_sees_what_another_sees(given: BothWays) -> None:
     argv = given.script(SEEN)
     seen = []

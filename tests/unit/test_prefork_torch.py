@@ -149,7 +149,9 @@ dist.destroy_process_group()
     assert printed(ways, text) == "[[2.0, 2.0, 2.0, 2.0]]\n"
 
 
-@pytest.mark.parametrize("start", ["fork", "scripted"])
+@pytest.mark.parametrize(
+    "start", ["fork", pytest.param("scripted", marks=pytest.mark.nightly(part="forks"))]
+)
 def test_a_module_that_outlives_its_group_frees_its_reducer_first(
     ways: BothWays, start: str
 ) -> None:

@@ -70,7 +70,7 @@ def nightly(*case: str) -> ParameterSet:
 @pytest.mark.parametrize(
     ("name", "value", "seen", "found"),
     [
-        ("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
+        nightly("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
         ("OMP_NUM_THREADS", "1", "torch.get_num_threads()", "1"),
         nightly("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "dist.get_debug_level().name", "DETAIL"),
         nightly("TORCHINDUCTOR_MAX_AUTOTUNE", "1", f"{INDUCTOR}.max_autotune", "True"),
@@ -122,6 +122,7 @@ def test_t19_what_a_preloaded_module_reads_counts(quick: BothWays) -> None:
     assert forked(quick, f"{text}print(preloaded.home)").out == "away\n"
 
 
+@pytest.mark.nightly(part="forks")
 def test_t19_what_is_set_later_or_read_later_starts_nothing_anew(ways: BothWays) -> None:
     text = """\
 import os
@@ -139,7 +140,7 @@ print(torch.jit._state._enabled.enabled)
 
 
 @pytest.mark.parametrize(
-    "first", ["preloaded", nightly("torch.utils.data"), "elastic_etcd.train.run"]
+    "first", ["preloaded", nightly("torch.utils.data"), nightly("elastic_etcd.train.run")]
 )
 def test_t19_what_has_torch_is_as_good_as_torch(ways: BothWays, first: str) -> None:
     text = f"import {first}, os\nos.environ['PYTORCH_JIT'] = '0'\nprint('once')"
