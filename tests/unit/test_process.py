@@ -384,7 +384,7 @@ async def test_r19_a_group_is_not_empty_because_no_descriptor_was_left() -> None
             assert watched.groups
             assert not is_gone(other)
         await watched.all_are_empty()
-        assert is_gone(other)
+        await gone(other)
 
 
 async def test_last_words(caplog: pytest.LogCaptureFixture) -> None:
@@ -466,7 +466,7 @@ async def test_what_is_left_of_a_group_is_killed_and_awaited() -> None:
         assert not is_gone(other)
         watched.groups.add(process.pid)
         await watched.all_are_empty()
-        assert is_gone(other)
+        await gone(other)
         assert set().union(*watched.told) == {process.pid}
     assert settled() == before
 
