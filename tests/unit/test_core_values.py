@@ -57,6 +57,7 @@ SAID = {
     },
     "Spec": {"min_version": schema.VERSION},
     "Member": {"labels": schema.Labels()},
+    "Round": {"cause": schema.Cause.FAILURE},
     "Scale": {"multiple_of": 1},
     "Watched": {"seconds": 2.0},
     "Spent": {"worlds": 1},
