@@ -34,7 +34,7 @@ make_base() {
 # The wheels are for the image's Python, which is this machine's, too.
 make_wheels() {
     python=${PYTHON:-python3.11}
-    stamp=build/wheels/made-$(cat setup.cfg scripts/constraints.txt | sha256sum | cut -c1-16)
+    stamp=build/wheels/made-$(cat setup.cfg Dockerfile scripts/constraints.txt | sha256sum | cut -c1-16)
     [ ! -e "$stamp" ] || return 0
     say "collecting wheels"
     rm -rf build/wheels
@@ -46,13 +46,16 @@ make_wheels() {
     touch "$stamp"
 }
 
-requirements() { # one a line: they have conditions
+requirements() { # of all extras of the Dockerfile; one a line: they have conditions
     "$python" - <<'EOF'
 import configparser
+import pathlib
+import re
 setup = configparser.ConfigParser()
 setup.read("setup.cfg")
 extras = setup["options.extras_require"]
-needed = [extras[name] for name in ("embedded", "metrics", "test")]
+named = re.findall(r"install '\.\[(.*)\]'", pathlib.Path("Dockerfile").read_text())
+needed = [extras[name] for name in sorted({*",".join(named).split(",")})]
 print("setuptools", setup["options"]["install_requires"], *needed, sep="\n")
 EOF
 }
