@@ -489,7 +489,7 @@ class Round(Lasting, frozen=True):
 
     @property
     def planned(self) -> bool:
-        """Whether nothing is wrong: workers get more time to stop."""
+        """Whether it is for a leave, a join or a new scale: workers get more time to stop."""
         return self.cause in (Cause.LEAVE, Cause.JOIN, Cause.SCALE)
 
 

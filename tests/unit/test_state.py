@@ -1061,14 +1061,6 @@ def test_states_that_are_garbage_do_not_count_as_kept(job: Job) -> None:
         gc.enable()
 
 
-def test_an_agent_keeps_eight_states_and_says_so_of_the_ninth(job: Job) -> None:
-    states = [ElasticState(step=0) for _ in range(9)]
-    for state in states[:8]:
-        state.commit()
-    with pytest.raises(UsageError, match="the agent keeps 8 ElasticStates"):
-        states[8].commit()
-
-
 def test_without_an_agent_a_process_has_any_number_of_states() -> None:
     states = [ElasticState(step=0) for _ in range(20)]
     for state in states:
