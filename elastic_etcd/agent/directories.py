@@ -41,8 +41,8 @@ class Directory:
         while not self._is_there():
             self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             try:
-                _checked(self.path)
                 self._hold(_locked(self.path))
+                _checked(self.path)
             except (FileNotFoundError, BlockingIOError):
                 continue  # an agent that begins took it for one that was left
             except OSError:  # the file system is full, or has no locks
@@ -102,10 +102,11 @@ def own_directory() -> Directory:
 def _directory(parent: str, prefix: str) -> Directory:
     """Make one there; a thread removes what dead agents of this user have left beside it."""
     prefix = f"{prefix}{_boot()}-"
-    remove_former = partial(_remove_former, Path(parent), prefix)
-    with suppress(BlockingIOError):  # then the next agent does it
-        start_thread(remove_former, "directories")
-    return Directory(parent, prefix)
+    try:
+        return Directory(parent, prefix)
+    finally:  # not before: it would find the new one without its lock
+        with suppress(BlockingIOError):  # then the next agent does it
+            start_thread(partial(_remove_former, Path(parent), prefix), "directories")
 
 
 def find_temporary_directory() -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 
@@ -61,6 +62,20 @@ def test_only_what_a_dead_agent_left_is_removed(
     }
     assert f"removing what a dead agent left: {dead}" in caplog.text
     live.remove()
+
+
+def test_an_agent_does_not_take_its_own_for_a_dead_agent_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(100):
+        own = memory_directory(str(tmp_path))
+        assert own
+        for thread in threading.enumerate():
+            if thread.name == "directories":
+                thread.join()  # as an agent's own, it looks beside one directory that is made
+        own.remove()
+    assert caplog.text == ""
 
 
 def test_m8_another_machine_s_is_left_alone(tmp_path: Path) -> None:
