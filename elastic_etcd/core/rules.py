@@ -355,7 +355,7 @@ def _replace_coordinator(view: View, local: Local) -> Claim | TakeOver:
     now = view.round
     if now is None:
         if view.ledger.final > 0:
-            return _claim(view, local, "no round is under way")
+            return _claim(view, local, "no round is under way", Cause.FAILURE)
         return _claim(view, local, "the job begins", Cause.BEGIN)
     if view.coordinator:
         return _claim(view, local, _is_leaving(view, view.coordinator.node), Cause.LEAVE)
@@ -374,7 +374,7 @@ def _claim(
     view: View,
     local: Local,
     reason: str,
-    cause: Cause = Cause.FAILURE,
+    cause: Cause,
     *,
     joins: bool = False,
 ) -> Claim:
@@ -423,7 +423,7 @@ def _lead_joinable(
     """
     live = _live(view)
     if spoilt := _unread(view, live):
-        return _claim(view, local, f"the ack of {spoilt} can't be read")
+        return _claim(view, local, f"the ack of {spoilt} can't be read", Cause.FAILURE)
     own = {local.lease} if local.acked == now.generation else set()
     acked = {ack.lease for ack in view.acks} | own
     ready = [m for m in live if m.lease in acked]
@@ -497,7 +497,7 @@ def _await_steps(
     if lost := _lost(view):
         return _claim(view, local, _are_lost(local, lost), Cause.LOST)
     if failed := next((r.failure for r in view.reports if r.failure), None):
-        return _claim(view, local, str(failed))
+        return _claim(view, local, str(failed), Cause.FAILURE)
     if len(ready) >= limits.min_nodes and any(m.lease in last - done for m in ready):
         return None
     return Wait(f"{_names(awaited)} {'is' if len(awaited) == 1 else 'are'} in a step still")
@@ -672,12 +672,13 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
     fit, _ = _fit(view, ready, now.suspects, limits)
     last, size = _leases(view), limits.largest(len(fit))
     if not size:
-        return _claim(view, local, f"only {_are(len(fit))} left of those that were ready")
+        why = f"only {_are(len(fit))} left of those that were ready"
+        return _claim(view, local, why, Cause.FAILURE)
     world = ranked(assign(choose(fit, last, now.coordinator, size), last))
     assert len(world) == size, f"I4: a world of {len(world)}"
     master = masters[world[0].lease]
     if master is None:
-        return _claim(view, local, f"the ack of {world[0].node} names no store")
+        return _claim(view, local, f"the ack of {world[0].node} names no store", Cause.FAILURE)
     final = replace(
         now,
         phase=Phase.FINAL,
@@ -703,14 +704,14 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
     """Watch over the world that trains; begin the next one when it is no longer right."""
     done = _done(view)
     if len(view.world) != now.nodes:
-        return _claim(view, local, "who takes part can't be read")
+        return _claim(view, local, "who takes part can't be read", Cause.FAILURE)
     if done.issuperset(_leases(view)):
         return _succeeded(view, now, limits)
     culprit = _culprit(view)
     if culprit:  # beside a node that goes it is taken for that one's victim, see _freeze
         leavers = [m for m in _leavers(view) if m.lease not in done]
         why = _is_leaving(view, leavers[0].node) if leavers else str(culprit)
-        return _claim(view, local, why)
+        return _claim(view, local, why, Cause.FAILURE)
     members, missing = {m.lease: m for m in view.members}, ""
     for p in view.world:
         if p.lease in done:
@@ -725,7 +726,7 @@ def _lead_final(view: View, now: Round, local: Local, limits: Limits, elapsed: E
         return Wait(_may_be_back(missing), elapsed.listing)
     world = frozenset(_leases(view))
     if spoilt := _unread(view, [m for m in view.members if m.lease in world]):
-        return _claim(view, local, f"the report of {spoilt} can't be read")
+        return _claim(view, local, f"the report of {spoilt} can't be read", Cause.FAILURE)
     # A world that has begun to finish takes nobody in: it would begin anew.
     other = None if done else _other_size(view, now, local, limits, elapsed)
     return other or Wait(_train(now.nodes))
