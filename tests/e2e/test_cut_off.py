@@ -73,7 +73,9 @@ def test_r7_a_world_that_is_cut_off_has_ended_before_another_begins(
         job.finish(*([n2] if leaving else [n1, n2]))
 
 
-@pytest.mark.parametrize("asleep", ["agent", "node"])
+@pytest.mark.parametrize(
+    "asleep", ["agent", pytest.param("node", marks=pytest.mark.nightly(part="jobs"))]
+)
 def test_r7_a_stopped_agent_s_world_has_ended_before_another_begins(
     job: TickingJob, *, asleep: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_all_of_etcd_down_for_longer_than_the_ttl(job: TickingJob, cluster: Etcd
     job.finish(n1, n2)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_compacted_watch_while_members_are_defragmented_under_load(
     job: TickingJob, cluster: EtcdCluster
 ) -> None:

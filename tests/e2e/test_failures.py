@@ -237,6 +237,7 @@ def test_t13_a_failure_that_can_not_change_is_final(
     assert n1.output.count(": group rank 0 of 1, ") == worlds
 
 
+@pytest.mark.nightly(part="jobs")
 def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
     """First the oldest one, and then the youngest, which has come instead."""
     dead = job.start("n1")

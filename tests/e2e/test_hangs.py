@@ -405,6 +405,7 @@ def test_a_world_in_which_all_hang_is_begun_anew(job: Job) -> None:
     begun(agents, line[1], 2)
 
 
+@NIGHTLY
 def test_a_world_that_hangs_in_a_commit_is_begun_anew(job: Job) -> None:
     flags: Flags = {"hang_action": "restart", "max_restarts": 1, "suspect_after": 0}
     agents = pair(job, script(job, COMMITS), **flags).values()

@@ -64,6 +64,7 @@ def test_nodes_join_and_leave_and_no_step_is_lost(job: Job) -> None:
         assert steps == list(range(steps[0], steps[0] + len(steps))), "a step was trained twice"
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_mistake_of_the_user_s_is_the_cause(job: Job) -> None:
     fault = ("--fault", "raise", "--at", "5", "--on", "1")
     n1, n2 = (start(job, name, *fault, max_restarts=0) for name in ("n1", "n2"))

@@ -73,7 +73,8 @@ def check_trains(code: int, told: str) -> None:
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("method", ["prefork", pytest.param("exec", marks=NIGHTLY)])
+@NIGHTLY  # a kernel that lacks them is below, and tests/unit/test_kernel.py has both
+@pytest.mark.parametrize("method", ["prefork", "exec"])
 def test_m1_a_python_that_lacks_the_calls(script: Path, method: str) -> None:
     check_trains(*launch(script, "--start-method", method, path=OLD_PYTHON))
 

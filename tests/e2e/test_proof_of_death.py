@@ -33,6 +33,7 @@ def pair(job: TickingJob, etcd: EtcdServer, **flags: Any) -> tuple[Agent, Agent,
     return n1, n2, generation
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_spare_that_dies_is_missed_too(job: TickingJob, etcd: EtcdServer) -> None:
     n1, n2, g = pair(job, etcd)
     n3 = job.start("n3", **LONG)

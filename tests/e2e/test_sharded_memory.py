@@ -25,6 +25,7 @@ def node(job: Job, name: str, nproc: int = 1, *arguments: str) -> Agent:
     return start(job, name, *arguments, program=SCRIPT, nproc=nproc, nnodes="2:3")
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_killed_worker_and_a_lost_node_cost_the_steps_since_the_last_checkpoint(
     job: Job,
 ) -> None:

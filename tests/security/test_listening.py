@@ -50,6 +50,7 @@ async def test_m21_the_etcd_of_a_node_alone_is_for_its_user_only() -> None:
         assert etcd._directory.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.timeout(300)
 def test_a_node_listens_at_its_own_address_only(job: Job) -> None:
     """The store, at the address on the way to etcd; workers are torch's, and not looked at."""

@@ -158,6 +158,7 @@ def test_f11_cpus_near_gpus_are_what_torch_says(machine: Machine) -> None:
         cpus_near_gpus("node", 2, machine(torch="echo '[[0], []]'"))
 
 
+@NIGHTLY
 @pytest.mark.timeout(600)
 def test_the_real_torch_answers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_DEVICE_NODES", ("null",))

@@ -126,7 +126,8 @@ def test_digits_go_on_from_what_they_keep_under_another_launcher(
         assert "accuracy 0." in told
 
 
-@pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
+@pytest.mark.nightly(part="examples")
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "launch"])
 def test_program_after_migration(launcher: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "migration.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

@@ -203,9 +203,9 @@ def test_modules_and_packages(quick: BothWays, name: str) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {},
+        pytest.param({}, marks=NIGHTLY),
         {"OMP_NUM_THREADS": "1"},
-        {"OPENBLAS_NUM_THREADS": "1"},
+        pytest.param({"OPENBLAS_NUM_THREADS": "1"}, marks=NIGHTLY),
         pytest.param({"OMP_NUM_THREADS": "2,1"}, marks=NIGHTLY),
         pytest.param({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"}, marks=NIGHTLY),
     ],

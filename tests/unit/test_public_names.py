@@ -33,28 +33,34 @@ SAMPLER_VALUES = {"length", "rank", "shuffle", "tail", "world_size"}
 STREAM_VALUES = {"buffer", "lengths", "rank", "shards", "shuffle", "tail", "world_size"}
 
 
-def check(tmp_path: Path, script: str) -> str:
-    file = tmp_path / "script.py"
+@pytest.fixture(scope="module")
+def mypy_s(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for scripts, and for what mypy knows of our modules."""
+    return tmp_path_factory.mktemp("mypy")
+
+
+def check(mypy_s: Path, script: str) -> str:
+    file = mypy_s / "script.py"
     file.write_text(script)
-    cache = tmp_path / "cache"
+    cache = mypy_s / "cache"
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
-def test_n7_a_typo_is_an_error_of_mypy(tmp_path: Path) -> None:
-    told = check(tmp_path, "import elastic_etcd as ee\n\nee.memory_checkpont({}, 'a')\n")
+def test_n7_a_typo_is_an_error_of_mypy(mypy_s: Path) -> None:
+    told = check(mypy_s, "import elastic_etcd as ee\n\nee.memory_checkpont({}, 'a')\n")
     assert 'Module has no attribute "memory_checkpont"' in told
 
 
-def test_n7_mypy_knows_each_public_name(tmp_path: Path) -> None:
+def test_n7_mypy_knows_each_public_name(mypy_s: Path) -> None:
     names = "".join(f"ee.{name}\n" for name in ee.__all__)
-    told = check(tmp_path, f"import elastic_etcd as ee\n\n{names}\nfrom elastic_etcd import *\n")
+    told = check(mypy_s, f"import elastic_etcd as ee\n\n{names}\nfrom elastic_etcd import *\n")
     assert "Success" in told
 
 
-def test_n9_what_raises_is_no_condition(tmp_path: Path) -> None:
-    told = check(tmp_path, "import elastic_etcd as ee\n\nif ee.raise_if_stale():\n    pass\n")
+def test_n9_what_raises_is_no_condition(mypy_s: Path) -> None:
+    told = check(mypy_s, "import elastic_etcd as ee\n\nif ee.raise_if_stale():\n    pass\n")
     assert "does not return a value" in told
 
 

@@ -94,6 +94,7 @@ class Shown(HTMLParser):
             self.text += re.sub(r"\s", "", data)
 
 
+@pytest.mark.nightly(part="packaging")
 def test_a_page_shows_what_its_document_says() -> None:
     """As CommonMark reads it; the site's own reader has other rules for lists and emphasis."""
     markdown = MarkdownIt("commonmark").enable("table")

@@ -187,6 +187,7 @@ async def test_a_killed_child_is_told_and_another_one_can_be_started(server: Ser
     assert len(server.deaths) == 1
 
 
+@pytest.mark.nightly(part="jobs")
 async def test_it_is_started_though_the_fork_server_has_just_died(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     argv = (sys.executable, "-u", str(tmp_path / "train.py"))
