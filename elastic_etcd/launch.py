@@ -80,13 +80,23 @@ def run(
 ) -> int:
     """Be the agent of this command line and environment; gives the exit code.
 
-    `follow` makes one more follower of it. Raises ElasticEtcdError.
+    `follow` makes one more follower of it. Signals are ignored when this returns: the process is
+    to end. Raises ElasticEtcdError.
     """
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
     kernel.check()
     _import_asyncio()
+    from elastic_etcd.system.signals import ending_the_start  # noqa: PLC0415 - it needs asyncio
+
+    with ending_the_start(config.signals):
+        return _run_agent(config, follow, (*remarks, *_remarks(args, env)))
+
+
+def _run_agent(
+    config: AgentConfig, follow: Callable[[Logs], Follower] | None, remarks: Sequence[str]
+) -> int:
     from elastic_etcd.agent import agent, directories  # noqa: PLC0415 - a wrong flag is told at once
 
     directories.find_temporary_directory()
@@ -98,7 +108,7 @@ def run(
             "that hangs and slow nodes are not found; `setcap -r` takes them back",
             sys.executable,
         )
-    for remark in (*remarks, *_remarks(args, env)):
+    for remark in remarks:
         log.warning(remark)
     return agent.run(config, follow)
 

@@ -98,6 +98,7 @@ from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.protocol.messages import Change, Interrupt
 from elastic_etcd.system.leftovers import Mark
+from elastic_etcd.system.signals import taken
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import GRACE_CHANGE, GRACE_FAILURE, LEAVE_TIMEOUT, SIGTERM_TWICE
 from elastic_etcd.version import __version__
@@ -366,31 +367,25 @@ class Agent:
         # Under nohup the terminal's end is ignored, so it stays ignored.
         hup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         handled = [n for n in self._config.signals if n is not signal.SIGHUP or not hup]
-        for number in handled:
-            self._loop.add_signal_handler(number, self._signalled, number)
-        others: dict[signal.Signals, Callable[[], object]] = {
+        takers: dict[signal.Signals, Callable[[], object]] = {
             signal.SIGUSR1: lambda: self._tasks.create(self.write_record("SIGUSR1")),
             signal.SIGUSR2: self._drain,
         }
-        for number in others.keys() - set(handled):
-            self._loop.add_signal_handler(number, others[number])
-            handled.append(number)
-        try:
-            async with self._membership:
-                joining = self._tasks.create(self._join())
-                try:
-                    while self._exit is None:
-                        await self._take_event(await self._inbox.get())
-                    return await self._leave(self._exit)
-                finally:
-                    joining.cancel()
-        finally:
-            self._reminder.cancel()
-            if isinstance(self._exit, Exit):
-                await self._workers.end_leftovers()
-            self._workers.close()
-            for number in handled:
-                self._loop.remove_signal_handler(number)
+        with taken(takers | {number: partial(self._signalled, number) for number in handled}):
+            try:
+                async with self._membership:
+                    joining = self._tasks.create(self._join())
+                    try:
+                        while self._exit is None:
+                            await self._take_event(await self._inbox.get())
+                        return await self._leave(self._exit)
+                    finally:
+                        joining.cancel()
+            finally:
+                self._reminder.cancel()
+                if isinstance(self._exit, Exit):
+                    await self._workers.end_leftovers()
+                self._workers.close()
 
     def leave(self, why: str) -> None:
         """Leave the job, as on SIGTERM."""

@@ -1,0 +1,74 @@
+"""Signals at any time of an agent's life: the exit code is that of its log, and says it in a line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 90.0
+LAUNCH = "import sys; from elastic_etcd import launch; sys.exit(launch.main())"
+
+
+class Launched:
+    """A launcher without an etcd of others, and what it says."""
+
+    def __init__(self, folder: Path, *flags: str, code: str = LAUNCH) -> None:
+        self._said = folder / "said"
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, *flags],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._said.read_text()
+
+    def catches(self, number: int) -> bool:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        _, _, caught = status.partition("SigCgt:")
+        return bool(caught and int(caught.split()[0], 16) >> number - 1 & 1)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.001)
+
+    def says(self, text: str) -> None:
+        self.until(lambda: text in self.output)
+
+    def ends(self) -> int:
+        try:
+            return self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_exit_code_of_the_log_stays_whatever_comes_then(
+    tmp_path: Path, *, leaves: bool
+) -> None:
+    """As when a pod is deleted as its job succeeds, or Slurm sends SIGTERM twice."""
+    worker = ("--no-python", "sh", "-c", "echo begun; " + ("exec sleep 60" if leaves else "exit 0"))
+    agent = Launched(tmp_path, "--leave-exit-code", "0", *worker)
+    agent.says("begun")
+    if leaves:
+        agent.process.terminate()
+    agent.until(lambda: not agent.catches(signal.SIGTERM))
+    agent.process.terminate()
+    assert agent.ends() == 0, agent.output
+    assert ("has left it (exit 0)" if leaves else "succeeded") in agent.output
