@@ -10,10 +10,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
@@ -31,7 +31,6 @@ from elastic_etcd.agent.inbox import (
     FatalError,
     Follower,
     Incoming,
-    LeaveAtOnce,
     MirrorChanged,
     Notice,
     Tasks,
@@ -114,6 +113,8 @@ _CUT_OFF = "this node is cut off from etcd"
 _SUCCEEDED, _STOPPED = Verdict.SUCCEEDED.state, Verdict.STOPPED.state
 _RECORD_TIMEOUT = 10.0
 _WAITS, _STILL_WAITS = 5.0, 30.0  # seconds until a wait is told, and told again
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -325,6 +326,8 @@ class LocalWorkers(Protocol):
 
     async def end_leftovers(self) -> None: ...
 
+    async def kill_leftovers(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -355,7 +358,8 @@ class Agent:
         self._reminder = Timer()
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
-        self._exit: Exit | LeaveAtOnce | None = None
+        self._exit: Exit | None = None
+        self._at_once = self._loop.create_future()  # the exit code for which a second signal asks
         self._first = False  # its workers of the last world had rank 0
         self._asked_at: float | None = None  # when a signal first told it to leave
         self._signal = signal.SIGTERM  # the one on which this node leaves
@@ -376,16 +380,32 @@ class Agent:
                 async with self._membership:
                     joining = self._tasks.create(self._join())
                     try:
-                        while self._exit is None:
-                            await self._take_event(await self._inbox.get())
-                        return await self._leave(self._exit)
+                        code = await self._unless_at_once(self._take_part())
+                        return self._at_once.result() if code is None else code
                     finally:
                         joining.cancel()
             finally:
                 self._reminder.cancel()
-                if isinstance(self._exit, Exit):
-                    await self._workers.end_leftovers()
+                if self._exit:
+                    await self._unless_at_once(self._workers.end_leftovers())
                 self._workers.close()
+                if self._at_once.done():
+                    await self._workers.kill_leftovers()
+
+    async def _take_part(self) -> int:
+        while self._exit is None:
+            await self._take_event(await self._inbox.get())
+        return await self._leave(self._exit)
+
+    async def _unless_at_once(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """Its result; a second signal cancels it, then None."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._at_once}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        return None if task.cancelled() else task.result()
 
     def leave(self, why: str) -> None:
         """Leave the job, as on SIGTERM."""
@@ -410,8 +430,6 @@ class Agent:
                 if view is not None:
                     await self._step(ViewChanged(view))
                 self._inbox.rest(time.thread_time() - began)
-            case LeaveAtOnce():
-                self._exit = incoming
             case FatalError(error):
                 self._error = self._error or error
                 await self._step(Fatal(Error(str(error))))
@@ -645,11 +663,16 @@ class Agent:
             since = self._loop.time() - self._asked_at
             if number == self._signal == signal.SIGTERM and since < SIGTERM_TWICE:
                 return
-            log.warning("leaving at once")
-            self._inbox.put(LeaveAtOnce(128 + number))
+            if not self._at_once.done():
+                log.warning("leaving at once")
+                self._at_once.set_result(128 + number)
             return
-        log.info("%s: leaving; once more to leave at once", signal.Signals(number).name)
-        self._asked_at, self._signal = self._loop.time(), number
+        self._asked_at, name = self._loop.time(), number.name
+        if self._exit:
+            log.info("%s: this node is about to end; once more to end at once", name)
+            return
+        log.info("%s: leaving; once more to leave at once", name)
+        self._signal = number
         self._begin_to_leave()
 
     def _begin_to_leave(self) -> None:
@@ -668,10 +691,8 @@ class Agent:
                 self._workers.stop(self._time_left())  # of two words the shorter counts
         self._begin_to_leave()
 
-    async def _leave(self, end: Exit | LeaveAtOnce) -> int:
+    async def _leave(self, end: Exit) -> int:
         """End; gives the exit code. Raises the error that the user is to see."""
-        if isinstance(end, LeaveAtOnce):
-            return end.exit_code
         local = self._state.local
         match end.why:
             case Left():

@@ -34,13 +34,6 @@ class MirrorChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAtOnce:
-    """A second signal: end now with this exit code, whatever still runs."""
-
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
 class FatalError:
     """Nothing can go on: the agent ends with this error once its workers are gone."""
 
@@ -64,7 +57,7 @@ class Notice:
     exit_code: int | None = None
 
 
-Incoming: TypeAlias = Event | MirrorChanged | LeaveAtOnce | FatalError | Unkillable | Notice
+Incoming: TypeAlias = Event | MirrorChanged | FatalError | Unkillable | Notice
 
 _RESTS = 4
 _CHEAP = 0.001  # seconds: a view of some hundred nodes

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -64,9 +64,16 @@ from elastic_etcd.protocol.messages import (
     TrainingDone,
 )
 from elastic_etcd.system.child_process import Process
-from elastic_etcd.system.leftovers import Mark, end_former_agents_leftovers, end_late, end_leftovers
+from elastic_etcd.system.leftovers import (
+    Mark,
+    end_former_agents_leftovers,
+    end_late,
+    end_leftovers,
+    kill_marked,
+)
+from elastic_etcd.system.processes import kill_members, wait_until_gone
 from elastic_etcd.system.threads import begin, in_thread
-from elastic_etcd.times import ERROR_FILE, GOODBYE, LEFTOVERS, PARKED_PATIENCE
+from elastic_etcd.times import ERROR_FILE, GOODBYE, KILLED, LEFTOVERS, PARKED_PATIENCE
 
 if TYPE_CHECKING:
     from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
@@ -314,6 +321,12 @@ class Workers:
                 await self._termination.finish_sweeps()
                 while others := await end_leftovers(self._mark, self.generation):
                     await end_late(self._mark, self.generation, others)
+
+    async def kill_leftovers(self) -> None:
+        """After `close`: SIGKILL to all that any worker has left, without a wait for its end."""
+        killed = {*self._running, *self._parked}
+        with contextlib.suppress(TimeoutError, OSError):  # /proc does not answer, or can't be read
+            await in_thread(partial(_kill_left, killed, str(self._mark)), KILLED)
 
     def close(self) -> None:
         """Kill what is left. The ordinary end is `stop`, and then WorkersGone."""
@@ -610,3 +623,12 @@ class Workers:
     async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
         channel.send(Current(number, current, why))
+
+
+def _kill_left(groups: Collection[int], mark: str) -> None:
+    """In a thread. What has left its group is known as left when its worker is dead."""
+    for pidfd in chain.from_iterable(kill_members(groups).values()):
+        wait_until_gone(pidfd, KILLED)
+        os.close(pidfd)
+    for pidfd in kill_marked(mark):
+        os.close(pidfd)

@@ -213,6 +213,9 @@ class TorchrunWorkers:
     async def end_leftovers(self) -> None:
         """There are none of this process's."""
 
+    async def kill_leftovers(self) -> None:
+        """As above."""
+
     def close(self) -> None:
         """Listen for no store any more."""
         if self._listener:

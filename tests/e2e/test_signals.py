@@ -1,4 +1,4 @@
-"""Signals at any time of an agent's life: the exit code is that of its log, and says it in a line."""
+"""Signals at any time of an agent's life: a line tells each, and the exit code is the log's."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import ROOT
+from tests.support.processes import command
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 90.0
@@ -45,7 +46,10 @@ class Launched:
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, self.output
+            if time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(self.output)
             time.sleep(0.001)
 
     def says(self, text: str) -> None:
@@ -72,3 +76,27 @@ def test_the_exit_code_of_the_log_stays_whatever_comes_then(
     agent.process.terminate()
     assert agent.ends() == 0, agent.output
     assert ("has left it (exit 0)" if leaves else "succeeded") in agent.output
+
+
+LATE = "from elastic_etcd import times; times.LEFTOVERS = 60\n" + LAUNCH  # so that no load matters
+DAEMON = """
+setsid sh -c 'echo $$ > daemon.new; mv daemon.new daemon; exec sleep 600' &
+until test -e daemon; do sleep 0.1; done
+echo begun
+"""
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_second_signal_ends_all_at_once(tmp_path: Path, *, trains: bool) -> None:
+    """Also what a worker has left behind, for which an agent would wait now."""
+    (tmp_path / "worker").write_text(DAEMON + ("exec sleep 600" if trains else ""))
+    worker = ("--leave-deadline=600", "--no-python", "sh", "worker")
+    agent = Launched(tmp_path, *worker, code=LATE)
+    agent.says("begun" if trains else "succeeded")
+    agent.process.send_signal(signal.SIGINT)
+    agent.says("once more to leave at once" if trains else "once more to end at once")
+    agent.process.send_signal(signal.SIGINT)
+    assert agent.ends() == (130 if trains else 0), agent.output
+    assert "leaving at once" in agent.output
+    assert ("SIGINT: leaving" in agent.output) == trains
+    assert "sleep" not in command(int((tmp_path / "daemon").read_text()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd.agent.agent import live
-from elastic_etcd.agent.inbox import Inbox, LeaveAtOnce, MirrorChanged, Tasks
+from elastic_etcd.agent.inbox import Inbox, MirrorChanged, Tasks, Unkillable
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.errors import UsageError
 
@@ -147,12 +147,12 @@ async def test_the_inbox_keeps_the_order_and_many_changes_are_one() -> None:
     inbox.put(MirrorChanged())
     inbox.put(WorkersGone(1))
     inbox.put(MirrorChanged())
-    inbox.put(LeaveAtOnce(130))
+    inbox.put(Unkillable())
     async with asyncio.timeout(DEADLINE):
         assert [await inbox.get() for _ in range(3)] == [
             MirrorChanged(),
             WorkersGone(1),
-            LeaveAtOnce(130),
+            Unkillable(),
         ]
         inbox.put(MirrorChanged())  # since the last one was looked at
         assert await inbox.get() == MirrorChanged()
