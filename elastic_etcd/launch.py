@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import termios
@@ -69,6 +70,9 @@ def main(
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             write_error_file(path, error)
         return error.exit_code
+    except KeyboardInterrupt:  # before it takes signals
+        print("SIGINT: this node ends", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def run(

@@ -626,7 +626,7 @@ class Workers:
 
 
 def _kill_left(groups: Collection[int], mark: str) -> None:
-    """In a thread. What has left its group is known as left when its worker is dead."""
+    """In a thread. Leftovers are known as such when their worker is dead."""
     for pidfd in chain.from_iterable(kill_members(groups).values()):
         wait_until_gone(pidfd, KILLED)
         os.close(pidfd)

@@ -1,4 +1,4 @@
-"""What takes a signal: the start, which it ends, and then the agent. At the end it is ignored.
+"""Signals end the start of an agent, are taken by the agent then, and ignored at its end.
 
 The exit code is decided by then, and no part of the end waits for long. asyncio's own handlers give
 way to the default ones, which end the process: they can't be followed by "ignored" without a gap.

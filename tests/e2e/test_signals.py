@@ -100,3 +100,37 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, *, trains: bool) -> No
     assert "leaving at once" in agent.output
     assert ("SIGINT: leaving" in agent.output) == trains
     assert "sleep" not in command(int((tmp_path / "daemon").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_ends_the_start_with_a_line(tmp_path: Path, number: signal.Signals) -> None:
+    """While a check runs, which may take minutes; the etcd of its own is up by then."""
+    check = "--health-check=touch begun; exec sleep 600"
+    agent = Launched(tmp_path, check, "--no-python", "true")
+    agent.until((tmp_path / "begun").exists)
+    agent.process.send_signal(signal.SIGUSR1)  # asks for a record: there is none yet
+    agent.process.send_signal(number)
+    assert agent.ends() == 128 + number, agent.output
+    assert f"warning: {number.name}: this node has not joined" in agent.output
+    assert "Traceback" not in agent.output
+    assert agent.output.count("\n") == 2, "the start, and this"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_imports(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    early = f"import os, signal; os.kill(os.getpid(), {number:d})"
+    hook = "from elastic_etcd.agent import directories\n"
+    hook += f"directories.find_temporary_directory = lambda: exec({early!r})\n" + LAUNCH
+    agent = Launched(tmp_path, "--no-python", "true", code=hook)
+    assert agent.ends() == code, agent.output
+    assert "Traceback" not in agent.output
+    assert agent.output.count("\n") == 1, agent.output
+
+
+def test_a_ctrl_c_before_an_agent_is_loaded(tmp_path: Path) -> None:
+    hook = "from elastic_etcd.system import kernel\n"
+    hook += "def check(): raise KeyboardInterrupt\nkernel.check = check\n" + LAUNCH
+    agent = Launched(tmp_path, "--no-python", "true", code=hook)
+    assert agent.ends() == 130, agent.output
+    assert agent.output.endswith("SIGINT: this node ends\n")
+    assert "Traceback" not in agent.output
