@@ -719,7 +719,7 @@ class Agent:
         code = config.stop_exit_code if stopped else self._noticed
         code = config.leave_exit_code if code is None else code
         code = 128 + self._signal if code is None else code
-        others = view is not None and any(
+        others = view is None or any(
             member.lease != self._state.local.lease and not member.leaving
             for member in view.members
         )
@@ -728,7 +728,7 @@ class Agent:
             again = (
                 "the same command, on all nodes, goes on from the files that the script has saved"
             )
-        elif view and requests.drained(view, config.node):
+        elif requests.drained(view, config.node) if view else self._membership.stays_out:
             again = f"`elastic-etcd undrain {config.job} {config.node}` lets it come back"
         log.info("job %s is not done, this node has left it (exit %d): %s", config.job, code, again)
         return code

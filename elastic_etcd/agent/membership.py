@@ -100,6 +100,7 @@ class Membership:
         self._tasks = tasks
         self._guardian = guardian
         self._member = Member(0, config.node, config.nproc)
+        self.stays_out = False  # it is drained, and waits
         self.other_command = False  # the job was begun with another than this node's
         self._limits = config.limits  # the job's, as soon as they are known
         self._links: PeerLinks | None = None
@@ -453,7 +454,9 @@ class Membership:
             over = view.outcome not in (None, before)
             return view if over or not requests.drained(view, node) else None
 
+        self.stays_out = True
         view = await first(self._client, (Get(keys.wanted), Get(keys.outcome)), change)
+        self.stays_out = False
         if view.outcome is None or not requests.drained(view, node):
             return None
         return Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)

@@ -186,5 +186,6 @@ def test_s13_a_node_that_waits_to_be_undrained_ends_with_its_job(
         job.said(agent, "this node is drained: it waits", seconds=90)
     waits[0].terminate()
     job.exits(waits[0], 143, seconds=60)
+    assert f"`elastic-etcd undrain {job.name} n2` lets it come back" in waits[0].output
     assert "no node n3; there are n1" in steer(job, "drain", "n3", code=1)
     job.finish(n1, waits[1], seconds=60)

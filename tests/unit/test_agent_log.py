@@ -192,6 +192,27 @@ async def test_a_node_that_leaves_says_from_what_the_job_goes_on(
     assert again in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("etcd", "drained", "again"),
+    [
+        (EtcdConfig(("etcd:2379",)), False, "start it with the same command to go on"),
+        (EtcdConfig(("etcd:2379",)), True, "`elastic-etcd undrain j n1` lets it come back"),
+        (None, False, "the same command, on all nodes, goes on from the files that the script"),
+    ],
+)
+async def test_a_node_that_leaves_before_it_is_a_member_says_nothing_of_the_others(
+    etcd: EtcdConfig | None, again: str, caplog: pytest.LogCaptureFixture, *, drained: bool
+) -> None:
+    """They may train all the time, while it imports torch or waits for undrain."""
+    caplog.set_level(logging.INFO, "elastic_etcd")
+    agent = an_agent()
+    config: Any = SimpleNamespace(job="j", node="n1", leave_exit_code=None, etcd=etcd)
+    agent._config, agent._state = config, State(Local(run=""), 1)
+    agent._membership = cast("Any", SimpleNamespace(stays_out=drained))
+    assert agent._unfinished("") == 143
+    assert again in caplog.text
+
+
 def an_agent() -> Agent:
     given: Any = SimpleNamespace(nproc=1, inbox=None)
     return Agent(given, given, given, given)
