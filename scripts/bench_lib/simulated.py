@@ -236,6 +236,9 @@ class SimulatedWorkers:
     async def end_leftovers(self) -> None:
         """There are none of this process's."""
 
+    async def kill_leftovers(self) -> None:
+        """As above."""
+
     def close(self) -> None:
         """Nothing is left."""
 
