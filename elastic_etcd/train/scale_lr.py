@@ -9,7 +9,7 @@ from elastic_etcd.train.collectives import World
 _RULES = {"linear": 1.0, "sqrt": 0.5}  # to which power the ratio of the batches counts
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group, by torch and its schedulers
 # In a group, so that a commit has them: the share of its rate with which the warm-up began, and
-# the steps of that which are left.
+# the steps of that which are left. One that is added or loaded may have neither.
 _FROM, _LEFT = "warmup_from", "warmup_left"
 
 
@@ -28,8 +28,8 @@ def scale_lr(
     For scripts that keep the batch of each rank, so that the global batch grows and shrinks with
     the world; those that keep the global batch (ee.accumulation_steps) need none of this. Each
     group's rate is multiplied by new / old world size, or by the square root of that with "sqrt".
-    The rates that the script sets are those of the world it begins in. Call it once, outside of
-    the training.
+    The rates that the script sets are those of the world it begins in, and those of a group that it
+    adds later are for the world of that moment. Call it once, outside of the training.
 
     optimizer: torch's; it is in the state. warmup: so many steps of the optimizer take rates that
     go evenly from the old to the new one. scheduler: a learning rate scheduler in the state, whose
@@ -70,17 +70,17 @@ class _Scaled:
 
     def _begin_step(self, *_: object) -> None:
         groups, self._rates = self._optimizer.param_groups, []
-        if any(group[_LEFT] for group in groups):
+        if any(group.get(_LEFT, 0) for group in groups):
             self._rates = [group["lr"] for group in groups]
             for group in groups:
                 group["lr"] = group["lr"] * self._share(group)
 
     def _end_step(self, *_: object) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-            group["lr"], group[_LEFT] = rate, max(0, group[_LEFT] - 1)
+            group["lr"], group[_LEFT] = rate, max(0, group.get(_LEFT, 0) - 1)
         self._rates = []
 
     def _share(self, group: dict[str, Any]) -> float:
         """The part of a group's rate that its next step takes."""
-        left = group[_LEFT] / self._warmup if self._warmup else 0.0
-        return float(1.0 + (group[_FROM] - 1.0) * min(1.0, left))
+        left = group.get(_LEFT, 0) / self._warmup if self._warmup else 0.0
+        return float(1.0 + (group.get(_FROM, 1.0) - 1.0) * min(1.0, left))

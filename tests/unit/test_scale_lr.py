@@ -101,6 +101,28 @@ def test_t17_a_step_that_fails_leaves_no_rate_behind() -> None:
     assert job.steps(2) == pytest.approx([0.4, 0.4])
 
 
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_a_group_that_is_added_later_takes_its_own_rate(warmup: int) -> None:
+    job = Job(warmup=warmup)
+    job.scale(OLD, NEW)
+    late = torch.nn.Parameter(torch.ones(1))
+    job.optimizer.add_param_group({"params": [late], "lr": 0.25})
+    late.grad = torch.ones(1)
+    job.steps(1)
+    assert late.item() == pytest.approx(0.75)
+    job.scale(NEW, OLD)
+    assert job.optimizer.param_groups[2]["lr"] == pytest.approx(0.125)
+
+
+def test_rates_of_a_file_without_a_warm_up_are_taken_as_they_are() -> None:
+    job = Job(warmup=4)
+    plain = torch.optim.SGD([{"params": g["params"]} for g in job.optimizer.param_groups], lr=0.3)
+    job.optimizer.load_state_dict(plain.state_dict())
+    assert job.steps(2) == pytest.approx([0.3, 0.3])
+    job.scale(OLD, NEW)
+    assert job.steps(2) == pytest.approx([0.3, 0.375])
+
+
 def test_t17_a_state_keeps_it_and_calls_it() -> None:
     job = Job(warmup=4)
     state = ee.ElasticState(optimizer=job.optimizer)
