@@ -811,3 +811,22 @@ def test_a_copy_of_a_wrapped_module_is_of_no_world_that_is_over() -> None:
         assert [each._made for each in copies] == [None] * 3
         teardown_agentless()
         assert not twin._made
+
+
+def test_a_second_run_says_which_steps_it_undoes(caplog: pytest.LogCaptureFixture) -> None:
+    state = ElasticState(step=0)
+
+    @ee.run
+    def train(state: ElasticState, steps: int) -> int:
+        began = state.step
+        for _ in range(steps):
+            state.step += 1
+            state.commit(every=2)
+        return int(began)
+
+    assert [train(state, steps) for steps in (2, 5, 0)] == [0, 2, 6]
+    (told,) = [each for each in caplog.messages if "last commit" in each]
+    assert "without the 1 step since then: call state.commit() at the end" in told
+    state.step = 9
+    state.commit()
+    assert train(state, 0) == 9
