@@ -44,12 +44,12 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         _all[self] = dist.is_initialized()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": None, "_is_copy": True}
+        return self.__dict__ | {"_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Keep a copy out of what is made when a world begins: one rank alone may have it."""
         super().__setstate__(state)
-        _all[self] = True
+        _all[self] = self._is_copy = True
 
     @property
     def ddp(self) -> DistributedDataParallel:
