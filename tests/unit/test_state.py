@@ -151,6 +151,36 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     assert newest.is_intact()
 
 
+def test_a_tensor_that_occurs_several_times_is_one_again_when_it_is_loaded() -> None:
+    """A count that all parameters share, in a survivor, which has it, and in a newcomer."""
+
+    def shared(optimizer: Any, dtype: torch.dtype) -> Any:
+        count = torch.ones((), dtype=dtype)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"step": count, "factor": count}
+        return optimizer
+
+    class Listed(nn.Module):  # type: ignore[misc]
+        def get_extra_state(self) -> list[torch.Tensor]:
+            return self.seen
+
+        def set_extra_state(self, saved: list[torch.Tensor]) -> None:
+            self.seen = saved
+
+    model = nn.Sequential(nn.Linear(2, 2), Listed(), Listed())
+    model[1].seen = model[2].seen = [torch.zeros(1)] * 2
+    survivor = shared(torch.optim.SGD(model.parameters()), torch.float32)
+    cast = shared(torch.optim.SGD(model.parameters()), torch.float64)
+    for optimizer in (survivor, cast):
+        state = ElasticState(model=model, optimizer=optimizer)
+        state.commit()
+        for state.optimizer in (optimizer, torch.optim.SGD(model.parameters())):
+            state.restore()
+            rows = [state.optimizer.state[parameter] for parameter in model.parameters()]
+            assert len({id(tensor) for row in rows for tensor in row.values()}) == 1
+            assert len({id(tensor) for each in model[1:] for tensor in each.seen}) == 1
+
+
 class Versioned(nn.Module):  # type: ignore[misc]
     """As torch's own modules that have changed what they save: an old state dict is translated."""
 
