@@ -389,11 +389,52 @@ def test_a_tensor_of_a_class_of_its_own_is_refused_and_a_parameter_is_not() -> N
     class Weight(nn.Parameter):  # type: ignore[misc]
         pass
 
-    state = ElasticState(weight=Weight(torch.ones(2)), own=1)
+    state = ElasticState(weight=None, own=1)
+    state.weight = Weight(torch.ones(2))
     state.commit()
     state.own = torch.ones(2).as_subclass(Own)
     with pytest.raises(UsageError, match="own is no plain dense tensor"):
         state.commit()
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (nn.Parameter(torch.ones(1)), "scale"),
+        (torch.ones(1, requires_grad=True), "scale"),
+        ({"a": [0, (nn.Parameter(torch.ones(1)),)]}, r"scale\['a'\]\[1\]\[0\]"),
+    ],
+)
+def test_a_plain_value_that_is_trained_is_refused_by_its_place(value: Any, place: str) -> None:
+    """A load would replace it, and the optimizer keep the old one."""
+    with pytest.raises(UsageError, match=f"^{place} is trained.* Put it into a module"):
+        ElasticState(scale=value, epoch=0)
+
+
+def test_a_plain_value_that_is_not_trained_is_kept() -> None:
+
+    class Weights(dict[str, torch.Tensor]):
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {**self}
+
+        load_state_dict = dict.update  # or any other way of its own
+
+    itself: list[Any] = []
+    itself.append(itself)
+    trained = torch.ones(1, requires_grad=True)
+    assert ElasticState(weights=Weights(a=trained)).weights["a"] is trained
+    state = ElasticState(
+        loss=trained * 2,
+        best={"a": trained.detach()},
+        fixed=nn.Parameter(torch.ones(1), requires_grad=False),
+        model=nn.ParameterDict({"scale": trained}),
+        optimizer=torch.optim.SGD([trained], lr=torch.tensor(0.1)),
+        itself=itself,
+    )
+    state.itself = None
+    state.commit()
+    state.restore()
+    assert state.loss == 2
 
 
 def test_a_parameter_that_has_no_shape_yet_is_refused_by_name() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.ddp import is_reduced, reduce_next
-from elastic_etcd.train.state.encoding import decode, encode, without_modes
+from elastic_etcd.train.state.encoding import MAX_DEPTH, decode, encode, without_modes
 
 
 class Codec(Protocol):
@@ -176,6 +176,21 @@ def refuse_sharded(name: str, value: Any) -> None:
     for part in _parts_of(value):
         if kind := _sharded_kind(part.__class__):
             raise UsageError(f"{name} has a {kind}: {_SHARDED[kind]}")
+
+
+def refuse_trained(place: str, value: Any, depth: int = MAX_DEPTH) -> None:
+    """Raise UsageError, with what to do, if a plain value is or has a tensor that is trained.
+
+    A load would replace that, and an optimizer keep the old one.
+    """
+    if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        raise UsageError(
+            f"{place} is trained: as a plain value it would be replaced when it is loaded, and not "
+            "loaded into. Put it into a module, or detach it if it is no parameter of an optimizer"
+        )
+    if isinstance(value, (dict, list, tuple)) and depth:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            refuse_trained(f"{place}[{key!r}]", item, depth - 1)
 
 
 @cache

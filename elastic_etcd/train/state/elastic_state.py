@@ -71,7 +71,7 @@ class ElasticState:
 
     Raises UsageError for a name that is a method's or begins with an underscore, and for values of
     which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh) and that
-    `build` does not make. See docs/state.md.
+    `build` does not make, and for a parameter that is in no module. See docs/state.md.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class ElasticState:
         for name, value in values.items():
             self._refuse_name(name)
             codecs.refuse_sharded(name, value)
+            if codecs.is_plain(codecs.codec_of(value)):
+                codecs.refuse_trained(name, value)
         self._values = values
         self._allow_pickle = allow_pickle
         self._staging = Staging()
