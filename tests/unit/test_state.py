@@ -508,6 +508,27 @@ def test_t21_float32_moments_of_bfloat16_weights_keep_all_their_bits() -> None:
             assert tensor.tolist() == [1 + 2**-20] * 4
 
 
+def test_what_an_optimizer_knows_of_a_parameter_comes_back_as_it_was() -> None:
+    """Texts too: torch's own load makes "<generator object ..." of them."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    kept = {
+        "kind": "matrix",
+        "nested": ["a", ("b", {"c": "d"})],
+        "sets": [{"ab"}, frozenset({"ab"})],
+        "mappings": [OrderedDict(b="c", a=1), Counter("aab")],
+        "others": [b"ab", torch.Size([2, 3]), torch.float16, 7, None, 0.5, ()],
+        "number": np.float64(0.5),
+    }
+    optimizer.state[weight] = OrderedDict(kept)
+    state = ElasticState(optimizer=optimizer)
+    state.commit()
+    for state.optimizer in (optimizer, torch.optim.SGD([weight])):
+        state.restore()
+        found = state.optimizer.state[weight]
+        assert repr(found) == repr(OrderedDict(kept))
+
+
 def sharded(kind: str) -> Any:
     """What a script would give: it needs a process group."""
     from torch.distributed.device_mesh import init_device_mesh

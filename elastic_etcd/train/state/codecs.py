@@ -430,7 +430,7 @@ _Found: TypeAlias = dict[tuple[torch.Tensor, torch.device], torch.Tensor]
 
 
 def _uncast(loaded: Any, saved: Any, found: _Found) -> Any:
-    """`loaded`, with each tensor that is of another type than `saved` says as it was saved.
+    """`loaded`, but as it was saved what torch has cast: tensors, texts, sets and kinds of dicts.
 
     found: by the saved one and its place now, so that one tensor does not become several.
     """
@@ -442,7 +442,11 @@ def _uncast(loaded: Any, saved: Any, found: _Found) -> Any:
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         for key, value in loaded.items():
             loaded[key] = _uncast(value, saved.get(key), found)
-    elif type(loaded) in {list, tuple} and type(loaded) is type(saved):
+        kind: Any = type(saved)
+        return kind(loaded) if kind in {OrderedDict, Counter} else loaded
+    if isinstance(saved, (str, set, frozenset)) and type(loaded) is type(saved):
+        return saved  # torch makes a generator of a text, and a text of that
+    if type(loaded) in {list, tuple} and type(loaded) is type(saved):
         pairs = zip(loaded, saved, strict=False)
         return type(loaded)(_uncast(value, there, found) for value, there in pairs)
     return loaded
