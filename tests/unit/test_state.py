@@ -1264,6 +1264,30 @@ def test_frozen_views_of_a_flat_buffer_are_committed() -> None:
     assert torch.equal(model[1].weight, wanted)
 
 
+def test_what_is_set_after_a_load_is_told_where_a_sync_undoes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a script that begins at epoch 0 with the weights of another training."""
+    writer = ElasticState(epoch=7, best=float("nan"), config={"rate": 0.5}, model=nn.Linear(1, 1))
+    writer.commit()
+    writer.save(tmp_path / "state")
+    state = ElasticState(epoch=0, best=None, config=None, model=nn.Linear(1, 1))
+    for changes in (False, True):
+        state.load(tmp_path / "state")
+        state.config["rate"] = 0.5 if not changes else lambda: 0.5
+        state.model.eval()
+        if changes:
+            state.epoch = 0
+        caplog.clear()
+        state.sync()
+        assert (state.epoch, state.config) == (7, {"rate": 0.5})
+        assert ("epoch, config set after load() are the file's again" in caplog.text) == changes
+    assert len(caplog.records) == 1
+    state.epoch = 0
+    state.sync()
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("names", "named"), [("abc", "a, b, c than rank 0"), ("abcd", "a, b, c and 1 more than rank 0")]
 )

@@ -279,6 +279,19 @@ def load_values(
         values[name] = codec.load(value, saved)
 
 
+def set_since(values: dict[str, Any], parts: dict[str, Any], *, allow_pickle: bool) -> list[str]:
+    """The names of the plain values that are not those of `parts`; tensors are not compared."""
+    found = []
+    for name, value in values.items():
+        if name in parts and is_plain(codec_of(value)):
+            try:
+                same = encode(value, {}, name=name, allow_pickle=allow_pickle) == parts[name]
+            except UsageError:
+                same = False
+            found += [] if same else [name]
+    return found
+
+
 def is_plain(codec: Codec) -> bool:
     """Whether a value of another kind may take the place of one that is saved by it."""
     return codec is _PLAIN
