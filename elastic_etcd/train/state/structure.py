@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.state import codecs
+from elastic_etcd.train.state.encoding import without_modes
 
 _ANEW = "a process that starts anew could not load it"
 
@@ -69,7 +70,8 @@ def _structure_of(value: Any) -> Structure:
         copied = {*codecs.copied_names(module)}
         tensors = module.state_dict().items()
         known = [(name, each) for name, each in tensors if name in copied and not is_lazy(each)]
-        noted = {name: _Tensor(tuple(each.shape), each.dtype) for name, each in known}
+        with without_modes():
+            noted = {name: _Tensor(tuple(each.shape), each.dtype) for name, each in known}
         return Structure("a module", codecs.is_wrapped(value), noted)
     if isinstance(value, torch.optim.Optimizer):
         groups = tuple(len(group["params"]) for group in value.param_groups)
