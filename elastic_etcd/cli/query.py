@@ -302,8 +302,7 @@ async def while_read(doing: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
         with suppress(PermissionError, UnsupportedOperation):  # a file or string is never closed
-            if sys.stdout:
-                output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
+            output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
         loop.add_reader(output.fileno(), end)
         try:
             await task
