@@ -39,9 +39,9 @@ class Shell:
                 process.kill()
 
     def run(self, words: str, closed: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command whose standard streams bash has closed."""
+        """Run a command whose standard streams bash has closed, or nobody reads."""
         program = [sys.executable, "-m", "elastic_etcd", *words.split(), *self.where]
-        argv = ["bash", "-c", f'exec "$@" {closed}', "bash", *program]
+        argv = ["bash", "-o", "pipefail", "-c", f'exec "$@" {closed}', "bash", *program]
         return subprocess.run(argv, text=True, capture_output=True, check=False, timeout=90)
 
     def waited(self, *flags: str) -> tuple[int, str, str]:
@@ -133,3 +133,9 @@ def test_closed_streams_change_no_exit_code(
 def test_notes_do_not_go_among_json_where_stderr_is_closed(shell: Shell) -> None:
     shell.put(RUNNING)
     assert json.loads(shell.run("stop --all --yes --json", "2>&-").stdout)["job"] == "j"
+
+
+def test_its_exit_code_tells_the_outcome_also_where_nobody_reads(shell: Shell) -> None:
+    shell.put(RUNNING)
+    shell.put({KEYS.outcome: encode(FAILED)})
+    assert shell.run("wait j", "| true").returncode == 1
