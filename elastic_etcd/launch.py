@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import termios
@@ -142,7 +143,7 @@ def _config(args: Namespace, env: Mapping[str, str]) -> AgentConfig:
     etcd = None if args.standalone else _etcd(args, env)
     job = _job(args, limits.max_nodes, etcd)
     argv = _worker_command(args, env)
-    if args.log_dir is not None:
+    if args.log_dir not in (None, os.devnull):
         _check_writable("--log-dir", args.log_dir)
     if args.memory_dir != AgentConfig.memory_dir:  # that one need not be there
         _check_writable("--memory-dir", args.memory_dir)
@@ -256,13 +257,19 @@ def _digest(args: Namespace) -> str:
 
 def _check_script(script: str) -> None:
     path = Path(script)
-    if path.is_dir() and not (path / "__main__.py").exists():
-        raise UsageError(f"{script}: is a directory, not a training script")
-    if not path.exists():
+    try:
+        runs = not stat.S_ISDIR(path.stat().st_mode) or (path / "__main__.py").exists()
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{script}: no such training script (looked from {Path.cwd()}).\n"
             "With -m it may be a module, with --no-python a program."
-        )
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"{script}: the training script cannot be read: {error.strerror}"
+        ) from error
+    if not runs:
+        raise UsageError(f"{script}: is a directory, not a training script")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: the training script cannot be read: permission denied")
 
@@ -328,7 +335,7 @@ def _remarks(args: Namespace, env: Mapping[str, str]) -> Iterator[str]:
             yield f"{flag.names} has no meaning here: {flag.text}"
     for key in args.rdzv_conf.keys() - {key for flag in FLAGS for key in flag.rdzv_conf}:
         yield f"--rdzv-conf {key} has no meaning here"
-    if args.nnodes.max_nodes > 1 and _stdin_has_text():
+    if _nodes(args).max_nodes > 1 and _stdin_has_text():
         yield "stdin is not handed on to the workers of several nodes: let them read a file"
     if env.get(_HEALTH_CHECK) and not _can_serve():
         yield f"{_HEALTH_CHECK} has no meaning without pip install 'elastic_etcd[metrics]'"

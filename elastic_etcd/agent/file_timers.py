@@ -17,7 +17,7 @@ from pathlib import Path
 from select import PIPE_BUF
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta, Struct, json
+from msgspec import Meta, MsgspecError, Struct, json
 
 from elastic_etcd.agent.directories import LOOK, leads_to
 from elastic_etcd.agent.timer import Timer
@@ -105,7 +105,7 @@ class FileTimers:
     def _take_line(self, line: bytes) -> None:
         try:
             self._set(request_of(line))
-        except (ValueError, RecursionError) as error:
+        except (MsgspecError, ValueError, RecursionError) as error:
             level = logging.DEBUG if self._warned else logging.WARNING
             log.log(level, "TORCHELASTIC_TIMER_FILE: ignored %r: %s", line[:200], error)
             self._warned = True
@@ -169,7 +169,7 @@ def _remove_former(path: str) -> None:
 
 
 def request_of(line: bytes) -> FileTimerRequest:
-    """The request in a line. Raises ValueError or RecursionError."""
+    """The request in a line. Raises ValueError, RecursionError or MsgspecError."""
     if len(line) > PIPE_BUF:
         raise ValueError("too long")
     return json.decode(line, type=FileTimerRequest)

@@ -63,7 +63,7 @@ async def why_unfit(client: Client, config: AgentConfig) -> str:
 
 def _questions(config: AgentConfig, endpoint: str) -> dict[str, dict[str, Any]]:
     """The checks that the program is to make, by name, with their arguments."""
-    folders = {"--log-dir": config.log.log_dir}
+    folders = {"--log-dir": config.log.log_dir} if config.log.log_dir != os.devnull else {}
     if config.memory_dir != AgentConfig.memory_dir:
         folders["--memory-dir"] = config.memory_dir
     asked: dict[str, dict[str, Any]] = {"processor": {"statistics": processor_statistics()}}

@@ -225,8 +225,6 @@ async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -
     env = without_secrets(os.environ)
     # It computes nothing, and the workers may be importing torch at the same time.
     env.update(OMP_NUM_THREADS="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    # torch looks up the name of every peer (pytorch#159007), and a name server may not answer.
-    env.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     # By its path and with -P, so that no file in the working directory stands in for a module.
     command = (sys.executable, "-P", str(_PROGRAM))
     if prefork and prefork.ready:

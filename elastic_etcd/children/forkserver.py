@@ -214,7 +214,8 @@ class ForkServer:
         if self._folder in sys.path and script.folder not in (None, self._folder):
             sys.path[sys.path.index(self._folder)] = script.folder
         script.install_as_main()
-        if job := order["env"].get("TORCHELASTIC_RUN_ID"):  # a store server has none
+        job = order["env"].get("TORCHELASTIC_RUN_ID")
+        if job and not given:  # a store server has descriptors, and its agent's environment
             process_title.show_worker(Path(script.target).name, order["env"]["RANK"], job)
         entry.show_stacks()
         entry.show_imports()

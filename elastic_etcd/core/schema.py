@@ -904,7 +904,7 @@ def format_of(text: str) -> int:
     """The format version that `text` says one has to know, to read it or to take part; 0: none."""
     try:
         told = msgspec.json.decode(text, type=_Versioned)
-    except (ValueError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return 0
     versions = (v for v in (told.v, told.min_version) if type(v) is int)
     return max((v for v in versions if 0 <= v <= LARGEST), default=0)

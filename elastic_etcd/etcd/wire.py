@@ -1,13 +1,7 @@
 """Txn, Get and KeyValue as etcd's messages and back: the only module that knows both."""
 
-from collections.abc import Sequence
-
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Txn
-from elastic_etcd.errors import EtcdRefused
-from elastic_etcd.etcd.faults import TooLarge
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
-
-MAX_OPERATIONS = 128  # etcd's --max-txn-ops: for compares, for `then` and for `otherwise`
 
 
 def encode(text: str) -> bytes:
@@ -29,22 +23,12 @@ def range_end(key: str, prefix: bool) -> bytes:
 
 
 def txn_request(txn: Txn) -> pb.TxnRequest:
-    """The request of `txn`. Raises EtcdRefused for too many operations or a key written twice."""
-    check_size(max(len(txn.compare), len(txn.then), len(txn.otherwise)))
-    _no_key_twice(txn.then)
+    """The request of `txn`."""
     return pb.TxnRequest(
         compare=[_compare(compare) for compare in txn.compare],
         success=[_operation(operation) for operation in txn.then],
         failure=[_operation(operation) for operation in txn.otherwise],
     )
-
-
-def check_size(operations: int) -> None:
-    """Raises TooLarge for more operations than one Txn can hold."""
-    if operations > MAX_OPERATIONS:
-        raise TooLarge(
-            f"a Txn of {operations} operations: etcd takes at most {MAX_OPERATIONS}; split it"
-        )
 
 
 def range_request(get: Get, *, limit: int = 0, values: bool = True) -> pb.RangeRequest:
@@ -74,18 +58,6 @@ def gets(response: pb.TxnResponse) -> tuple[tuple[KeyValue, ...], ...]:
         for answer in response.responses
         if answer.HasField("range")
     )
-
-
-def _no_key_twice(operations: Sequence[Put | Delete | Get]) -> None:
-    """Raise for a key that is put twice, or put and deleted: etcd refuses both."""
-    puts = [operation.key for operation in operations if isinstance(operation, Put)]
-    twice = {key for key in puts if puts.count(key) > 1} if len(set(puts)) < len(puts) else set()
-    for operation in operations:
-        if isinstance(operation, Delete):
-            match = str.startswith if operation.prefix else str.__eq__
-            twice |= {key for key in puts if match(key, operation.key)}
-    if twice:
-        raise EtcdRefused(f"a Txn writes {', '.join(sorted(twice))} twice: write each key once")
 
 
 def _compare(compare: Compare) -> pb.Compare:

@@ -97,7 +97,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             fault = f"{NAME} has no such key; it has {', '.join(flag.dest for flag in flags)}"
             raise ValueError(f"--rdzv-conf {key}: {fault}")
         log.warning("--rdzv-conf %s has no meaning for %s", key, NAME)
-    return EtcdV3Handler(params.run_id, _flags(params, known), params.local_addr)
+    return EtcdV3Handler(params.run_id, _flags(params, known))
 
 
 def _flags(params: RendezvousParameters, known: dict[str, Flag]) -> list[str]:
@@ -133,10 +133,9 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
     All of it is called on torchrun's main thread: only `next_rendezvous` and `shutdown` wait.
     """
 
-    def __init__(self, job: str, flags: list[str], local_addr: str | None = None) -> None:
+    def __init__(self, job: str, flags: list[str]) -> None:
         self._job = job
         self._flags = flags
-        self._local_addr = local_addr
         self._agent: _Agent | None = None
         self._closed = False
 

@@ -138,13 +138,14 @@ async def end_former_agents_leftovers(own: Mark, patience: float) -> None:
     Raises ElasticEtcdError when something is still there after `patience` seconds.
     """
     is_leftover = partial(_is_left, is_marked=partial(_is_former, own))
-    names = ""
+    found, names = await _find(is_leftover), ""
     try:
         async with asyncio.timeout(patience):
-            while found := await _find(is_leftover):
+            while found:
                 names = _names(found)
                 log.info("waiting for what a former agent of this node left: %s", names)
                 await _end(found, "a former agent")
+                found = await _find(is_leftover)
     except TimeoutError:
         raise ElasticEtcdError(
             f"what a former agent of this node left is still there after {patience:g} s: {names} "

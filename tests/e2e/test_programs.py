@@ -283,9 +283,17 @@ def test_torchrun_s_prefix_of_lines() -> None:
     assert done.stdout == "<trainer/0> hello\n"
 
 
-@pytest.mark.parametrize(("nodes", "told"), [("1", {"got a", "got b"}), ("1:2", {"got nothing"})])
-def test_f6_stdin_is_handed_on_with_one_node(nodes: str, told: set[str]) -> None:
-    agent = ("-m", "elastic_etcd.launch", f"--nnodes={nodes}", "--settle=0", "--nproc-per-node=2")
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        (["--nnodes=1"], {"got a", "got b"}),
+        (["--nnodes=1:2"], {"got nothing"}),
+        (["--standalone", "--nnodes=1:2"], {"got a", "got b"}),
+    ],
+    ids=" ".join,
+)
+def test_f6_stdin_is_handed_on_with_one_node(nodes: list[str], told: set[str]) -> None:
+    agent = ("-m", "elastic_etcd.launch", *nodes, "--settle=0", "--nproc-per-node=2")
     done = subprocess.run(
         [sys.executable, *agent, "--no-python", "sh", "-c", "read x || x=nothing; echo got $x"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -158,7 +158,7 @@ def who_waits_for_the_first_ranks_waits_for_ever(patch: pytest.MonkeyPatch) -> N
 
 def a_lost_coordinator_ends_its_world(patch: pytest.MonkeyPatch) -> None:
     def mutant(seen: View, local: Local) -> Decision:
-        return rules._claim(seen, local, "the coordinator is lost")
+        return rules._claim(seen, local, "the coordinator is lost", Cause.LOST)
 
     patch.setattr(rules, "_replace_coordinator", mutant)
 

@@ -18,7 +18,16 @@ if len(sys.argv) > 3:
     descriptor_pool.Default().FindMessageTypeByName("etcdserverpb.TxnRequest")  # it is there
 
 from elastic_etcd.core.lifecycle import Action, StartWorkers, from_json, to_json
-from elastic_etcd.core.schema import Master, Page, Participant, Phase, Round, decode, encode
+from elastic_etcd.core.schema import (
+    Master,
+    Page,
+    Participant,
+    Phase,
+    Round,
+    decode,
+    encode,
+    format_of,
+)
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Txn
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
@@ -38,6 +47,7 @@ def values() -> None:
     assert "`$.participants[0].nproc`" in refused(encode(page).replace('"nproc": 2', '"nproc": 0'))
     assert refused("[" * 100_000) == "nested too deeply"
     assert refused("{")
+    assert format_of("{") == 0
 
 
 def refused(value: str) -> str:

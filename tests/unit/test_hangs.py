@@ -1,5 +1,6 @@
 """What is found out about a process that hangs, whatever it is called."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,19 @@ def test_a_name_that_is_cut_inside_a_character(named: "subprocess.Popen[str]") -
     assert status(named.pid, "TracerPid") == "0"
     _, thread = _kernel_state(named.pid)
     assert thread.startswith(f"{named.pid} {named.pid} train")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can join groups")
+def test_a_user_in_many_groups_has_a_status() -> None:
+    """Their numbers come before the signals that it handles, and are 4 KB of 310 groups."""
+    code = f"import os; os.setgroups(range(1 << 31, (1 << 31) + 500)); {NAMED}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert status(process.pid, "SigCgt") != ""
+        process.kill()
 
 
 def test_a_process_that_is_gone_has_nothing(named: "subprocess.Popen[str]") -> None:

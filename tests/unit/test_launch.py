@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_etcd import launch
+from elastic_etcd.agent import preflight
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING, Flag
 from elastic_etcd.core.schema import Limits
@@ -69,6 +70,12 @@ def torchrun_options(torchrun: ArgumentParser) -> list[tuple[str, Action]]:
 
 def given(name: str, action: Action) -> list[str]:
     return [name] if action.nargs == 0 else [name, VALUES.get(action.dest, "1")]
+
+
+def test_no_log_files_are_kept_at_dev_null(parse: Parse) -> None:
+    config = parse("--log-dir", os.devnull, "--preflight", "basic")
+    assert config.log.log_dir == os.devnull
+    assert "--log-dir" not in preflight._questions(config, "e1:1")
 
 
 @pytest.mark.timeout(600)
@@ -441,6 +448,7 @@ def test_lines_of_the_agent() -> None:
 LOGS = """
 import sys
 from elastic_etcd import launch
+from elastic_etcd.agent import preflight
 launch.set_up_logging(launch.parse(sys.argv[1:], {}))
 launch.log.info("1 node")
 launch.log.warning("it\\nburns %s", "\x1b[2J")

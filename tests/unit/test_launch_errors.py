@@ -101,6 +101,7 @@ def directory(tmp_path: Path) -> Path:
         ("--etcd e:notaport train.py", "notaport"),
         ("", "no script given"),
         ("nothere.py", "nothere.py: no such training script (looked from "),
+        (f"{'x' * 300}.py", ".py: the training script cannot be read: File name too long"),
         ("folder", "folder: is a directory, not a training script"),
         ("--no-python nothere", "nothere: no such program, or not executable (--no-python)"),
         ("--no-python -m train", "--no-python and --module exclude each other"),

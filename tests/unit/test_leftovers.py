@@ -71,6 +71,11 @@ def test_an_orphan_is_ended(end: str) -> None:
     assert not lives(pid)
 
 
+async def test_no_patience_is_enough_where_nothing_was_left() -> None:
+    """As with --kill-timeout 0: it is for what is there, and not for the look at all processes."""
+    await leftovers.end_former_agents_leftovers(leftovers.Mark.own("n1", "nothing"), 0)
+
+
 def test_f1_what_removes_shared_memory_is_left_to_its_work() -> None:
     """As torch_shm_manager, which begins with its work when its process has ended."""
     code = "import time; time.sleep(600)  # from multiprocessing.resource_tracker import main;"

@@ -502,6 +502,14 @@ async def test_the_log_directory_must_be_writable(tmp_path: Path) -> None:
             Logs.open(LogConfig(log_dir=str(bad)), job="j", node="n", role="r")
 
 
+async def test_what_workers_are_told_of_leads_there_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with Logs.open(LogConfig(log_dir="logs"), job="j", node="n", role="r") as logs:
+        assert Path(logs.error_file(1, 0)).is_absolute()
+
+
 async def test_log_records_go_through_the_console_in_order() -> None:
     r, w = os.pipe()
     with descriptor(2, w):

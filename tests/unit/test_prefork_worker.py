@@ -159,6 +159,14 @@ def test_n8_a_forked_worker_is_shown_by_its_script_rank_and_job(quick: BothWays)
     assert one == other, "only what has a title gets another one"
 
 
+def test_a_store_server_has_no_title_though_its_agent_is_in_another_job(quick: BothWays) -> None:
+    """That has descriptors, and its agent's environment: here one without the outer job's rank."""
+    env = {k: v for k, v in quick.env.items() if k != "RANK"} | {"TORCHELASTIC_RUN_ID": "outer"}
+    served = quick.run(partial(quick.prefork.fork, given=[1]), quick.script(TITLE), env)
+    assert served.code == 0, served.err
+    assert "outer" not in served.out
+
+
 @pytest.mark.parametrize("spelling", ["{}", "./{}", ".//{}", "tests/../{}"])
 def test_a_script_by_a_relative_path(quick: BothWays, spelling: str) -> None:
     there = os.path.relpath(quick.script(FACTS)[-1])

@@ -66,6 +66,25 @@ async def test_r1_each_byte_is_written_or_counted(
     assert caplog.text.count("stands still") == 1
 
 
+async def test_a_file_that_can_not_be_opened_is_tried_again(
+    writer: OutputWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_etcd.agent.output.writer.STILL", 0.01)
+    refused: list[OSError] = []
+    path = tmp_path / "folder" / "out"
+    file = Output(writer, "out", lambda: os.open(path, os.O_WRONLY | os.O_CREAT), refused.append)
+    file.write(b"lost\n")
+    assert await writer.written(DEADLINE)
+    assert refused
+    path.parent.mkdir()
+    await asyncio.sleep(0.02)
+    file.write(b"there\n")
+    file.close()
+    file.write(b"after its end\n")
+    assert await writer.written(DEADLINE)
+    assert path.read_bytes() == b"there\n"
+
+
 async def test_r1_nobody_waits_for_a_disk_that_stands_still(
     writer: OutputWriter, tmp_path: Path
 ) -> None:

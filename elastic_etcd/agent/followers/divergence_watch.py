@@ -39,12 +39,6 @@ class DivergenceWatch(PeriodicFollower):
         elif self._drains and state.view is not before.view:
             self.news.set()
 
-    def pause(self) -> None:
-        """There is nothing to look at."""
-
-    async def look(self) -> None:
-        """Nothing: workers say what they have found."""
-
     async def hear(self) -> None:
         """Tell of each, and act on it."""
         while self._found:

@@ -199,7 +199,7 @@ async def _await_stacks(asked: list[Worker], known: dict[int, bytes]) -> None:
 
 def status(pid: int, name: str) -> str:
     """A line of /proc/PID/status; "" when the process is gone."""
-    lines = _text_of(Path(f"/proc/{pid}/status")).splitlines()
+    lines = _text_of(Path(f"/proc/{pid}/status"), -1).splitlines()  # groups may be many
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
@@ -231,10 +231,10 @@ def _thread(task: Path) -> str:
     return " ".join(found) + "".join(f"\n    {line}" for line in stack.splitlines())
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, longest: int = _KERNEL) -> str:
     try:
         with path.open(errors="replace") as file:
-            return file.read(_KERNEL).strip()
+            return file.read(longest).strip()
     except OSError:
         return ""
 

@@ -22,9 +22,6 @@ class HeldMemory(PeriodicFollower):
         now = self.state.view.round if self.state.view else None
         return max(_PERIOD, now.nodes / _A_SECOND if now else 0) * random.uniform(0.5, 1)  # noqa: S311
 
-    async def hear(self) -> None:
-        """There is no news: workers do not say when they take memory."""
-
     async def look(self) -> None:
         """Publish what is another than before."""
         local = self.state.local

@@ -1,7 +1,6 @@
 """The base of the followers that look again and again at what no event tells: at the workers."""
 
 import asyncio
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ def leads(state: State) -> bool:
     return view.round.coordinator == state.local.lease
 
 
-class PeriodicFollower(ABC):
+class PeriodicFollower:
     """A follower with a task, `run`, which looks each time that a `pause` is over.
 
     `news` in between has it `hear`. Only that task publishes, so that one Txn is on its way at a
@@ -76,14 +75,12 @@ class PeriodicFollower(ABC):
         self._tasks.inbox.put(Finding(self.name, txn))
         return await answer
 
-    @abstractmethod
     def pause(self) -> float | None:
         """Seconds until the next look; None: not before there is news."""
+        return None
 
-    @abstractmethod
     async def look(self) -> None:
         """Look at the workers, and publish what is found."""
 
-    @abstractmethod
     async def hear(self) -> None:
         """Take in the news."""

@@ -48,9 +48,6 @@ class StragglerWatch(PeriodicFollower):
         """Not the same for all nodes, so that they do not publish at once."""
         return _PERIOD * random.uniform(0.5, 1)  # noqa: S311
 
-    async def hear(self) -> None:
-        """There is no news to wait for: step times come all the time."""
-
     async def look(self) -> None:
         """Compare the nodes, and publish whatever 50 more steps have shown of this one."""
         state, view = self.state, self.state.view

@@ -348,7 +348,7 @@ class Logs:
 def _make_directory(log_dir: str | None, job: str) -> Path | None:
     if log_dir == os.devnull:
         return None
-    base = Path(tempfile.gettempdir() if log_dir is None else log_dir)
+    base = Path(tempfile.gettempdir() if log_dir is None else log_dir).absolute()
     try:
         base.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))

@@ -10,6 +10,7 @@ write that never comes back.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import select
 import stat
@@ -153,6 +154,7 @@ class Output:
         self._open_file = open_file
         self._failed = failed
         self._fd = -1
+        self._open_again = 0.0  # when, at the soonest, if it is not open
         self._longest = LOST
         self._counting = threading.Lock()
         self._dropped = 0
@@ -196,9 +198,12 @@ class Output:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 self._longest = select.PIPE_BUF
         except OSError as error:
+            self._open_again = monotonic() + STILL
             self._failed(error)
 
     def _append(self, data: bytes) -> None:
+        if self._fd < 0 and monotonic() >= self._open_again:
+            self._open()
         begin = 0
         try:
             while begin < len(data) and self._fd >= 0:
@@ -234,6 +239,7 @@ class Output:
         log.warning(text, dropped, self._name, there)
 
     def _close(self) -> None:
+        self._open_again = math.inf
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
