@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from elastic_etcd.system.standard_streams import open_standard_streams
 from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _STEERING = ("drain", "undrain", "scale", "stop", "forget")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; gives the exit code."""
+    open_standard_streams()
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command == "launch":
         from elastic_etcd import launch  # noqa: PLC0415 - a command loads what it needs
@@ -64,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(command, rest)
         finally:
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:  # as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's own attempt, at its end
         return 0

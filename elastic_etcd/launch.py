@@ -33,6 +33,7 @@ from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.system import kernel
 from elastic_etcd.system.init import be_init
+from elastic_etcd.system.standard_streams import open_standard_streams
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
 if TYPE_CHECKING:
@@ -125,15 +126,6 @@ def _import_asyncio() -> None:
         import asyncio  # noqa: F401, PLC0415
 
         del sys.modules["ssl"]
-
-
-def open_standard_streams() -> None:
-    """Open /dev/null as 0, 1 or 2 if that is closed: else the next file opened would get it."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str]) -> AgentConfig:

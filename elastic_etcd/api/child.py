@@ -23,6 +23,7 @@ from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
 from elastic_etcd.system import kernel
+from elastic_etcd.system.standard_streams import open_standard_streams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,7 @@ def _worker_failure(generation: int, failure: Failure, error_file: str) -> Worke
 def main(argv: Sequence[str]) -> int:
     """Be the agent until the job, or the program, has ended; gives the exit code."""
     program, folder = int(argv[0]), Path(argv[1])
-    launch.open_standard_streams()
+    open_standard_streams()
     kernel.reset_signals()
     run_writer = RunWriter()
     record = run_writer.record

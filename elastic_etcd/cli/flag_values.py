@@ -25,6 +25,7 @@ from elastic_etcd.core.schema import (
     valid_address,
     valid_job,
     valid_prefix,
+    wrong_label,
 )
 from elastic_etcd.errors import UsageError
 
@@ -129,7 +130,13 @@ def address(text: str) -> str:
             raise ArgumentTypeError(f"{text[:140]!r} is no network in CIDR form") from None
     if not valid_address(text):
         raise ArgumentTypeError(f"{text[:140]!r} is neither a host name nor an IP address")
+    _check_labels(text)
     return text
+
+
+def _check_labels(host: str) -> None:
+    if why := wrong_label(host):
+        raise ArgumentTypeError(f"{host[:140]!r}: {why}")
 
 
 def listening(text: str) -> tuple[str, int]:
@@ -140,6 +147,7 @@ def listening(text: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
     if not valid_address(host) or natural(port) >= 1 << 16:
         raise ArgumentTypeError(f"{text[:140]} is neither PORT nor HOST:PORT")
+    _check_labels(host)
     return host, natural(port)
 
 

@@ -258,6 +258,7 @@ def with_etcd(
 
     if isinstance(sys.stdout, TextIOWrapper):  # it may be of an ASCII terminal
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = 0
     try:
         args = _parsed(made(), argv)
         config = parsers.etcd_of(args, os.environ)
@@ -274,12 +275,10 @@ def with_etcd(
         if error.errno not in _UNWRITTEN:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python's own attempt, at its end
-        if error.errno == errno.EPIPE:  # as after `| head`
-            return 0
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        return 1
-    else:
-        return code
+        if error.errno != errno.EPIPE:  # as after `| head`
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
+            return 1
+    return code
 
 
 def _parsed(parser: parsers.Parser, argv: Sequence[str]) -> Namespace:
@@ -302,8 +301,7 @@ async def while_read(doing: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
         with suppress(PermissionError, UnsupportedOperation):  # a file or string is never closed
-            if sys.stdout:
-                output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
+            output.register(sys.stdout.fileno(), 0)  # for nothing but the reader's end
         loop.add_reader(output.fileno(), end)
         try:
             await task

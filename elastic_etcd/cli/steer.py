@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -201,10 +202,11 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 def _print_outcome(done: dict[str, Any], args: Namespace) -> None:
-    if args.json:
-        query.print_json({"job": args.job} | done, args)
-        return
-    print(shown(done["told"]), flush=True)
+    with suppress(BrokenPipeError):  # as after `| head`: other jobs are still to be steered
+        if args.json:
+            query.print_json({"job": args.job} | done, args)
+        else:
+            print(shown(done["told"]), flush=True)
 
 
 # --- all jobs -----------------------------------------------------------------------------

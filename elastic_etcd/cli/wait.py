@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,9 @@ async def _wait(client: Client, args: Namespace) -> int:
     waiting = first(client, job.ranges, found)
     view = await query.while_silence_is_told(client, args, waiting)
     told = status.describe(job.name, view)
-    if args.json:
-        query.print_json(told, args)
-    else:
-        query.say(islice(status.summary(told), _HEAD))
+    with suppress(BrokenPipeError):  # as after `| head`
+        if args.json:
+            query.print_json(told, args)
+        else:
+            query.say(islice(status.summary(told), _HEAD))
     return _CODES.get(told["state"], 3)

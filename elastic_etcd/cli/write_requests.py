@@ -53,7 +53,7 @@ class SteeredJob(query.Job):
     """A job to which requests are written."""
 
     async def change(self, change: Callable[[View], Requests]) -> tuple[View, bool]:
-        """Write what `change` makes of a view; gives that view, and whether there was a change.
+        """Write what `change` makes of a view; gives that view with it, and whether it is new.
 
         `change` raises ElasticEtcdError where it makes no sense. Raises NotInTime when others
         change the key again and again.
@@ -66,7 +66,7 @@ class SteeredJob(query.Job):
                 raise NewerFormat(Outdated(view.newer).reason)
             then, there = change(view), view.wanted or Requests()
             if then == there or await self._written(seen, then):
-                return view, then != there
+                return replace(view, wanted=then), then != there
             if now() > end:
                 raise NotInTime(f"others change {self.keys.wanted} again and again: try later")
             await asyncio.sleep(random.uniform(0, _PAUSE))  # noqa: S311 - no secret
@@ -131,8 +131,10 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
             if stands != args.deadline:
                 raise ElasticEtcdError(f"node {node} leaves already, its {stands:g} s stand")
         if args.self:
-            return _with(view, [replace(asked, lease=hexed(m.lease)) for m in there])
-        if (known := requests.drained(view, node)) and args.deadline in (None, known.deadline):
+            new = [m for m in there if not _stands(requests.drain_of(view, m), args)]
+            own = [replace(asked, lease=hexed(m.lease)) for m in new]
+            return _with(view, own) if own else view.wanted or Requests()
+        if _stands(known := requests.drained(view, node), args):
             return view.wanted or Requests()
         if not (there or known):
             raise ElasticEtcdError(f"job {job.name} has no node {node}{_meant(view, node)}")
@@ -141,8 +143,11 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
 
     view, changed = await job.change(change)
     limits = job.limits_of(view)
-    leases = {m.lease for m in view.members if m.node == node}
-    seconds = limits.leave_deadline if args.deadline is None else args.deadline
+    members = [m for m in view.members if m.node == node]
+    leases = {m.lease for m in members}
+    given = limits.leave_deadline if args.deadline is None else args.deadline
+    stand = (requests.leave_deadline(view, m, limits) for m in members)
+    seconds = max(stand, default=given)
 
     def gone(view: View) -> bool:
         return leases.isdisjoint(m.lease for m in view.members)
@@ -160,6 +165,11 @@ async def drain(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         "left": args.wait or not leases,
         "told": f"node {node} of job {job.name} {state}",
     }
+
+
+def _stands(known: Drain | None, args: Namespace) -> bool:
+    """Whether this drain is the one that is asked for."""
+    return known is not None and args.deadline in (None, known.deadline)
 
 
 def _too_few(view: View, node: str, limits: Limits) -> str:

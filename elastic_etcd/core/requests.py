@@ -21,7 +21,7 @@ class Departure(Struct, frozen=True):
 def departure(view: View, run: str, lease: int) -> Departure | None:
     """Whether the member of `run` with that lease is to go."""
     member = next((m for m in view.members if m.lease == lease), None)
-    if member and (drain := _of_member(view, member)):
+    if member and (drain := drain_of(view, member)):
         return Departure(f"{member.node} is drained{by(drain)}", drain.deadline)
     if halt := halted(view, run):
         return Departure(f"the job is to stop{by(halt)}", save=halt.save)
@@ -52,7 +52,7 @@ def scaled(view: View, run: str, limits: Limits) -> Limits:
 
 def leave_deadline(view: View, member: Member, limits: Limits) -> float:
     """The seconds that the workers of a leaving member have."""
-    drain = _of_member(view, member)
+    drain = drain_of(view, member)
     given = drain.deadline if drain else None
     return limits.leave_deadline if given is None else given
 
@@ -67,7 +67,7 @@ def _drains(view: View) -> tuple[Drain, ...]:
     return view.wanted.drains if view.wanted else ()
 
 
-def _of_member(view: View, member: Member) -> Drain | None:
+def drain_of(view: View, member: Member) -> Drain | None:
     """The drain that means this member, best one that names it."""
     own = ("", hexed(member.lease))
     both = [d for d in _drains(view) if d.node == member.node and d.lease in own]

@@ -85,6 +85,13 @@ def valid_address(address: str) -> bool:
     return re.match(_ADDRESS, address) is not None
 
 
+def wrong_label(host: str) -> str:
+    """Says why no resolver takes such a name, which raises UnicodeError where it is looked up."""
+    if all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
+        return ""
+    return "a part of the host name is empty or longer than 63 characters: is a variable not set?"
+
+
 def hexed(lease: int) -> str:
     """A lease id as etcdctl prints it."""
     return format(lease, "016x")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic_etcd.core.schema import wrong_label
 from elastic_etcd.errors import UsageError
 
 DEFAULT_PORT = 2379
@@ -119,6 +120,8 @@ def _address(text: str, part: str) -> str:
         raise wrong
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise wrong
+    if why := wrong_label(host):
+        raise UsageError(f"etcd endpoint {part!r}: {why}")
     return f"{host}:{int(port)}"
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,9 @@ def ddp(module: nn.Module, **options: Any) -> "ElasticDDP":
 
     It is for outside of the function that ee.run decorates. Inside of it everything is made anew
     for each world, and DistributedDataParallel itself does as well. Raises the errors of
-    DistributedDataParallel, when a world begins.
+    DistributedDataParallel, when a world begins. A copy, such as an average of the weights, is a
+    plain module until it is trained: its own DistributedDataParallel is made at the first use with
+    gradients, on all ranks at the same time, in each world.
     """
     return ElasticDDP(module, **options)
 
@@ -37,7 +40,16 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.module = module
         self._options = options
         self._made: tuple[DistributedDataParallel] | None = None  # a tuple is no submodule
+        self._is_copy = False
         _all[self] = dist.is_initialized()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Keep a copy out of what is made when a world begins: one rank alone may have it."""
+        super().__setstate__(state)
+        _all[self] = self._is_copy = True
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -51,7 +63,9 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self._made[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call DistributedDataParallel's."""
+        """Call DistributedDataParallel's; of a copy that is not trained, the module's."""
+        if self._is_copy and not self._made and not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -59,7 +73,7 @@ class ElasticDDP(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.ddp.no_sync()  # type: ignore[no-any-return]
 
 
-# Whether it was wrapped inside of a world. Those that were not are in one order on all ranks.
+# Whether it was wrapped inside of a world, or copied. Others are in one order on all ranks.
 _all: "weakref.WeakKeyDictionary[ElasticDDP, bool]" = weakref.WeakKeyDictionary()
 
 

@@ -230,6 +230,7 @@ def init_agentless(backend: str | None, options: Mapping[str, Any]) -> None:
 
 def teardown_agentless() -> None:
     """Destroy the process groups of a world without an agent, and free them as `release` does."""
+    ddp.forget()
     groups = _groups()
     dist.destroy_process_group()
     _free(groups)

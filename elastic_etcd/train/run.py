@@ -102,6 +102,7 @@ def run(train: Any = None, /, *, backend: str | None = None, **options: Any) -> 
         state = next(given, None)
         if state is None:
             raise UsageError(f"ee.run: {name} needs its ElasticState as an argument")
+        _tell_undone(state)
         body = functools.partial(train, *args, **kwargs)
         channel = agent()
         if channel is None:
@@ -118,6 +119,16 @@ def _refuse_where_main_is_imported() -> None:
             "ee.run was called while multiprocessing imported this script once more, for a process "
             "of its own such as a data loader's.\n"
             'Put what begins the training under `if __name__ == "__main__":`.'
+        )
+
+
+def _tell_undone(state: ElasticState) -> None:
+    """Another run has trained this state, or a loop: what is in no commit goes with the sync."""
+    if state._calls and not state._at_commit and os.environ.get("RANK", "0") == "0":
+        log.warning(
+            "ee.run goes on from the state's last commit, without the %s since then: call"
+            " state.commit() at the end of the training before, to keep that",
+            counted(state._calls, "step"),
         )
 
 

@@ -197,6 +197,17 @@ def test_r17_the_first_process_hands_signals_on() -> None:
     assert done.returncode == 143
 
 
+@as_pid_1
+def test_the_first_process_may_have_no_stdout() -> None:
+    agent = (*AS_PID_1, "-m", "elastic_etcd.launch", "--no-python", "true")
+    subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", *agent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
+
+
 def test_a_folder_of_our_name(tmp_path: Path) -> None:
     """`python -m` puts the working directory first: a clone's parent, say."""
     (tmp_path / "elastic_etcd").mkdir()

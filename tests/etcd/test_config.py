@@ -13,6 +13,7 @@ from elastic_etcd.etcd.access import EtcdConfig
     [
         ("host:2379", ("host:2379",), False),
         ("host", ("host:2379",), False),
+        ("a.b.", ("a.b.:2379",), False),
         ("a:2379,b:2380", ("a:2379", "b:2380"), False),
         (" a:1 , b:2 ", ("a:1", "b:2"), False),
         ("a:1,a:1", ("a:1",), False),

@@ -17,7 +17,7 @@ from datetime import datetime
 import pytest
 
 from elastic_etcd.__main__ import main
-from elastic_etcd.core.schema import Drain, Keys, Member, Requests, decode, encode
+from elastic_etcd.core.schema import Drain, Keys, Limits, Member, Requests, Spec, decode, encode
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.etcd.client import Client
 from tests.support.etcd import EtcdServer
@@ -233,6 +233,16 @@ def test_all_jobs_are_stopped(shell: Shell) -> None:
         assert there
         assert there.stop
         assert there.stop.save
+
+
+def test_the_exit_code_of_all_jobs_is_the_highest_also_where_nobody_reads(shell: Shell) -> None:
+    shell.put("b", {KEYS.spec: encode(Spec("r", Limits(2, 2)))})
+    argv = [sys.executable, "-m", "elastic_etcd", "drain", "n1", "--all", *shell.where]
+    piped = ["bash", "-o", "pipefail", "-c", '"$@" | true', "bash", *argv]
+    done = subprocess.run(piped, stderr=subprocess.PIPE, text=True, check=False)
+    assert "error: job b: refused: " in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert shell.wanted("a")
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_pickle_is_written_and_read_only_by_those_who_opted_in(tmp_path: Path) -
 def test_what_loading_made_a_tensor_of_stays_one() -> None:
     """As an optimizer does with the steps that an older torch has counted in numbers."""
     loaded = {"step": torch.tensor(7.0), "moment": torch.ones(2, dtype=torch.float16)}
-    both = _uncast(loaded, {"step": 7, "moment": torch.ones(2)})
+    both = _uncast(loaded, {"step": 7, "moment": torch.ones(2)}, {})
     assert torch.equal(both["step"], torch.tensor(7.0))
     assert both["moment"].dtype == torch.float32
 
@@ -323,10 +323,17 @@ def test_what_loading_made_a_tensor_of_stays_one() -> None:
 def test_what_is_of_another_shape_or_type_or_place_stays_as_loading_made_it() -> None:
     loaded = {"moment": torch.ones(3), "half": torch.ones(2), "more": {"kept": torch.ones(1)}}
     saved = {"moment": torch.zeros(3), "half": torch.zeros(3, dtype=torch.float16), "more": 1}
-    both = _uncast(loaded, saved)
+    both = _uncast(loaded, saved, {})
     assert torch.equal(both["moment"], torch.ones(3))
     assert torch.equal(both["half"], torch.ones(2))
     assert torch.equal(both["more"]["kept"], torch.ones(1))
+
+
+def test_a_tensor_that_loading_has_copied_for_each_parameter_is_one_again() -> None:
+    """As where it was loaded from the CPU, to a GPU."""
+    saved = torch.ones(2)
+    loaded = [saved.clone(), saved.clone(), saved.half()]
+    assert len({id(each) for each in _uncast(loaded, [saved] * 3, {})}) == 1
 
 
 def test_parameters_and_buffers_are_copied_from_and_not_kept() -> None:

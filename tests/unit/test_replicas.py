@@ -245,6 +245,25 @@ def test_t6_moments_that_are_parted_are_refused_at_the_first_commit(tmp_path: Pa
     )
 
 
+def of_one_rate(rank: int) -> bool:
+    """Groups that share one tensor as their rate, which only rank 0 does not load at first."""
+    os.environ["ELASTIC_ETCD_COMPARE_EVERY"] = "auto"
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3 + rank))
+    state = ElasticState(model=model, optimizer=optimizer)
+    state.sync()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state.commit()
+    one, other = (group["lr"] for group in optimizer.param_groups)
+    return one is other and float(one) == float(torch.tensor(1e-3))
+
+
+def test_t6_a_rate_that_groups_share_is_the_same_part_on_all_ranks(tmp_path: Path) -> None:
+    assert ranks(2, tmp_path, of_one_rate) == [True, True]
+
+
 def flipped_at_random(rank: int, flips: int) -> list[tuple[str, list[Any]]]:
     """Each flip and what was said of it, all in worlds of their own, the ranks' draws the same."""
     patch = pytest.MonkeyPatch()

@@ -1,8 +1,10 @@
 """ee.run in a world of one: what it does with each message and each exception."""
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import re
 import sys
 import threading
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import elastic_etcd as ee
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
@@ -36,7 +39,7 @@ from elastic_etcd.protocol.messages import (
 )
 from elastic_etcd.train import agent_channel, process_group, sync_point
 from elastic_etcd.train.collectives import World
-from elastic_etcd.train.ddp import forget
+from elastic_etcd.train.ddp import ElasticDDP, make
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
 from elastic_etcd.train.run import _Ended, is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
@@ -782,7 +785,48 @@ def test_a_module_that_is_wrapped_once() -> None:
             made.append(module.ddp)
         assert made[-1].find_unused_parameters
         assert module.ddp is made[-1]
-        forget()
         teardown_agentless()
     assert made[0] is not made[1]
     assert list(module.state_dict()) == ["module.weight", "module.bias"]
+
+
+def test_a_copy_of_a_wrapped_module_is_of_no_world_that_is_over() -> None:
+    """An average is never trained: DDP is not made for it, nor where one rank alone has it."""
+    module = ee.ddp(torch.nn.Linear(2, 1))
+    average, twin = AveragedModel(module), copy.deepcopy(module)
+    average.requires_grad_(requires_grad=False)  # DDP would refuse it
+    inputs = torch.ones(1, 2)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        make()
+        assert module._made
+        for each in (module, twin):
+            each(inputs).sum().backward()
+            assert each.ddp.process_group is dist.group.WORLD
+        copies: list[ElasticDDP] = [average.module, copy.deepcopy(twin)]
+        copies.append(pickle.loads(pickle.dumps(module)))
+        with torch.no_grad():
+            for each in (average, *copies):
+                assert each(inputs).shape == (1, 1)
+        assert [each._made for each in copies] == [None] * 3
+        teardown_agentless()
+        assert not twin._made
+
+
+def test_a_second_run_says_which_steps_it_undoes(caplog: pytest.LogCaptureFixture) -> None:
+    state = ElasticState(step=0)
+
+    @ee.run
+    def train(state: ElasticState, steps: int) -> int:
+        began = state.step
+        for _ in range(steps):
+            state.step += 1
+            state.commit(every=2)
+        return int(began)
+
+    assert [train(state, steps) for steps in (2, 5, 0)] == [0, 2, 6]
+    (told,) = [each for each in caplog.messages if "last commit" in each]
+    assert "without the 1 step since then: call state.commit() at the end" in told
+    state.step = 9
+    state.commit()
+    assert train(state, 0) == 9

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from itertools import chain, islice
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from elastic_etcd import ElasticSampler
+from elastic_etcd import ElasticBatchSampler, ElasticSampler
 from elastic_etcd.train.data.shards import Tail
 
 
@@ -64,6 +65,42 @@ def test_length_is_what_the_iterator_gives(length: int, sizes: list[int], tail: 
         mine = sampler(length, tail=tail, rank=rank, world_size=len(sizes))
         mine.reshard(batch_sizes=sizes)
         assert len(list(mine)) == len(mine)
+
+
+def shard(kind: Any, length: int, rank: int, sizes: list[int]) -> list[int]:
+    """The indices that a rank gets of a padded epoch, in a world with these batch sizes."""
+    if kind == "batches":
+        mine: Any = ElasticBatchSampler(
+            lambda *_: [[index] for index in range(length)], tail="pad", rank=0, world_size=1
+        )
+    else:
+        mine = sampler(length, shuffle=kind, tail="pad")
+    mine.reshard(rank, len(sizes), batch_sizes=sizes)
+    return [index for (index,) in mine] if kind == "batches" else list(mine)
+
+
+def padded(kind: Any, length: int, sizes: list[int]) -> tuple[Counter[int], list[int]]:
+    """What all ranks get together, and the order of the epoch."""
+    shards = [shard(kind, length, rank, sizes) for rank in range(len(sizes))]
+    return Counter(chain.from_iterable(shards)), shard(kind, length, 0, [1])
+
+
+KINDS = [False, "exact", "stream", "batches", lambda *_: list(range(599, -1, -1))]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["none", "exact", "stream", "batches", "function"])
+def test_a_pad_may_begin_before_the_last_block_of_a_rank(kind: Any) -> None:
+    given, order = padded(kind, 600, [86, 85, 85])  # turns of 256, of which the last has 88
+    assert sorted(order) == list(range(600))
+    assert given == Counter(order) + Counter(order[:168])
+
+
+@settings(max_examples=50)
+@given(length=st.integers(1, 900), sizes=st.lists(st.integers(1, 300), min_size=1, max_size=4))
+def test_a_pad_is_the_beginning_of_the_order(length: int, sizes: list[int]) -> None:
+    given, order = padded("exact", length, sizes)
+    assert given == Counter((order * (2 + sum(sizes) // length))[: given.total()])
+    assert 0 <= given.total() - length < sum(sizes)
 
 
 def test_different_batch_sizes_end_at_the_same_step() -> None:

@@ -151,6 +151,36 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     assert newest.is_intact()
 
 
+def test_a_tensor_that_occurs_several_times_is_one_again_when_it_is_loaded() -> None:
+    """A count that all parameters share, in a survivor, which has it, and in a newcomer."""
+
+    def shared(optimizer: Any, dtype: torch.dtype) -> Any:
+        count = torch.ones((), dtype=dtype)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"step": count, "factor": count}
+        return optimizer
+
+    class Listed(nn.Module):  # type: ignore[misc]
+        def get_extra_state(self) -> list[torch.Tensor]:
+            return self.seen
+
+        def set_extra_state(self, saved: list[torch.Tensor]) -> None:
+            self.seen = saved
+
+    model = nn.Sequential(nn.Linear(2, 2), Listed(), Listed())
+    model[1].seen = model[2].seen = [torch.zeros(1)] * 2
+    survivor = shared(torch.optim.SGD(model.parameters()), torch.float32)
+    cast = shared(torch.optim.SGD(model.parameters()), torch.float64)
+    for optimizer in (survivor, cast):
+        state = ElasticState(model=model, optimizer=optimizer)
+        state.commit()
+        for state.optimizer in (optimizer, torch.optim.SGD(model.parameters())):
+            state.restore()
+            rows = [state.optimizer.state[parameter] for parameter in model.parameters()]
+            assert len({id(tensor) for row in rows for tensor in row.values()}) == 1
+            assert len({id(tensor) for each in model[1:] for tensor in each.seen}) == 1
+
+
 class Versioned(nn.Module):  # type: ignore[misc]
     """As torch's own modules that have changed what they save: an old state dict is translated."""
 
@@ -336,8 +366,8 @@ def test_commits_and_comparisons_make_no_call_that_goes_through_a_mode(
         state._replicas._next = 1  # as in a world of several ranks
         with Noting() as mode:
             state.commit()
-    of_modules = [getattr(torch.Tensor, name).__get__ for name in ("shape", "requires_grad")]
-    assert {*mode.seen} == {torch.Tensor.detach, *of_modules}  # in the user's part, as state_dict()
+    frozen = torch.Tensor.requires_grad.__get__
+    assert {*mode.seen} == {torch.Tensor.detach, frozen}  # in the user's part, as state_dict()
 
 
 class Noting(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
@@ -359,11 +389,52 @@ def test_a_tensor_of_a_class_of_its_own_is_refused_and_a_parameter_is_not() -> N
     class Weight(nn.Parameter):  # type: ignore[misc]
         pass
 
-    state = ElasticState(weight=Weight(torch.ones(2)), own=1)
+    state = ElasticState(weight=None, own=1)
+    state.weight = Weight(torch.ones(2))
     state.commit()
     state.own = torch.ones(2).as_subclass(Own)
     with pytest.raises(UsageError, match="own is no plain dense tensor"):
         state.commit()
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (nn.Parameter(torch.ones(1)), "scale"),
+        (torch.ones(1, requires_grad=True), "scale"),
+        ({"a": [0, (nn.Parameter(torch.ones(1)),)]}, r"scale\['a'\]\[1\]\[0\]"),
+    ],
+)
+def test_a_plain_value_that_is_trained_is_refused_by_its_place(value: Any, place: str) -> None:
+    """A load would replace it, and the optimizer keep the old one."""
+    with pytest.raises(UsageError, match=f"^{place} is trained.* Put it into a module"):
+        ElasticState(scale=value, epoch=0)
+
+
+def test_a_plain_value_that_is_not_trained_is_kept() -> None:
+
+    class Weights(dict[str, torch.Tensor]):
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {**self}
+
+        load_state_dict = dict.update  # or any other way of its own
+
+    itself: list[Any] = []
+    itself.append(itself)
+    trained = torch.ones(1, requires_grad=True)
+    assert ElasticState(weights=Weights(a=trained)).weights["a"] is trained
+    state = ElasticState(
+        loss=trained * 2,
+        best={"a": trained.detach()},
+        fixed=nn.Parameter(torch.ones(1), requires_grad=False),
+        model=nn.ParameterDict({"scale": trained}),
+        optimizer=torch.optim.SGD([trained], lr=torch.tensor(0.1)),
+        itself=itself,
+    )
+    state.itself = None
+    state.commit()
+    state.restore()
+    assert state.loss == 2
 
 
 def test_a_parameter_that_has_no_shape_yet_is_refused_by_name() -> None:
@@ -435,6 +506,27 @@ def test_t21_float32_moments_of_bfloat16_weights_keep_all_their_bits() -> None:
         for tensor in (kept["master"], kept["nested"]["list"][0]):
             assert tensor.dtype == torch.float32
             assert tensor.tolist() == [1 + 2**-20] * 4
+
+
+def test_what_an_optimizer_knows_of_a_parameter_comes_back_as_it_was() -> None:
+    """Texts too: torch's own load makes "<generator object ..." of them."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    kept = {
+        "kind": "matrix",
+        "nested": ["a", ("b", {"c": "d"})],
+        "sets": [{"ab"}, frozenset({"ab"})],
+        "mappings": [OrderedDict(b="c", a=1), Counter("aab")],
+        "others": [b"ab", torch.Size([2, 3]), torch.float16, 7, None, 0.5, ()],
+        "number": np.float64(0.5),
+    }
+    optimizer.state[weight] = OrderedDict(kept)
+    state = ElasticState(optimizer=optimizer)
+    state.commit()
+    for state.optimizer in (optimizer, torch.optim.SGD([weight])):
+        state.restore()
+        found = state.optimizer.state[weight]
+        assert repr(found) == repr(OrderedDict(kept))
 
 
 def sharded(kind: str) -> Any:
@@ -1170,6 +1262,30 @@ def test_frozen_views_of_a_flat_buffer_are_committed() -> None:
     model[1].weight.zero_()
     state.restore()
     assert torch.equal(model[1].weight, wanted)
+
+
+def test_what_is_set_after_a_load_is_told_where_a_sync_undoes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a script that begins at epoch 0 with the weights of another training."""
+    writer = ElasticState(epoch=7, best=float("nan"), config={"rate": 0.5}, model=nn.Linear(1, 1))
+    writer.commit()
+    writer.save(tmp_path / "state")
+    state = ElasticState(epoch=0, best=None, config=None, model=nn.Linear(1, 1))
+    for changes in (False, True):
+        state.load(tmp_path / "state")
+        state.config["rate"] = 0.5 if not changes else lambda: 0.5
+        state.model.eval()
+        if changes:
+            state.epoch = 0
+        caplog.clear()
+        state.sync()
+        assert (state.epoch, state.config) == (7, {"rate": 0.5})
+        assert ("epoch, config set after load() are the file's again" in caplog.text) == changes
+    assert len(caplog.records) == 1
+    state.epoch = 0
+    state.sync()
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

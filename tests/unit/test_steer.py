@@ -90,6 +90,25 @@ def test_drains_come_and_go(shell: Shell) -> None:
     assert shell.wanted is None, "nothing is left behind"
 
 
+def test_a_second_drain_tells_the_deadline_that_stands(shell: Shell) -> None:
+    shell.ok("drain", "j", "b", "--deadline", "600")
+    told = json.loads(shell.ok("drain", "j", "b", "--json"))
+    assert (told["changed"], told["deadline"]) == (False, 600.0)
+    assert "within 600 s; it was drained before" in told["told"]
+
+
+def test_a_second_drain_takes_no_time_from_a_machine_that_drains_itself(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NODE_NAME", "b")
+    shell.ok("drain", "j", "--self", "--deadline", "600")
+    own = Drain("b", 600.0, "000000000000000b")
+    assert "within 600 s; it was drained before" in shell.ok("drain", "j", "--self")
+    assert shell.wanted == Requests((own,)), "others wait for as long as its workers have"
+    assert "within 600 s" in shell.ok("drain", "j", "b")
+    assert shell.wanted == Requests((own, Drain("b")))
+
+
 def test_flags_stand_where_one_likes(shell: Shell) -> None:
     assert "within 5 s" in shell.ok("drain", "j", "--deadline", "5", "b")
     assert "2:8" in shell.ok("scale", "j", "--nodes-multiple-of", "1", "2:8")

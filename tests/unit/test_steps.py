@@ -511,6 +511,23 @@ def test_two_loops_at_the_same_time_that_both_commit_are_refused() -> None:
         state.steps(other, check=False, commit_every=2)
 
 
+@pytest.mark.parametrize("batches", [1, 3, 99])
+@pytest.mark.parametrize("call", ["commit", "check"])
+def test_no_commit_within_a_step_in_which_another_loop_runs(batches: int, call: str) -> None:
+    """The other loop of this step is one of some batches, broken off or at its end."""
+    state, one, other = two()
+    loop = state.steps(one, accumulate=3)
+    for epoch, _ in enumerate(loop):
+        state.other.set_epoch(epoch)
+        for number, _ in enumerate(state.steps(other, check=False), 1):
+            if number == batches:
+                break
+        if not loop.ends_step:
+            with pytest.raises(UsageError, match=rf"{call}\(\) within a step of 3 batches"):
+                getattr(state, call)()
+    getattr(state, call)()
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_two_loops_at_the_same_time_are_counted_together(by_hand: bool) -> None:
     state, one, other = two()

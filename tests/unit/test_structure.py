@@ -39,6 +39,14 @@ def grown(state: ElasticState) -> None:
     state.model.cache = torch.zeros(5, 3)
 
 
+def halved(state: ElasticState) -> None:
+    state.model[0].to(torch.bfloat16)
+
+
+def counted(state: ElasticState) -> None:
+    state.model.cache = state.model.cache.double()
+
+
 def added_buffer(state: ElasticState) -> None:
     state.model[1].register_buffer("mask", torch.ones(3))
 
@@ -68,6 +76,8 @@ def int4(state: ElasticState) -> None:
     [
         (averaged, "swa was a plain value at the first sync and is a module now: .*Make it before"),
         (grown, r"model.cache has the shape \[5, 3\], and had \[2, 3\] at .*persistent=False"),
+        (halved, "model.0.weight is of torch.bfloat16, and was of torch.float32 at .*before that"),
+        (counted, "model.cache is of torch.float64, and was of .*persistent=False"),
         (added_buffer, "model.1.mask was not there at the first sync: .*persistent=False"),
         (dropped, "model.1.weight was there at the first sync and is not any more: .*Keep it"),
         (

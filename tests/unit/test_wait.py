@@ -1,5 +1,6 @@
 """`elastic-etcd wait`, and `events --follow` while etcd is silent: on jobs without agents."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -36,6 +37,12 @@ class Shell:
                 yield process
             finally:
                 process.kill()
+
+    def run(self, words: str, closed: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command whose standard streams bash has closed, or nobody reads."""
+        program = [sys.executable, "-m", "elastic_etcd", *words.split(), *self.where]
+        argv = ["bash", "-o", "pipefail", "-c", f'exec "$@" {closed}', "bash", *program]
+        return subprocess.run(argv, text=True, capture_output=True, check=False, timeout=90)
 
     def waited(self, *flags: str) -> tuple[int, str, str]:
         with self.begun("wait", *flags) as process:
@@ -104,3 +111,31 @@ def test_o7_who_follows_a_job_is_told_that_etcd_is_silent(
         assert next(process.stderr) == "note: etcd answers\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "told"),
+    [
+        ("wait j --for training", ">&-", 0, ""),
+        ("status j", ">&- 2>&-", 0, ""),
+        ("top j", "<&-", 0, ""),
+        ("stop --all", "<&-", 2, "here is no terminal: give --yes"),
+    ],
+)
+def test_closed_streams_change_no_exit_code(
+    shell: Shell, words: str, closed: str, code: int, told: str
+) -> None:
+    shell.put(RUNNING)
+    done = shell.run(words, closed)
+    assert (done.returncode, told in done.stderr, "Traceback" in done.stderr) == (code, True, False)
+
+
+def test_notes_do_not_go_among_json_where_stderr_is_closed(shell: Shell) -> None:
+    shell.put(RUNNING)
+    assert json.loads(shell.run("stop --all --yes --json", "2>&-").stdout)["job"] == "j"
+
+
+def test_its_exit_code_tells_the_outcome_also_where_nobody_reads(shell: Shell) -> None:
+    shell.put(RUNNING)
+    shell.put({KEYS.outcome: encode(FAILED)})
+    assert shell.run("wait j", "| true").returncode == 1

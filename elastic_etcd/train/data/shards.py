@@ -73,7 +73,8 @@ class Shards:
             offsets = turns // len(self.own_slots) * len(self.slots)
             offsets += torch.tensor(self.own_slots, device="cpu")[turns % len(self.own_slots)]
         positions = self._positions_at(offsets)
-        return positions % self.length if self.tail == "pad" and stop == self.size else positions
+        in_last_turn = stop > self.size - len(self.own_slots)  # which alone is padded
+        return positions % self.length if self.tail == "pad" and in_last_turn else positions
 
     def is_shared(self, start: int) -> bool:
         """Whether all ranks get something of what comes after the first `start` of this one's."""

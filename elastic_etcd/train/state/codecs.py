@@ -7,14 +7,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.ddp import is_reduced, reduce_next
-from elastic_etcd.train.state.encoding import decode, encode, without_modes
+from elastic_etcd.train.state.encoding import MAX_DEPTH, decode, encode, without_modes
 
 
 class Codec(Protocol):
@@ -93,9 +93,9 @@ class _Module:
                 for name, each in module.named_parameters():
                     each.requires_grad = name not in frozen
                     reduce_next(each, wanted=name in reduced)
-        copied = set(copied_names(module))
+        copied, copies = set(copied_names(module)), _Copies()
         for name in saved.keys() - copied:
-            saved[name] = _copy_into(None, saved[name], set())
+            saved[name] = copies.into(None, saved[name])
         module.load_state_dict(saved)
         return value
 
@@ -110,13 +110,14 @@ class _Optimizer(_StateDict):
     borrows = True
 
     def load(self, value: Any, saved: Any) -> Any:
-        owned = _copy_into(value.state_dict(), saved, set())
+        owned = _Copies().into(value.state_dict(), saved)
         value.load_state_dict(owned)
         state, groups = owned.get("state", {}), owned.get("param_groups", ())
+        found: _Found = {}
         for ours, theirs in zip(value.param_groups, groups, strict=False):
             for parameter, number in zip(ours["params"], theirs["params"], strict=False):
                 if parameter in value.state and number in state:
-                    value.state[parameter] = _uncast(value.state[parameter], state[number])
+                    value.state[parameter] = _uncast(value.state[parameter], state[number], found)
         return value
 
 
@@ -175,6 +176,21 @@ def refuse_sharded(name: str, value: Any) -> None:
     for part in _parts_of(value):
         if kind := _sharded_kind(part.__class__):
             raise UsageError(f"{name} has a {kind}: {_SHARDED[kind]}")
+
+
+def refuse_trained(place: str, value: Any, depth: int = MAX_DEPTH) -> None:
+    """Raise UsageError, with what to do, if a plain value is or has a tensor that is trained.
+
+    A load would replace that, and an optimizer keep the old one.
+    """
+    if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        raise UsageError(
+            f"{place} is trained: as a plain value it would be replaced when it is loaded, and not "
+            "loaded into. Put it into a module, or detach it if it is no parameter of an optimizer"
+        )
+    if isinstance(value, (dict, list, tuple)) and depth:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            refuse_trained(f"{place}[{key!r}]", item, depth - 1)
 
 
 @cache
@@ -261,6 +277,19 @@ def load_values(
         if isinstance(codec, _Optimizer) and (groups := saved.pop(GROUPS, None)):
             _make_groups(value, saved["param_groups"], groups, values)
         values[name] = codec.load(value, saved)
+
+
+def set_since(values: dict[str, Any], parts: dict[str, Any], *, allow_pickle: bool) -> list[str]:
+    """The names of the plain values that are not those of `parts`; tensors are not compared."""
+    found = []
+    for name, value in values.items():
+        if name in parts and is_plain(codec_of(value)):
+            try:
+                same = encode(value, {}, name=name, allow_pickle=allow_pickle) == parts[name]
+            except UsageError:
+                same = False
+            found += [] if same else [name]
+    return found
 
 
 def is_plain(codec: Codec) -> bool:
@@ -375,40 +404,62 @@ def _is_torchs(module: torch.nn.Module, method: str) -> bool:
     return getattr(getattr(module, method), "__func__", None) is theirs
 
 
-def _copy_into(live: Any, saved: Any, taken: set[int]) -> Any:
-    """`saved`, its tensors copied into those of `live` at the same place, or else cloned.
+class _Copies:
+    """A snapshot's tensors, copied into live ones or else cloned; each has one copy."""
 
-    `taken` are the addresses that were copied to: of two tensors that share memory only one is.
-    """
-    if isinstance(saved, torch.Tensor):
-        if type(saved).__name__ == "DTensor":  # made for this load
-            return saved
-        if not isinstance(live, torch.Tensor) or live.data_ptr() in taken:
+    def __init__(self) -> None:
+        self.made: dict[torch.Tensor, torch.Tensor] = {}
+        self.taken: set[int] = set()  # addresses of live ones; of two that share it only one is
+
+    def into(self, live: Any, saved: Any) -> Any:
+        """`saved`, its tensors copied into those of `live` at the same place if they fit."""
+        if isinstance(saved, torch.Tensor):
+            if type(saved).__name__ == "DTensor":  # made for this load
+                return saved
+            if saved not in self.made:
+                self.made[saved] = self._copied(live, saved)
+            return self.made[saved]
+        if type(saved) in {dict, OrderedDict, Counter}:
+            known = live if isinstance(live, Mapping) else {}
+            for key, value in saved.items():
+                saved[key] = self.into(known.get(key), value)
+        elif type(saved) in {list, tuple}:
+            lives = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else ()
+            items = zip(lives or (None,) * len(saved), saved, strict=True)
+            return type(saved)(self.into(item, value) for item, value in items)
+        return saved
+
+    def _copied(self, live: Any, saved: torch.Tensor) -> torch.Tensor:
+        if not isinstance(live, torch.Tensor) or live.data_ptr() in self.taken:
             return saved.clone()
         if live.shape != saved.shape or live.dtype != saved.dtype:
             return saved.clone()
-        taken.add(live.data_ptr())
+        self.taken.add(live.data_ptr())
         with torch.no_grad():
             return live.copy_(saved)
-    if type(saved) in {dict, OrderedDict, Counter}:
-        known = live if isinstance(live, Mapping) else {}
-        for key, value in saved.items():
-            saved[key] = _copy_into(known.get(key), value, taken)
-    elif type(saved) in {list, tuple}:
-        lives = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else ()
-        items = zip(saved, lives or (None,) * len(saved), strict=True)
-        return type(saved)(_copy_into(item, value, taken) for value, item in items)
-    return saved
 
 
-def _uncast(loaded: Any, saved: Any) -> Any:
-    """`loaded`, with each tensor that is of another type than `saved` says as it was saved."""
+_Found: TypeAlias = dict[tuple[torch.Tensor, torch.device], torch.Tensor]
+
+
+def _uncast(loaded: Any, saved: Any, found: _Found) -> Any:
+    """`loaded`, but as it was saved what torch has cast: tensors, texts, sets and kinds of dicts.
+
+    found: by the saved one and its place now, so that one tensor does not become several.
+    """
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
-        return saved.to(loaded.device) if cast else loaded
+        if loaded.shape != saved.shape:
+            return loaded
+        cast = loaded.dtype != saved.dtype
+        return found.setdefault((saved, loaded.device), saved.to(loaded.device) if cast else loaded)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         for key, value in loaded.items():
-            loaded[key] = _uncast(value, saved.get(key))
-    elif type(loaded) in {list, tuple} and type(loaded) is type(saved):
-        return type(loaded)(map(_uncast, loaded, saved))
+            loaded[key] = _uncast(value, saved.get(key), found)
+        kind: Any = type(saved)
+        return kind(loaded) if kind in {OrderedDict, Counter} else loaded
+    if isinstance(saved, (str, set, frozenset)) and type(loaded) is type(saved):
+        return saved  # torch makes a generator of a text, and a text of that
+    if type(loaded) in {list, tuple} and type(loaded) is type(saved):
+        pairs = zip(loaded, saved, strict=False)
+        return type(loaded)(_uncast(value, there, found) for value, there in pairs)
     return loaded

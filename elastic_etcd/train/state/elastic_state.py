@@ -71,7 +71,7 @@ class ElasticState:
 
     Raises UsageError for a name that is a method's or begins with an underscore, and for values of
     which each rank has another part (FSDP, DTensor, ZeroRedundancyOptimizer, DeviceMesh) and that
-    `build` does not make. See docs/state.md.
+    `build` does not make, and for a parameter that is in no module. See docs/state.md.
     """
 
     def __init__(
@@ -91,6 +91,8 @@ class ElasticState:
         for name, value in values.items():
             self._refuse_name(name)
             codecs.refuse_sharded(name, value)
+            if codecs.is_plain(codecs.codec_of(value)):
+                codecs.refuse_trained(name, value)
         self._values = values
         self._allow_pickle = allow_pickle
         self._staging = Staging()
@@ -231,6 +233,8 @@ class ElasticState:
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             self._file = _file_that_counts(newest, [each.loaded for each in inventories])
+            if inventories[rank].loaded == newest:
+                self._report_undone()
             holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
             self._report_differences(differing, rank, holders[0])
@@ -561,6 +565,19 @@ class ElasticState:
             text = "rank %d had committed another %s%s than rank %d, whose counts"
             level = logging.INFO if expected else logging.WARNING
             log.log(level, text, rank, ", ".join(names[:3]), more, first)
+
+    def _report_undone(self) -> None:
+        """The file that this rank has loaded is loaded once more: all ranks get the same."""
+        if newest := self._snapshots.newest():
+            parts, _ = newest.load()
+            kept = self._kept_values()
+            if names := codecs.set_since(kept, parts, allow_pickle=self._allow_pickle):
+                log.warning(
+                    "%s set after load() are the file's again: a file is the last commit of a "
+                    "training, which goes on from it. To begin another one with its weights, load "
+                    "these into the model, by safetensors.torch.load_file",
+                    ", ".join(names),
+                )
 
     def _staged(self, slices: Iterator[TensorSlice]) -> Iterator[list[TensorSlice]]:
         """Raises WorldBroken instead of the end: the results of an abort must not be kept."""

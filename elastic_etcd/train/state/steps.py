@@ -73,6 +73,14 @@ class Loops:
         self._latest = object()
         return self._latest
 
+    def note_step(self, loop: object, batches: int) -> None:
+        """Note that the batch in hand does not end its step of so many batches; 0: it does.
+
+        A loop of None, which does not check, may run within the step of another.
+        """
+        if loop is not None:
+            self.within_step = batches
+
     def raise_within_step(self, call: str) -> None:
         """Raise UsageError if the batch in hand does not end its step."""
         if self.within_step:
@@ -174,19 +182,19 @@ class Steps:
                 number += 1
                 whole = number % self._accumulate == 0
                 self._ends_step = whole or number == self._total
-                if self._check:
-                    self._loops.within_step = 0 if self._ends_step else self._accumulate
+                self._loops.note_step(loop, 0 if self._ends_step else self._accumulate)
                 if self._ends_step and not whole and self._uneven:
                     for sampler in self._own:
                         if isinstance(sampler, ElasticSampler):  # streams ask the others
                             sampler._end_here()
                 yield batch
-                self._loops.within_step = 0
+                self._loops.note_step(loop, 0)
                 # Of an uneven tail one rank may have its share in an incomplete step, another none.
                 self._turn(loop, ends=self._ends_step and shared and (whole or not self._uneven))
                 shared = shared or whole  # of the next one
         finally:
-            self._total, self._loops.within_step = None, 0
+            self._total = None
+            self._loops.note_step(loop, 0)
         if not number:
             self._refuse_an_empty_epoch()
         for sampler in self._own:

@@ -12,8 +12,14 @@ from torch.nn.parameter import is_lazy
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.state import codecs
+from elastic_etcd.train.state.encoding import without_modes
 
 _ANEW = "a process that starts anew could not load it"
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Structure(NamedTuple):
@@ -21,7 +27,7 @@ class Structure(NamedTuple):
 
     kind: str  # what it is saved as
     wrapped: bool = False  # in DistributedDataParallel
-    tensors: Mapping[str, tuple[int, ...]] = {}  # of a module: names and shapes
+    tensors: Mapping[str, _Tensor] = {}  # of a module, by their names
     groups: tuple[int, ...] = ()  # of an optimizer: parameters in each
 
 
@@ -63,8 +69,10 @@ def _structure_of(value: Any) -> Structure:
         module = codecs.unwrapped(value)
         copied = {*codecs.copied_names(module)}
         tensors = module.state_dict().items()
-        shapes = {n: tuple(t.shape) for n, t in tensors if n in copied and not is_lazy(t)}
-        return Structure("a module", codecs.is_wrapped(value), shapes)
+        known = [(name, each) for name, each in tensors if name in copied and not is_lazy(each)]
+        with without_modes():
+            noted = {name: _Tensor(tuple(each.shape), each.dtype) for name, each in known}
+        return Structure("a module", codecs.is_wrapped(value), noted)
     if isinstance(value, torch.optim.Optimizer):
         groups = tuple(len(group["params"]) for group in value.param_groups)
         return Structure(_named(_bare(value)), groups=groups)
@@ -72,21 +80,25 @@ def _structure_of(value: Any) -> Structure:
     return Structure("a plain value" if codecs.is_plain(codec) else _named(_bare(value)))
 
 
-def _why_other_tensors(
-    name: str, before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]
-) -> str:
-    for tensor, shape in now.items():
+def _why_other_tensors(name: str, before: Mapping[str, _Tensor], now: Mapping[str, _Tensor]) -> str:
+    for tensor, (shape, dtype) in now.items():
         was = before.get(tensor)
         if was is None:
             return (
                 f"{name}.{tensor} was not there at the first sync: {_ANEW}. Make it before that, "
                 "or register a buffer with persistent=False"
             )
-        if was != shape:
+        if was.shape != shape:
             return (
-                f"{name}.{tensor} has the shape {list(shape)}, and had {list(was)} at the first "
-                f"sync: {_ANEW}. Give it its full size from the start, or register a buffer with "
-                "persistent=False"
+                f"{name}.{tensor} has the shape {list(shape)}, and had {list(was.shape)} at the "
+                f"first sync: {_ANEW}. Give it its full size from the start, or register a buffer "
+                "with persistent=False"
+            )
+        if was.dtype != dtype:
+            return (
+                f"{name}.{tensor} is of {dtype}, and was of {was.dtype} at the first sync, as in a "
+                "process that starts anew, which would keep other values. Give it this type before "
+                "that, or register a buffer with persistent=False"
             )
     gone = next((tensor for tensor in before if tensor not in now), None)
     if gone is None:
