@@ -7,6 +7,7 @@ way to the default ones, which end the process: they can't be followed by "ignor
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,11 +45,21 @@ def taken(takers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[Non
         number: signal.signal(number, lambda *_, take=take: loop.call_soon_threadsafe(take))
         for number, take in takers.items()
     }
+    # One that comes just before the loop sleeps, or to another thread, does not wake it otherwise.
+    ours, woken = socket.socketpair()
+    ours.setblocking(False)
+    woken.setblocking(False)
+    before = signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    loop.add_reader(ours, ours.recv, 4096)
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, signal.SIG_IGN if handler is _end_start else handler)
+        signal.set_wakeup_fd(before)
+        loop.remove_reader(ours)
+        ours.close()
+        woken.close()
 
 
 def _end_start(number: int, _frame: FrameType | None) -> None:

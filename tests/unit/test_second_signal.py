@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from elastic_etcd.agent.agent import Agent, live
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.core.lifecycle import Exit, Left, State
 from elastic_etcd.core.rules import Local
+from elastic_etcd.system.signals import taken
 
 DEADLINE = 60.0
 
@@ -73,3 +75,17 @@ async def test_a_second_signal_cuts_a_farewell_short(
     assert caplog.messages[-1] == "leaving at once"
     assert farewell.calls[-2:] == ["close", "kill_leftovers"]
     assert signal.getsignal(signal.SIGINT) is before, "a program that goes on has its own back"
+
+
+async def test_a_signal_that_another_thread_gets_is_taken() -> None:
+    """The loop's own thread sleeps in the kernel then, and must be woken."""
+    came = asyncio.Event()
+
+    def ask_for_it() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+
+    with taken({signal.SIGUSR2: came.set}):
+        await asyncio.sleep(0)
+        threading.Timer(0.1, ask_for_it).start()
+        async with asyncio.timeout(10):
+            await came.wait()
