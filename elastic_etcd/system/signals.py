@@ -49,14 +49,14 @@ def taken(takers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[Non
     ours, woken = socket.socketpair()
     ours.setblocking(False)
     woken.setblocking(False)
-    before = signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     loop.add_reader(ours, ours.recv, 4096)
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, signal.SIG_IGN if handler is _end_start else handler)
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(-1)
         loop.remove_reader(ours)
         ours.close()
         woken.close()
