@@ -383,6 +383,26 @@ def test_t9_a_file_of_another_training_that_does_not_count_is_told(tmp_path: Pat
         assert "WARNING: the file that rank 1 has loaded, at its commit 3, does not" in str(told)
 
 
+def set_after_a_load(rank: int, folder: Path) -> Any:
+    told = logs()
+    state = ElasticState(epoch=7)
+    state.commit()
+    if rank == 0:
+        state.save(folder / "file")
+    dist.barrier()
+    state = ElasticState(epoch=0)
+    if rank:
+        state.load(folder / "file")
+        state.epoch = 1
+    state.sync()
+    return state.epoch, len(told())
+
+
+def test_what_is_set_after_a_load_is_told_once(tmp_path: Path) -> None:
+    """By the first of the ranks that have loaded the file."""
+    assert ranks(3, tmp_path, set_after_a_load, tmp_path) == [(7, 0), (7, 1), (7, 0)]
+
+
 def test_t9_files_of_two_trainings_are_refused_on_every_rank(tmp_path: Path) -> None:
     one, other = ranks(2, tmp_path, with_files, tmp_path, ["one", "other"], 0)
     assert one[0] == other[0]

@@ -233,7 +233,7 @@ class ElasticState:
             inventories = gather_inventories(snapshots.inventory(trusted=True))
         else:
             self._file = _file_that_counts(newest, [each.loaded for each in inventories])
-            if inventories[rank].loaded == newest:
+            if rank == next((r for r, each in enumerate(inventories) if each.loaded == newest), -1):
                 self._report_undone()
             holders = holders_of(newest, inventories)
             differing = even_out(snapshots, holders, inventories)
