@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from elastic_etcd.errors import EtcdDenied, EtcdError, EtcdRefused, EtcdUnreachable
 from elastic_etcd.etcd._grpc import Code
 
-# Only these say that the request never left this machine, so that it was surely not applied.
-NEVER_SENT = ("failed to connect to all addresses", "connections to all backends failing")
+# A member that is added without a vote, until it has caught up and is promoted (etcd >= 3.4).
+LEARNER = "etcdserver: rpc not supported for learner"
+# Only these say that the request was surely not applied: but for the last it was never sent.
+NOT_APPLIED = ("failed to connect to all addresses", "connections to all backends failing", LEARNER)
 TOO_LARGE = (
     "etcdserver: request is too large",
     "etcdserver: too many operations in txn request",
@@ -98,9 +100,9 @@ def translate(error: RpcFailed | Unanswered, endpoint: str, what: str, who: str 
     if details == "etcdserver: too many requests":
         return Unanswered(details, applied=False, move=False)
     if transient(code, details):
-        never_sent = any(text in details for text in NEVER_SENT)
+        applied = not any(text in details for text in NOT_APPLIED)
         kind = Untrusted if any(text in details for text in UNTRUSTED) else Unanswered
-        return kind(brief(details) or code.name, applied=not never_sent)
+        return kind(brief(details) or code.name, applied=applied)
     return fatal(code, details, endpoint, what, who)
 
 
@@ -120,7 +122,7 @@ def transient(code: Code, details: str) -> bool:
         return True
     if code is Code.UNKNOWN:  # Go's own errors, of a member that goes down or hands on its lead
         return not any(text in details for text in (*TOO_LARGE, FULL))
-    return code is Code.FAILED_PRECONDITION and details == "etcdserver: not leader"
+    return code is Code.FAILED_PRECONDITION and details in ("etcdserver: not leader", LEARNER)
 
 
 def fatal(code: Code, details: str, endpoint: str, what: str, who: str | None) -> EtcdError:

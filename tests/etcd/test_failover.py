@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,11 @@ from elastic_etcd.etcd.connection import Connection
 from elastic_etcd.etcd.embedded import free_ports
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
+from elastic_etcd.etcd.session import Session
 from elastic_etcd.times import ATTEMPT_TIMEOUT
 from tests.support.aio import asynchronous, attached, put
-from tests.support.etcd import EtcdCluster, EtcdServer
+from tests.support.etcd import FAST, EtcdCluster, EtcdServer
+from tests.support.etcd_versions import newest_or_skip
 from tests.support.proxy import proxy
 
 
@@ -194,6 +197,34 @@ async def test_the_budget_of_a_hurried_caller_condemns_nobody(etcd: EtcdServer) 
         way.thaw()
         await client.range(Get("/"), timeout=5)
         assert way.accepted == 1
+
+
+@asynchronous
+async def test_a_learner_is_passed_over(tmp_path: Path) -> None:
+    """Whoever replaces a member has one under the same --etcd, until it is promoted."""
+    program = newest_or_skip()
+    voter, learner = (EtcdServer(tmp_path, name, program=program) for name in ("m0", "m1"))
+    try:
+        await voter.start_async()
+        voter.ctl("member", "add", learner.name, "--learner", f"--peer-urls={learner.peer_url}")
+        learner.cluster = f"m0={voter.peer_url},m1={learner.peer_url}"
+        learner.arguments = (*FAST, "--initial-cluster-state=existing")
+        await learner.start_async()
+        async with Client(EtcdConfig((learner.endpoint, voter.endpoint))) as client:
+            client._at = 0
+            result = await client.txn(Txn((), (Put("/a", ""),)), timeout=20)
+            assert not result.ambiguous
+            renewed = asyncio.Event()
+            async with Session(client, 9, on_renewed=lambda _: renewed.set()):
+                await asyncio.wait_for(renewed.wait(), 20)
+                renewed.clear()
+                client.give_up(await client.connected())
+                assert client.endpoint == learner.endpoint
+                await asyncio.wait_for(renewed.wait(), 20)
+            assert client.endpoint == voter.endpoint
+    finally:
+        voter.kill()
+        learner.kill()
 
 
 @asynchronous

@@ -38,6 +38,9 @@ def fault(code: grpc.StatusCode, details: str) -> Exception:
         (Code.INTERNAL, "Received RST_STREAM with error code 2", True),
         (Code.UNAVAILABLE, "failed to connect to all addresses; last error: x", False),
         (Code.UNAVAILABLE, "connections to all backends failing; last error: x", False),
+        (Code.FAILED_PRECONDITION, "etcdserver: not leader", True),
+        (Code.FAILED_PRECONDITION, "etcdserver: rpc not supported for learner", False),  # 3.7
+        (Code.UNAVAILABLE, "etcdserver: rpc not supported for learner", False),  # before it
     ],
 )
 def test_another_attempt_elsewhere(code: grpc.StatusCode, details: str, *, applied: bool) -> None:
