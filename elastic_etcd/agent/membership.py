@@ -51,6 +51,7 @@ from elastic_etcd.core.schema import (
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, EtcdUnreachable, UsageError
+from elastic_etcd.etcd import faults
 from elastic_etcd.etcd.client import Client, TxnResult
 from elastic_etcd.etcd.faults import LeaseNotFound
 from elastic_etcd.etcd.mirror import Mirror, first
@@ -325,7 +326,7 @@ class Membership:
             await self._join_within(again if run else CONTACT_TIMEOUT, run, last)
         except EtcdUnreachable as error:
             if run:
-                raise EtcdUnreachable(f"{error}\nIt was given up by --etcd-timeout.") from error
+                raise _given_up(error) from error
             raise
 
     async def _join_within(self, timeout: float | None, run: str, last: int) -> None:
@@ -565,14 +566,14 @@ class Membership:
                 log.warning(text, self.lease_left, then, error)
         elif not self._silence:
             then = "training goes on" if train_on else "workers are stopped before the lease ends"
-            log.warning("etcd does not answer at %s; %s", self._client.endpoint, then)
+            log.warning("etcd does not answer at %s; %s", error, then)
         if not self._silence:
             self._silence = True
             self._inbox.put(Silent(seconds))
         limit = self._config.etcd_timeout
         if limit is not None and seconds > limit and not isinstance(error, EtcdError):
-            late = f"etcd at {self._client.endpoint} has not answered for {seconds:.0f} s"
-            self._inbox.put(FatalError(EtcdUnreachable(f"{late} (--etcd-timeout)")))
+            why = faults.unreachable(self._client.endpoints, str(error), seconds)
+            self._inbox.put(FatalError(_given_up(why)))
 
     def _answered(self) -> None:
         refused, self._silence, self._refused = self._refused, False, False
@@ -596,6 +597,10 @@ async def _offered(offer: Callable[[], Master]) -> Master:
                 log.warning(text, error.strerror)
             told = True
         await asyncio.sleep(OPEN_AGAIN)
+
+
+def _given_up(error: EtcdUnreachable) -> EtcdUnreachable:
+    return EtcdUnreachable(f"{error}\nIt was given up by --etcd-timeout.")
 
 
 def _snapshot_of(result: TxnResult) -> Snapshot:

@@ -176,6 +176,7 @@ class Client:
     def __init__(
         self, config: EtcdConfig, on_answer: Callable[[float], None] | None = None
     ) -> None:
+        self.endpoints = config.endpoints
         self.refusals = Refusals()
         self._config = config
         self._on_answer = on_answer
@@ -183,7 +184,7 @@ class Client:
         self._reading: asyncio.Future[Certificates | None] | None = None  # it may take long
         self._login = Login(config)
         self._pid = os.getpid()
-        self._at = jitter.randrange(len(config.endpoints))  # agents spread over the members
+        self._at = jitter.randrange(len(self.endpoints))  # agents spread over the members
         self._connection: Connection | None = None
         # gRPC ends its threads with its last channel, and makes none ever again if it is refused
         # some at the next (1.85): this one is never used, and open.
@@ -207,7 +208,7 @@ class Client:
     @property
     def endpoint(self) -> str:
         """The endpoint in use, `host:port`."""
-        return self._config.endpoints[self._at]
+        return self.endpoints[self._at]
 
     async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
         """Do `txn`; see TxnResult about a Txn that may have been done twice."""
@@ -271,7 +272,7 @@ class Client:
             return await call.attempts.run(partial(self._attempt, call)), call.applied
         except Unanswered as error:
             seconds = now() - call.began
-            raise faults.unreachable(self._config.endpoints, error.reason, seconds) from error
+            raise faults.unreachable(self.endpoints, error.reason, seconds) from error
 
     @asynccontextmanager
     async def stream(
@@ -329,7 +330,7 @@ class Client:
             return
         if connection is self._connection:
             self._connection = None
-            self._at = (self._at + 1) % len(self._config.endpoints)
+            self._at = (self._at + 1) % len(self.endpoints)
         self._retired = {old for old in self._retired if not old.closed} | {connection}
         connection.retire()
 
@@ -383,7 +384,7 @@ class Client:
                 raise faults.denied(endpoint, attempt.what, None if asked else who) from error
         if isinstance(fault, Untrusted) and not self._answered:
             self._untrusted.add(endpoint)
-            if self._untrusted.issuperset(self._config.endpoints):
+            if self._untrusted.issuperset(self.endpoints):
                 raise faults.untrusted(endpoint, fault.reason) from error
         if isinstance(fault, Unanswered) and fault.move and not attempt.hurried:
             self.give_up(attempt.connection)

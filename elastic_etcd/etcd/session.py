@@ -15,6 +15,7 @@ from typing import Self
 from elastic_etcd.errors import EtcdDenied, EtcdError
 from elastic_etcd.etcd._grpc import LEASE_KEEP_ALIVE
 from elastic_etcd.etcd.client import Client
+from elastic_etcd.etcd.connection import Connection
 from elastic_etcd.etcd.faults import LeaseExists, TokenRefused, Unanswered
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.retry import Attempts, boottime, now
@@ -32,11 +33,12 @@ class Session:
     `lost` gets its result, the reason, when etcd says that the lease is gone; its exception is a
     fault of this program.
     `silent_since` is the monotonic time of the last renewal while no endpoint renews it, else
-    None. `on_silence(seconds, error)` is called at every attempt that fails, with an EtcdError
-    where etcd refuses it, `on_answer()` when etcd renews again. `renewed` is when the last renewal
-    that was answered was sent, by `boottime`, and `on_renewed(seconds)` is called at each, with
-    the time since the one before. Leaving the scope revokes the lease, which its watchers see at
-    once.
+    None. `on_silence(seconds, error)` is called at every attempt that fails once a renewal is as
+    late as another one would be due, with an error that begins with the endpoint; and at once with
+    an EtcdError where etcd refuses it. `on_answer()` is called when etcd renews again. `renewed`
+    is when the last renewal that was answered was sent, by `boottime`, and `on_renewed(seconds)`
+    is called at each, with the time since the one before. Leaving the scope revokes the lease,
+    which its watchers see at once.
     """
 
     def __init__(
@@ -88,6 +90,11 @@ class Session:
         except EtcdError as reason:
             log.warning("lease %x is left to expire in %s s: %s", self.lease, self.ttl, reason)
 
+    @property
+    def _pace(self) -> float:
+        """Seconds from one renewal to the next."""
+        return self.ttl / self.often
+
     def fall_silent(self) -> None:
         """Count from the last renewal as silent, until the next one is answered."""
         if self.silent_since is None:
@@ -107,8 +114,9 @@ class Session:
 
     async def _renew(self) -> str:
         """Renew until the lease is gone; gives the reason. Raises Unanswered."""
+        connection = await self._client.connected()
         try:
-            return await self._renew_on_one_stream()
+            return await self._renew_on(connection)
         except (EtcdError, Unanswered) as error:
             # An etcd older than 3.4.42, 3.5.28 and 3.6.9 asks nobody who renews: there a changed
             # password costs no lease. A token that has ended is no news: the next attempt has one.
@@ -117,14 +125,13 @@ class Session:
             first = isinstance(error, EtcdDenied) and not self._denied
             self._denied = self._denied or first
             if not (self._login or first):
-                self._silent(error)
+                self._failed(connection.endpoint, error)
             # Also what looks final (a permission) may be put right before the TTL.
             raise Unanswered(str(error)) from error
 
-    async def _renew_on_one_stream(self) -> str:
-        """As `_renew`; raises EtcdError, too."""
-        pace = self.ttl / self.often
-        connection = await self._client.connected()
+    async def _renew_on(self, connection: Connection) -> str:
+        """As `_renew`, on one stream; raises EtcdError, too."""
+        pace = self._pace
         request = pb.LeaseKeepAliveRequest(id=self.lease)
         loop = asyncio.get_running_loop()
         try:
@@ -145,7 +152,7 @@ class Session:
                     patience.reschedule(loop.time() + pace)
         except TimeoutError:
             self._client.give_up(connection)
-            raise Unanswered(f"{connection.endpoint} is silent for {pace:.1f} s") from None
+            raise Unanswered(f"silent for {pace:.1f} s") from None
 
     def _answered(self, sent: float, booted: float) -> None:
         self._attempts.start_over()
@@ -157,8 +164,13 @@ class Session:
             self.silent_since = None
             self._on_answer()
 
-    def _silent(self, error: Exception) -> None:
-        log.debug("keepalive of lease %x: %s", self.lease, error)
+    def _failed(self, endpoint: str, error: EtcdError | Unanswered) -> None:
+        log.debug("keepalive of lease %x at %s: %s", self.lease, endpoint, error)
+        told: Exception = error
+        if isinstance(error, Unanswered):
+            if now() < self._renewed + 2 * self._pace:
+                return  # another endpoint may answer in time
+            told = Unanswered(f"{endpoint}: {error.reason}")
         self.fall_silent()
         assert self.silent_since is not None
-        self._on_silence(now() - self.silent_since, error)
+        self._on_silence(now() - self.silent_since, told)

@@ -186,8 +186,9 @@ class Renewals:
         self.failed: list[Exception] = []
         self.failing, self.renewed = asyncio.Event(), asyncio.Event()
 
-    def session(self, client: Client, ttl: int) -> Session:
-        return Session(client, ttl, on_silence=self._on_silence, on_answer=self.renewed.set)
+    def session(self, client: Client, ttl: int, often: int = 3) -> Session:
+        back = self.renewed.set
+        return Session(client, ttl, often=often, on_silence=self._on_silence, on_answer=back)
 
     @property
     def refused(self) -> list[Exception]:
@@ -314,7 +315,7 @@ async def test_r3_a_lease_is_renewed_without_a_login(guarded: EtcdServer) -> Non
     async with (
         proxy(guarded.endpoint) as way,
         Client(replace(me(guarded), endpoints=(way.endpoint,))) as client,
-        told.session(client, 10) as session,
+        told.session(client, 30, often=15) as session,
     ):
         guarded.password("me", "changed")
         way.cut(refuse=True)
@@ -328,8 +329,9 @@ async def test_r3_a_lease_is_renewed_without_a_login(guarded: EtcdServer) -> Non
             await client.range(Get("/mine/"), timeout=5)
         silent.clear()
         back.clear()
-        way.cut()
+        way.cut(refuse=True)
         await asyncio.wait_for(silent.wait(), 60)
+        way.thaw()
         await asyncio.wait_for(back.wait(), 60)
         guarded.password("me", "mine")
         assert not session.lost.done()

@@ -32,7 +32,7 @@ from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, LeaseGrant, TxnResult
 from elastic_etcd.etcd.faults import Unanswered
 from elastic_etcd.etcd.retry import boottime
-from tests.support.aio import asynchronous, elapse
+from tests.support.aio import asynchronous
 from tests.support.etcd import EtcdServer
 from tests.support.membership import joining
 
@@ -209,13 +209,17 @@ async def test_r7_an_agent_that_stood_still_knows_it_before_all_else(
 
 
 class Unrenewed(Client):
-    """Nothing of it comes through but requests, and those slowly."""
+    """Nothing of it comes through but requests, and no Txn until `told`."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        super().__init__(config)
+        self.told = asyncio.Event()
 
     def stream(self, *_: Any, **__: Any) -> Any:
         raise Unanswered("no stream")
 
     async def txn(self, txn: Txn, timeout: float | None = None) -> TxnResult:
-        await elapse(1)
+        await self.told.wait()
         return await super().txn(txn, timeout)
 
 
@@ -225,12 +229,15 @@ async def test_r7_a_silence_that_begins_before_the_node_has_joined_goes_on(
 ) -> None:
     """A member begins with an etcd that answers; else its workers would outlive its lease."""
     strict = Limits(1, 1, cut_off=20)
-    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, strict, prefix=prefix, lease_ttl=20)
-    async with joining(Unrenewed(etcd.config), config) as (inbox, _):
-        heard = [await asyncio.wait_for(inbox.get(), 60) for _ in range(3)]
-        assert [type(event) for event in heard] == [Silent, Joined, Silent]
-        assert isinstance(heard[2], Silent)
-        assert heard[2].seconds > 0.5
+    config = AgentConfig(etcd.config, "j", ("true",), "n1", 1, strict, prefix=prefix, lease_ttl=10)
+    client = Unrenewed(etcd.config)
+    async with joining(client, config) as (inbox, _):
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), Silent)
+        client.told.set()
+        assert isinstance(await asyncio.wait_for(inbox.get(), 60), Joined)
+        silent = await asyncio.wait_for(inbox.get(), 60)
+        assert isinstance(silent, Silent)
+        assert silent.seconds > 0.5
 
 
 def test_lease_lost_twice_before_the_node_has_joined_again() -> None:
