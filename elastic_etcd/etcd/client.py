@@ -152,6 +152,7 @@ class Call(Generic[Request, Answer]):
     attempts: Attempts
     began: float = field(default_factory=now)
     applied: bool = False  # an attempt that failed may have been applied
+    why: str = ""  # the last attempt failed for which there was time
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,8 @@ class Client:
             return await call.attempts.run(partial(self._attempt, call)), call.applied
         except Unanswered as error:
             seconds = now() - call.began
-            raise faults.unreachable(self.endpoints, error.reason, seconds) from error
+            reason = call.why or error.reason
+            raise faults.unreachable(self.endpoints, reason, seconds) from error
 
     @asynccontextmanager
     async def stream(
@@ -324,7 +326,7 @@ class Client:
             if files := reading.result():
                 self._credentials = credentials_of(files)
 
-    def give_up(self, connection: Connection) -> None:
+    def give_up(self, connection: Connection, why: str = "given up") -> None:
         """Leave `connection`, which is silent: all that is on it moves to the next endpoint."""
         if connection.retired:
             return
@@ -332,7 +334,7 @@ class Client:
             self._connection = None
             self._at = (self._at + 1) % len(self.endpoints)
         self._retired = {old for old in self._retired if not old.closed} | {connection}
-        connection.retire()
+        connection.retire(why)
 
     async def _attempt(self, call: Call[Request, Answer]) -> Answer:
         """Make one attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
@@ -341,6 +343,8 @@ class Client:
             return await self._ask(call, patience)
         except Unanswered as error:
             call.applied = call.applied or error.applied
+            if now() < call.attempts.deadline:
+                call.why = error.reason
             raise
 
     async def _ask(self, call: Call[Request, Answer], patience: float) -> Answer:
@@ -387,7 +391,7 @@ class Client:
             if self._untrusted.issuperset(self.endpoints):
                 raise faults.untrusted(endpoint, fault.reason) from error
         if isinstance(fault, Unanswered) and fault.move and not attempt.hurried:
-            self.give_up(attempt.connection)
+            self.give_up(attempt.connection, fault.reason)
         raise fault from error
 
     async def _pages(

@@ -14,12 +14,14 @@ Metadata = tuple[tuple[str, str], ...]
 class Connection:
     """A channel to `endpoint`.
 
-    Once retired, it takes no new requests, and it closes after those under way.
+    Once retired, it takes no new requests, and it closes after those under way. Whoever has a
+    stream on it learns `why`.
     """
 
     def __init__(self, endpoint: str, credentials: Credentials | None) -> None:
         self.endpoint = endpoint
         self.retired = False
+        self.why = ""
         self._channel = _grpc.channel(endpoint, credentials)
         self._methods: dict[str, Any] = {}
         self._streams: set[Any] = set()
@@ -42,7 +44,9 @@ class Connection:
             )
         self._under_way += 1
         try:
-            answer: Answer = await _outcome(method(request, timeout=timeout, metadata=metadata))
+            answer: Answer = await _outcome(
+                method(request, timeout=timeout, metadata=metadata), self
+            )
             return answer
         finally:
             self._under_way -= 1
@@ -64,9 +68,10 @@ class Connection:
         call.cancel()
         self._streams.discard(call)
 
-    def retire(self) -> None:
+    def retire(self, why: str = "the client is closed") -> None:
         """End the streams now, and the channel when its last request is answered."""
         self.retired = True
+        self.why = self.why or why
         for call in self._streams:
             call.cancel()
         self._close_when_idle()
@@ -98,19 +103,22 @@ class Stream(Generic[Request, Answer]):
         call.add_done_callback(self._call_ended)
 
     async def write(self, request: Request) -> None:
-        """Send a request."""
+        """Send a request. A stream that has ended says why when it is read."""
         work = asyncio.ensure_future(self._call.write(request))
         try:
             await asyncio.wait({work, self._ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             work.cancel()  # gRPC's write waits for ever if the call ends before it has begun
-        outcome = _outcome(work)
+        outcome = _outcome(work, self._connection)
         del work
-        await outcome
+        try:
+            await outcome
+        except Unanswered:
+            await self.read()
 
     async def read(self) -> Answer:
         """The next answer. Raises Unanswered at the stream's end."""
-        answer = await _outcome(self._call.read())
+        answer = await _outcome(self._call.read(), self._connection)
         if answer is EOF:
             raise Unanswered("the server ended the stream")
         return cast("Answer", answer)
@@ -125,7 +133,7 @@ class Stream(Generic[Request, Answer]):
             self._ended.set_result(None)
 
 
-async def _outcome(work: Awaitable[Any]) -> Any:
+async def _outcome(work: Awaitable[Any], connection: Connection) -> Any:
     """The result of `work`, or gRPC's error in our words.
 
     It is raised outside of the handler and without `work` on purpose: a traceback that holds
@@ -143,6 +151,6 @@ async def _outcome(work: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        failure = Unanswered("the connection was given up")
+        failure = Unanswered(connection.why)
     del work
     raise failure

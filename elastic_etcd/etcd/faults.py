@@ -172,20 +172,23 @@ def denied(endpoint: str, what: str, who: str | None) -> EtcdDenied:
 
 def untrusted(endpoint: str, reason: str) -> EtcdDenied:
     """No endpoint of the configuration could be trusted at the first contact."""
+    return EtcdDenied(
+        f"no trust between this client and etcd at {endpoint} ({reason}).\n{_distrust(reason)}"
+    )
+
+
+def _distrust(reason: str) -> str:
+    """Who has to do what, after a TLS handshake that failed."""
     if any(text in reason for text in WRONG_NAME):
-        hint = "Its certificate is for another host: write --etcd with a name that it lists."
-    elif any(text in reason for text in CLIENT_REFUSED):
-        hint = (
-            "It does not accept this client's certificate, or lack of one: check --cert and --key."
-        )
-    elif NO_PAIR in reason:
-        hint = "Check --cert and --key, which must belong together, and --cacert: one is damaged."
-    elif "expired" in reason or "not yet valid" in reason:
-        hint = "Renew its certificate, or set this machine's clock."
-    else:
-        # Older gRPC does not say why.
-        hint = "Give the authority that signed its certificate with --cacert; or has it expired?"
-    return EtcdDenied(f"no trust between this client and etcd at {endpoint} ({reason}).\n{hint}")
+        return "Its certificate is for another host: write --etcd with a name that it lists."
+    if any(text in reason for text in CLIENT_REFUSED):
+        return "It refuses this client's certificate, or lack of one: check --cert and --key."
+    if NO_PAIR in reason:
+        return "Check --cert and --key, which must belong together, and --cacert: one is damaged."
+    if "expired" in reason or "not yet valid" in reason:
+        return "Renew its certificate, or set this machine's clock."
+    # Older gRPC does not say why.
+    return "Give the authority that signed its certificate with --cacert; or has it expired?"
 
 
 def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUnreachable:
@@ -194,6 +197,8 @@ def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUn
         hint = "It does not seem to speak TLS: try http://."
     elif "Socket closed" in reason:
         hint = "Something else listens there; or if etcd speaks TLS, write https://."
+    elif any(text in reason for text in UNTRUSTED):
+        hint = _distrust(reason)
     elif "resolv" in reason or "lookup" in reason:
         hint = "Check the host name in --etcd."
     else:

@@ -151,8 +151,9 @@ class Session:
                     await asyncio.wait({self.lost}, timeout=max(0.0, sent + pace - now()))
                     patience.reschedule(loop.time() + pace)
         except TimeoutError:
-            self._client.give_up(connection)
-            raise Unanswered(f"silent for {pace:.1f} s") from None
+            why = f"silent for {pace:.1f} s"
+            self._client.give_up(connection, why)
+            raise Unanswered(why) from None
 
     def _answered(self, sent: float, booted: float) -> None:
         self._attempts.start_over()

@@ -183,6 +183,31 @@ async def test_the_certificate_is_for_another_host(world: World) -> None:
 
 
 @asynchronous
+async def test_trust_that_ends_later_is_told_with_its_cause(
+    own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    """Not as a stream's end, nor as an etcd that may not run."""
+    authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
+    own_etcd.scheme = "https"
+    own_etcd.arguments = (*FAST, *shows(authority.issue("server")))
+    own_etcd.start()
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with (
+        Client(EtcdConfig((own_etcd.endpoint,), True, authority.cacert)) as client,
+        Session(client, 2, on_silence=lambda _, error: told.put_nowait(str(error))),
+    ):
+        await put(client, "/a")
+        own_etcd.kill()
+        own_etcd.arguments = (*FAST, *shows(stranger.issue("server")))
+        await own_etcd.start_async()
+        async with asyncio.timeout(60):
+            while not (await told.get()).startswith(f"{own_etcd.endpoint}: CERTIFICATE_VERIFY_"):
+                pass  # it is not up yet, or a busy machine late
+        with pytest.raises(EtcdUnreachable, match=r"CERTIFICATE_VERIFY_FAILED(.|\n)*--cacert"):
+            await client.range(Get("/"), timeout=5)
+
+
+@asynchronous
 async def test_a_trusted_endpoint_is_found_behind_an_untrusted_one(
     world: World, prefix: str
 ) -> None:
