@@ -49,6 +49,7 @@ with _startup():
 
 Code = grpc.StatusCode
 Credentials = grpc.ChannelCredentials
+CONNECTING = grpc.ChannelConnectivity.CONNECTING
 RpcError = grpc.aio.AioRpcError
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 

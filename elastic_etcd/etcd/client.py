@@ -327,8 +327,11 @@ class Client:
                 self._credentials = credentials_of(files)
 
     def give_up(self, connection: Connection, why: str = "given up") -> None:
-        """Leave `connection`, which is silent: all that is on it moves to the next endpoint."""
-        if connection.retired:
+        """Leave `connection`, which is silent: all that is on it moves to the next endpoint.
+
+        While a name server is what is silent, the next attempt goes on where this one was.
+        """
+        if connection.retired or connection.looked_up:
             return
         if connection is self._connection:
             self._connection = None

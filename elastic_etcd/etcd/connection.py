@@ -5,8 +5,10 @@ from collections.abc import Awaitable
 from typing import Any, Generic, cast
 
 from elastic_etcd.etcd import _grpc
-from elastic_etcd.etcd._grpc import EOF, Answer, Credentials, Request, Rpc
+from elastic_etcd.etcd._grpc import CONNECTING, EOF, Answer, Credentials, Request, Rpc
 from elastic_etcd.etcd.faults import RpcFailed, Unanswered
+from elastic_etcd.etcd.retry import now
+from elastic_etcd.times import LOOK_UP
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -22,6 +24,8 @@ class Connection:
         self.endpoint = endpoint
         self.retired = False
         self.why = ""
+        self._began = now()
+        self._named = _grpc.target(endpoint).startswith("dns:")
         self._channel = _grpc.channel(endpoint, credentials)
         self._methods: dict[str, Any] = {}
         self._streams: set[Any] = set()
@@ -32,6 +36,15 @@ class Connection:
     def closed(self) -> bool:
         """Whether nothing of it is left."""
         return self._closing is not None and self._closing.done()
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its name may still be looked up, for which another would begin anew.
+
+        All else that lies between the two states has a second (OPTIONS).
+        """
+        connecting = self._channel.get_state() is CONNECTING
+        return self._named and connecting and now() - self._began < LOOK_UP
 
     async def unary(
         self, rpc: Rpc[Request, Answer], request: Request, timeout: float, metadata: Metadata

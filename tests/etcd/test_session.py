@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from typing import cast
 
 import pytest
 
 from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import EtcdUnreachable
+from elastic_etcd.etcd import _grpc
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.session import Session
@@ -161,6 +163,44 @@ async def test_two_silent_endpoints_of_three(etcd: EtcdServer) -> None:
                 await asyncio.wait_for(renewed.wait(), 60)
                 assert client.endpoint == etcd.endpoint
                 assert not session.lost.done()
+
+
+class SlowNames(asyncio.DatagramProtocol):
+    """A name server that gives 127.0.0.1 to each name, and takes as long as a dead first one."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.DatagramTransport", transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        is_address = b"\0\1\0\1" in data  # of type A
+        head = data[:2] + b"\x81\x80" + data[4:6] + bytes([0, is_address, 0, 0, 0, 0])
+        question = data[12 : data.index(b"\0", 12) + 5]
+        found = b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + bytes([127, 0, 0, 1])
+        answer = head + question + found * is_address
+        asyncio.get_running_loop().call_later(2.5, self.transport.sendto, answer, addr)
+
+
+@asynchronous
+async def test_a_name_that_takes_longer_than_a_renewal_is_looked_up(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt began with the lookup, and had the time of one renewal."""
+    loop = asyncio.get_running_loop()
+    names, _ = await loop.create_datagram_endpoint(SlowNames, ("127.0.0.1", 0))
+    host, port = names.get_extra_info("sockname")
+    monkeypatch.setattr(_grpc, "target", lambda endpoint: f"dns://{host}:{port}/{endpoint}")
+    renewed = asyncio.Event()
+    try:
+        async with (
+            Client(EtcdConfig((f"etcd.test:{etcd.port}",))) as client,
+            Session(client, 60, often=60, on_renewed=lambda _: renewed.set()),
+        ):
+            await asyncio.wait_for(renewed.wait(), 60)
+            client.give_up(await client.connected())
+            renewed.clear()
+            await asyncio.wait_for(renewed.wait(), 30)
+    finally:
+        names.close()
 
 
 @asynchronous
