@@ -200,7 +200,8 @@ def unreachable(endpoints: Sequence[str], reason: str, seconds: float) -> EtcdUn
     elif any(text in reason for text in UNTRUSTED):
         hint = _distrust(reason)
     elif "resolv" in reason or "lookup" in reason:
-        hint = "Check the host name in --etcd."
+        own = "GRPC_DNS_RESOLVER=native takes this machine's own lookup (.local, LDAP)"
+        hint = f"Check the host name in --etcd; {own}."
     else:
         hint = "Is it running there, and can this machine reach it? Check --etcd."
     return EtcdUnreachable(
