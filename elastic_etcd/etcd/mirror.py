@@ -129,14 +129,13 @@ class Mirror:
         """Watch every range, until etcd has confirmed all of them.
 
         Its news meanwhile count only then: those of one range may come before the answer of
-        another that shows another history.
+        another that shows another history. The ids are 0, 1, ...: grpc-proxy takes no others.
         """
         for index, get in enumerate(self._ranges):
             create = pb.WatchCreateRequest(
                 key=wire.encode(get.key),
                 range_end=wire.range_end(get.key, get.prefix),
                 start_revision=self._next[index],
-                watch_id=index + 1,
             )
             await stream.write(pb.WatchRequest(create=create))
         missing = len(self._ranges)
@@ -154,7 +153,7 @@ class Mirror:
         self._check(response)
         if not response.events:  # also a progress answer, which proves nothing: etcd#15220
             return
-        index = response.watch_id - 1
+        index = response.watch_id
         start = self._next[index]
         for event in response.events:
             if event.kv.mod_revision >= start:  # older: a reconcile was faster
@@ -170,7 +169,7 @@ class Mirror:
         """Raises Unanswered or Compacted when the watch has ended."""
         if response.canceled:  # before `created`, which may be set as well
             raise faults.canceled(response.cancel_reason, response.compact_revision)
-        known = self._next[response.watch_id - 1] - 1
+        known = self._next[response.watch_id] - 1
         self._check_history(response.header, known)
 
     def _apply(self, event: pb.Event) -> None:

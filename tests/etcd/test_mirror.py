@@ -1,9 +1,11 @@
 """Rule 4: the copy is what etcd holds, whatever happens to the watch."""
 
 import asyncio
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from elastic_etcd.core.txn import Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client, Listing
 from elastic_etcd.etcd.connection import Stream
+from elastic_etcd.etcd.embedded import find_program, free_ports
 from elastic_etcd.etcd.mirror import Mirror
 from elastic_etcd.etcd.pb import elastic_etcd_rpc_pb2 as pb
 from elastic_etcd.etcd.session import Session
@@ -235,8 +238,31 @@ async def test_a_progress_answer_proves_nothing(etcd: EtcdServer, prefix: str) -
         before = list(mirror._next), mirror._revision
         cluster, term = mirror._history or (0, 0)
         header = pb.Header(cluster_id=cluster, raft_term=term, revision=mirror._revision + 1000)
-        mirror._receive(pb.WatchResponse(header=header, watch_id=1))
+        mirror._receive(pb.WatchResponse(header=header, watch_id=0))
         assert (mirror._next, mirror._revision) == before
+
+
+@asynchronous
+async def test_ranges_are_not_mixed_up_behind_a_proxy(
+    own_etcd: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """`etcd grpc-proxy` numbers watches itself, and each resumes where its own range ended."""
+    own_etcd.start()
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    program = [own_etcd.program or find_program(), "grpc-proxy", "start"]
+    flags = [f"--endpoints={own_etcd.endpoint}", f"--listen-addr={endpoint}"]
+    with (tmp_path / "log").open("wb") as log:
+        way = subprocess.Popen([*program, *flags], stdout=log, stderr=log)
+    try:
+        ranges = [Get(f"{prefix}/{name}") for name in "abc"]
+        async with Client(EtcdConfig((endpoint,))) as client, Copy(client, *ranges) as copy:
+            listed = (await copy.until(lambda _: True)).revision
+            revision = await put(client, f"{prefix}/a")
+            await copy.until(lambda values: f"{prefix}/a" in values)
+            assert copy.mirror._next == [revision + 1, listed + 1, listed + 1]
+    finally:
+        way.kill()
+        way.wait()
 
 
 @asynchronous
@@ -251,7 +277,7 @@ async def test_a_range_that_is_confirmed_late_is_no_other_history(
         await copy.until(lambda values: f"{prefix}/a" in values)
         cluster, term = copy.mirror._history or (0, 0)
         header = pb.Header(cluster_id=cluster, raft_term=term, revision=listed)
-        copy.mirror._receive(pb.WatchResponse(header=header, watch_id=2, created=True))
+        copy.mirror._receive(pb.WatchResponse(header=header, watch_id=1, created=True))
         assert copy.mirror._history == (cluster, term)
 
 
