@@ -34,6 +34,7 @@ PORT_TRIES = 5  # a free port may be taken before etcd binds it
 _FEW = 1000
 _SOCKET, _PEERS = "etcd:0", "unix://peers:0"  # etcd wants a port, which means nothing here
 _SKIPS_FSYNC = (3, 5)
+_ARCHITECTURE = "ETCD_UNSUPPORTED_ARCH"  # it has to be said where etcd was not tested
 _PORTS = range(20_000, 29_000)  # below torch's 29500 and the NodePorts of Kubernetes
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,11 @@ class EmbeddedEtcd:
                 await self._launch()
 
     async def _spawn(self, output: IO[bytes], notify: socket.socket) -> subprocess.Popen[bytes]:
-        environment = {name: value for name, value in os.environ.items() if name[:5] != "ETCD_"}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name[:5] != "ETCD_" or name == _ARCHITECTURE
+        }
         environment["NOTIFY_SOCKET"] = "@" + notify.getsockname()[1:].decode()
         # A socket's name, in its working directory; its members speak to nobody else.
         url = f"unix://{_SOCKET}" if self._private else f"http://{self.endpoint}"

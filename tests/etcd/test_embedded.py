@@ -67,8 +67,14 @@ def etcdctl_get(endpoint: str, key: str) -> bytes:
 
 
 @asynchronous
-async def test_there_and_gone(prefix: str) -> None:
+async def test_there_and_gone(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no setting that is meant for another etcd, but for one of the machine."""
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://127.0.0.1:1")
+    monkeypatch.setenv("ETCD_UNSUPPORTED_ARCH", "riscv64")
     async with EmbeddedEtcd() as etcd:
+        environment = Path(f"/proc/{process_of(etcd)}/environ").read_bytes()
+        assert b"\0ETCD_UNSUPPORTED_ARCH=riscv64\0" in environment
+        assert b"ETCD_LISTEN" not in environment
         async with Client(EtcdConfig((etcd.endpoint,))) as client:
             await put(client, prefix, "1")
         assert etcdctl_get(etcd.endpoint, prefix) == b"1\n"
