@@ -16,7 +16,7 @@ class Compare(Struct, frozen=True):
     """`target` of `key` equals `value`; with `prefix`, of every key that starts with `key`."""
 
     key: str
-    target: Literal["create", "mod", "version", "lease"]
+    target: Literal["create", "mod", "version"]
     value: int
     prefix: bool = False
 

@@ -27,7 +27,6 @@ class Connection:
         self._began = now()
         self._named = _grpc.target(endpoint).startswith("dns:")
         self._channel = _grpc.channel(endpoint, credentials)
-        self._methods: dict[str, Any] = {}
         self._streams: set[Any] = set()
         self._under_way = 0
         self._closing: asyncio.Task[None] | None = None
@@ -50,11 +49,9 @@ class Connection:
         self, rpc: Rpc[Request, Answer], request: Request, timeout: float, metadata: Metadata
     ) -> Answer:
         """Send one request; gives its answer. Raises RpcFailed, Unanswered."""
-        method = self._methods.get(rpc.path)
-        if method is None:
-            method = self._methods[rpc.path] = self._channel.unary_unary(
-                rpc.path, request_serializer=rpc.encode, response_deserializer=rpc.decode
-            )
+        method = self._channel.unary_unary(
+            rpc.path, request_serializer=rpc.encode, response_deserializer=rpc.decode
+        )
         self._under_way += 1
         try:
             answer: Answer = await _outcome(

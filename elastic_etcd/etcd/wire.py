@@ -72,8 +72,6 @@ def _compare(compare: Compare) -> pb.Compare:
             return pb.Compare(key=key, range_end=end, target=pb.Compare.MOD, mod_revision=value)
         case "version":
             return pb.Compare(key=key, range_end=end, target=pb.Compare.VERSION, version=value)
-        case "lease":
-            return pb.Compare(key=key, range_end=end, target=pb.Compare.LEASE, lease=value)
 
 
 def _operation(operation: Put | Delete | Get) -> pb.RequestOp:

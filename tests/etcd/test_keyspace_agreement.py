@@ -23,7 +23,7 @@ deletes = prefixed.map(lambda p: Delete(*p))
 compares = st.builds(
     Compare,
     names,
-    st.sampled_from(["create", "mod", "version", "lease"]),
+    st.sampled_from(["create", "mod", "version"]),
     st.integers(0, 4),
     st.booleans(),
 )
@@ -43,8 +43,6 @@ def at(prefix: str, txn: Txn, base: int, leases: Sequence[int]) -> Txn:
         value = c.value
         if c.target in ("create", "mod") and value:
             value += base
-        elif c.target == "lease" and value:
-            value = leases[(value - 1) % len(leases)]
         return replace(c, key=prefix + c.key, value=value)
 
     def operation(o: Put | Delete | Get) -> Put | Delete | Get:

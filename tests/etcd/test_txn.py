@@ -40,26 +40,21 @@ async def test_put_get_delete(etcd: EtcdServer, prefix: str) -> None:
 @asynchronous
 async def test_every_compare(etcd: EtcdServer, prefix: str) -> None:
     async with Client(etcd.config) as client:
-        lease = await client.grant(60)
         key = f"{prefix}/a"
-        created = await put(client, key, "1", lease.id)
-        changed = await put(client, key, "2", lease.id)
+        created = await put(client, key, "1")
+        changed = await put(client, key, "2")
 
         async def holds(*compare: Compare) -> bool:
             return (await client.txn(Txn(compare, ()))).succeeded
 
-        for target, right in (
-            ("create", created),
-            ("mod", changed),
-            ("version", 2),
-            ("lease", lease.id),
-        ):
+        for target, right in (("create", created), ("mod", changed), ("version", 2)):
             assert await holds(Compare(key, target, right))  # type: ignore[arg-type]
             assert not await holds(Compare(key, target, right + 1))  # type: ignore[arg-type]
         assert await holds(Compare(f"{prefix}/none", "create", 0))
-        assert await holds(Compare(f"{prefix}/", "lease", lease.id, prefix=True))
-        await put(client, f"{prefix}/b", "free")
-        assert not await holds(Compare(f"{prefix}/", "lease", lease.id, prefix=True))
+        await put(client, f"{prefix}/b", "1")
+        assert not await holds(Compare(f"{prefix}/", "version", 2, prefix=True))
+        await put(client, f"{prefix}/b", "2")
+        assert await holds(Compare(f"{prefix}/", "version", 2, prefix=True))
 
 
 @asynchronous

@@ -49,7 +49,7 @@ class Store(NamedTuple):
             return compare.value == 0
         for _, value, lease in match:
             revision, create = _revision(value), 2 if lease in self.again else 1
-            got = {"mod": revision, "create": create, "version": revision, "lease": lease}
+            got = {"mod": revision, "create": create, "version": revision}
             if got[compare.target] != compare.value:
                 return False
         return True
