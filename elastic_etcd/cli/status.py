@@ -11,6 +11,7 @@ from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
 from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
 from elastic_etcd.protocol.messages import UNCOUNTED
+from elastic_etcd.system.sockets import address
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -95,7 +96,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
-        "master": query.address(now.master.addr, now.master.port) if now and now.master else None,
+        "master": address(now.master.addr, now.master.port) if now and now.master else None,
         "commit_nodes": _commit_nodes(view),
         "nodes": list(_nodes(view)),
         "history": history,
