@@ -76,7 +76,8 @@ def describe(job: str, view: View) -> dict[str, Any]:
     for entry in history:
         if lines := query.newest_divergences(view, entry["generation"]):
             entry["divergences"] = list(lines)
-    newest = history[-1] if history else {}
+    run = next((known.run for known in (view.outcome, now, view.spec) if known), None)
+    newest = next((entry for entry in reversed(history) if entry.get("run") == run), {})
     reason = view.outcome.reason if view.outcome else now.reason if now else ""
     failure = _failure(view, reason)
     return {
