@@ -351,8 +351,11 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
     if state["repeated"]:
         yield f"  {state['repeated']}"
     used = _used(state["restarts"], state["limits"])
-    restarts = f"{used} {'restart' if used == '1' else 'restarts'} used"
-    yield f"  {_sizes(state['limits'])} nodes, {restarts}" if state["limits"] else f"  {restarts}"
+    line = f"{used} {'restart' if used == '1' else 'restarts'} used"
+    if state["limits"]:
+        sizes = _sizes(state["limits"])
+        line = f"{sizes} {'node' if sizes == '1' else 'nodes'}, {line}"
+    yield f"  {line}"
     if state["coordinator"] or state["master"]:
         yield f"  coordinator {state['coordinator'] or '-'}, master {state['master'] or '-'}"
     yield from _steered(state)

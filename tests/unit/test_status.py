@@ -186,6 +186,8 @@ def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
     spec = encode(Spec("r", Limits(1, 2, max_restarts=UNCOUNTED), "node1"))
     state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
     assert "  1 to 2 nodes, 1 restart used" in list(status.summary(state))
+    alone = status.describe("j", view(RUNNING | {KEYS.spec: encode(Spec("r", Limits(1, 1)))}))
+    assert "  1 node, 1 of 3 restarts used" in list(status.summary(alone))
 
 
 def test_o1_its_first_lines_say_what_it_does_since_when_and_why() -> None:
