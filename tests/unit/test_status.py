@@ -223,7 +223,9 @@ FAILED = replace(OUTCOME, failure=CAUSE)
         (
             {
                 KEYS.round: encode(replace(FINAL, reason=str(KILLED))),
-                KEYS.history(3): encode(History(3, "r", ended=str(KILLED), failures=(CAUSE, KILLED))),
+                KEYS.history(3): encode(
+                    History(3, "r", ended=str(KILLED), failures=(CAUSE, KILLED))
+                ),
                 KEYS.history(4): encode(History(4, "r", began_at="2026-11-21T10:00:00.5+01:00")),
             },
             (
