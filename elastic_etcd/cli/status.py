@@ -77,7 +77,8 @@ def describe(job: str, view: View) -> dict[str, Any]:
         if lines := query.newest_divergences(view, entry["generation"]):
             entry["divergences"] = list(lines)
     run = next((known.run for known in (view.outcome, now, view.spec) if known), None)
-    newest = next((entry for entry in reversed(history) if entry.get("run") == run), {})
+    of_run = (entry for entry in reversed(history) if entry.get("run") == run)
+    newest: dict[str, Any] = next(of_run, {})
     reason = view.outcome.reason if view.outcome else now.reason if now else ""
     failure = _failure(view, reason)
     return {
