@@ -212,6 +212,15 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], match: str) -> N
         sampler(**arguments)
 
 
+@pytest.mark.parametrize("kind", [int, torch.tensor, float])
+def test_what_equals_true_or_false_is_that_as_shuffle(kind: Any) -> None:
+    """So are the 0 and 1 of `--shuffle` with type=int."""
+    for told in (False, True):
+        mine, plain = sampler(20, shuffle=kind(told)), sampler(20, shuffle=told)
+        assert list(mine) == list(plain)
+        assert mine.state_dict() == plain.state_dict()
+
+
 @pytest.mark.parametrize("sizes", [[1], [1, 0], [1, 2, 3]])
 def test_wrong_batch_sizes_are_refused(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match=r"batch sizes|at least one"):

@@ -64,14 +64,16 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         world_size: int | None = None,
     ) -> None:
         self.length = dataset if isinstance(dataset, int) else len(dataset)
-        if not callable(shuffle) and shuffle not in (True, False, "exact", "stream"):
+        if shuffle in (True, False):  # also 0 and 1, as of a flag, and numpy's
+            shuffle = "exact" if shuffle else False
+        if not callable(shuffle) and shuffle not in (False, "exact", "stream"):
             known = '"exact", "stream", True, False or a function of epoch and seed'
             raise ValueError(f"shuffle is {known}, not {shuffle!r}")
         if tail not in TAILS:
             raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
         if (rank is None) != (world_size is None):
             raise ValueError("give both rank and world_size, or neither")
-        self.shuffle: Shuffle | OrderFunction = "exact" if shuffle is True else shuffle
+        self.shuffle: Shuffle | OrderFunction = shuffle
         self.tail = tail
         self._seed = seed
         self._epoch = 0
