@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from elastic_etcd import ElasticIterable
+from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.shards import Tail
 
 pytestmark = [
@@ -354,7 +355,7 @@ def test_other_lengths_and_persistent_workers_are_refused() -> None:
     "other", [{"told": False}, {"sizes": SIZES[:-1]}, {"shuffle": False}, {"buffer": 3}]
 )
 def test_a_state_of_other_data_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"the state's (shards|samples|shuffle|buffer) is"):
+    with pytest.raises(UsageError, match=r"the state's (shards|samples|shuffle|buffer) is"):
         iterable().load_state_dict(iterable(**other).state_dict())
 
 

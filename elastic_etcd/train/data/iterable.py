@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.permutation import Shuffle, order_of
-from elastic_etcd.train.data.shards import TAILS, Tail
+from elastic_etcd.train.data.shards import TAILS, Tail, refuse_other_data
 from elastic_etcd.train.data.stream_layout import (
     MOST_FILES,
     FileRange,
@@ -200,11 +200,9 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises ValueError if it is of another number of shards or samples, or another order.
+        Raises UsageError if it is of another number of shards or samples, or another order.
         """
-        for name, mine in self._kind().items():
-            if state[name] != mine:
-                raise ValueError(f"the state's {name} is {state[name]!r}, the data's {mine!r}")
+        refuse_other_data(state, self._kind())
         self._seed = state["seed"]
         self._begin_epoch(state["epoch"])
         remaining = tuple(range(start, stop) for start, stop in state["remaining"])

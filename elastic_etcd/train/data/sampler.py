@@ -25,6 +25,7 @@ from elastic_etcd.train.data.shards import (
     Shards,
     Tail,
     pack_ranges,
+    refuse_other_data,
     slots_of,
     unpack_ranges,
 )
@@ -278,16 +279,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises ValueError if it is of a data set of another length, or of another shuffle.
+        Raises UsageError if it is of a data set of another length, or of another shuffle.
         """
         if state["shuffle"] == self._shuffle_name() == "given":
             self._epoch, self._seed = state["epoch"], state["seed"]
             self._take_length()
         mine = self._state(())
-        for name in ("shuffle", "length", "order"):
-            if state.get(name) != mine.get(name):
-                known = f"{state.get(name)!r}, the sampler's {mine.get(name)!r}"
-                raise ValueError(f"the state's {name} is {known}")
+        refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
         self._epoch, self._seed = state["epoch"], state["seed"]
         remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
         self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])
