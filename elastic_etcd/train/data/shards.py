@@ -319,6 +319,7 @@ def refuse_other_data(state: Mapping[str, Any], here: Mapping[str, Any]) -> None
         if state.get(name, value) != value:
             raise UsageError(
                 f"the state's {name} is {state[name]!r}, here {value!r}: an epoch goes on with the "
-                "data and the order that it began with. To begin one anew, with the weights that "
-                "were saved, give these data another name in the state, and load(path, strict=False)"
+                "data that it began with, in that order (sort what glob.glob() gives). To begin one"
+                " anew, with the weights that were saved, give these data another name in the "
+                "state, and load(path, strict=False)"
             )
