@@ -30,7 +30,7 @@ def everything() -> list[int]:
 
 def stories(rank: int) -> list[dict[str, Any]]:
     told = [committed(lengths) for lengths in (SIZES, None)]
-    told += [ended(), own_epoch(rank), own_shards(rank)]
+    told += [ended(), own_epoch(rank), own_shards(rank), too_few()]
     return told
 
 
@@ -124,3 +124,15 @@ def own_shards(rank: int) -> dict[str, Any]:
 
 def test_shards_that_differ_are_refused_on_every_rank(told: Told) -> None:
     assert told[0][4] == told[1][4]
+
+
+def too_few() -> dict[str, Any]:
+    """A file for two ranks: the epoch would end on both at once."""
+    data = ElasticIterable([0], read)
+    with pytest.raises(UsageError, match="an epoch of 1 file of unknown length for 2 ranks") as no:
+        list(ElasticState(data=data).steps(data.loader(4)))
+    return {"said": str(no.value)}
+
+
+def test_fewer_files_than_ranks_are_refused_on_every_rank(told: Told) -> None:
+    assert told[0][5] == told[1][5]

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data import default_convert as convert
 from torch.utils.data._utils import worker as torch_worker
 
+from elastic_etcd.core.words import counted
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import gather, rank_and_size
 from elastic_etcd.train.data.permutation import Shuffle, order_of
@@ -165,6 +166,10 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def _shares_step(self) -> bool:
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self.tail != "uneven" or self.world_size == 1
+
+    def _is_whole(self) -> bool:
+        """Whether there is an epoch of which nothing is used yet."""
+        return self._agreed and 0 < self._layout.end == sum(map(len, self._remaining))
 
     def agree(self) -> None:
         """Tell all ranks the samples that each has yet to read; ElasticState.commit() calls it.
@@ -387,6 +392,22 @@ class StreamLoader:
         batch = self.loader.batch_size or 1
         down = self.loader.drop_last
         return sum(size // batch if down else -(-size // batch) for size in sizes)
+
+    def refuse_empty(self) -> None:
+        """Raise UsageError for a whole epoch that gave no batch; an uneven one may, on a rank."""
+        data, loader = self.data, self.loader
+        if not data._shares_step():
+            return
+        of, cure = f"{sum(data.lengths or ())} samples", ""
+        if data.lengths is None:
+            of = f"{counted(len(data.shards), 'file')} of unknown length"
+            cure = "give the stream its lengths=, or more files than there are ranks, or "
+        workers = counted(max(loader.num_workers, 1), "worker")
+        raise UsageError(
+            f"no batch in an epoch of {of} for {counted(data.world_size, 'rank')} with {workers} "
+            f"each and batches of {loader.batch_size or 1}, so nothing would be trained: {cure}"
+            "take smaller batches, fewer workers, drop_last=False or fewer ranks"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Go on after what is recorded. Another iterator makes the one before void."""
