@@ -39,6 +39,13 @@ def rank_and_size(*, launched: bool = True) -> tuple[int, int]:
     return 0, 1
 
 
+def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """These two, or `rank_and_size()` for neither. Raises ValueError for one of them alone."""
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    return rank_and_size() if rank is None or world_size is None else (rank, world_size)
+
+
 def generation() -> int:
     """This process's; 0 without our launcher."""
     return int(os.environ.get("ELASTIC_ETCD_GENERATION", "0"))

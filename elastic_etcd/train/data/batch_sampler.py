@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Sampler
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train.collectives import rank_and_size
+from elastic_etcd.train.collectives import world_of
 from elastic_etcd.train.data.permutation import Order
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.data.shards import Tail, slots_of, split_evenly
@@ -186,10 +186,7 @@ def accumulation_steps(
     `batches()`. Raises ValueError if a rank would get no sample, or for
     one of the two alone. See docs/sampler.md.
     """
-    if (rank is None) != (world_size is None):
-        raise ValueError("give both rank and world_size, or neither")
-    if rank is None or world_size is None:
-        rank, world_size = rank_and_size()
+    rank, world_size = world_of(rank, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size}")
     if micro_batch < 1:

@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from elastic_etcd.core.words import counted
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Shuffle, order_of
 from elastic_etcd.train.data.shards import TAILS, Tail, refuse_other_data
 from elastic_etcd.train.data.stream_layout import (
@@ -88,16 +88,13 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
             raise ValueError(f"tail is one of {known}, not {tail!r}")
         if buffer < 0:
             raise ValueError(f"a buffer holds 0 or more samples, not {buffer}")
-        if (rank is None) != (world_size is None):
-            raise ValueError("give both rank and world_size, or neither")
         self.tail, self.shuffle, self.buffer = tail, shuffle, buffer
         self._open, self._seed, self._epoch = open, seed, 0
         self._follows = rank is None
         self._warned = False
         self._current: object = None  # the token of the loader that has begun last
         self._begun: list[int] | None  # what each of its workers had to read
-        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
-        self.rank, self.world_size = world
+        self.rank, self.world_size = world_of(rank, world_size)
         self._begin_epoch(0)
 
     @property

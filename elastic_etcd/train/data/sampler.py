@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
 from elastic_etcd.train.data.shards import (
     TAILS,
@@ -72,8 +72,6 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             raise ValueError(f"shuffle is {known}, not {shuffle!r}")
         if tail not in TAILS:
             raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
-        if (rank is None) != (world_size is None):
-            raise ValueError("give both rank and world_size, or neither")
         self.shuffle: Shuffle | OrderFunction = shuffle
         self.tail = tail
         self._seed = seed
@@ -94,8 +92,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._length_part: Length = "iteration"
         self._progress: Progress
         self._take_length()
-        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
-        self._shard((range(self.length),), *world, None, step=0)
+        self._shard((range(self.length),), *world_of(rank, world_size), None, step=0)
 
     @property
     def epoch(self) -> int:
