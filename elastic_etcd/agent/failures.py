@@ -72,7 +72,7 @@ def oom_kills() -> int:
     0 if it does not say. In a container the cgroup may be the root of what is mounted there.
     """
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):  # of version 2, or of version 1
                 name = "memory.oom_control" if controllers else "memory.events"

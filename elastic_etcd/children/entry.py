@@ -215,7 +215,7 @@ def _functions(part: str, names: list[str]) -> list[Callable[[int], object]]:
 
 def mapped_files() -> set[str]:
     """The files that are mapped into this process; its libraries are among them."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").split("\n")
     return {line.split(maxsplit=5)[5] for line in lines if "/" in line}
 
 

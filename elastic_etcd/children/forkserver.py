@@ -303,7 +303,9 @@ def check_safe(who: str) -> None:
     """Raises CannotFork when a fork would lose threads or break CUDA."""
     tasks = list(Path("/proc/self/task").iterdir())
     if len(tasks) > 1:
-        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in tasks}))
+        # A name may be cut inside a character.
+        found = {(task / "comm").read_text(errors="replace").strip() for task in tasks}
+        names = ", ".join(sorted(found))
         raise CannotFork(f"{who} started {len(tasks) - 1} threads ({names})")
     for fd in list(Path("/proc/self/fd").iterdir()):
         try:
