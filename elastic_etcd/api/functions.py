@@ -84,7 +84,7 @@ class _ByName(pickle.Pickler):
             self.needs_main = True
             if not _main():
                 raise pickle.PicklingError(
-                    f"{value.__qualname__} is defined in __main__, which is no file here"
+                    f"{value.__qualname__} is defined in __main__, which workers can't import"
                 )
         return NotImplemented
 
@@ -94,6 +94,8 @@ def _main() -> dict[str, str]:
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name:
+        if name.rpartition(".")[2] == "__main__":  # which multiprocessing never imports again
+            return {}
         return {"init_main_from_name": name}
     file = getattr(main, "__file__", None)
     if file and Path(file).is_file() and not hasattr(main, "get_ipython"):

@@ -175,11 +175,17 @@ def test_without_cloudpickle_it_is_said_what_to_do(
         elastic_launch(LaunchConfig(), lambda: 0)()
 
 
-def test_a_main_that_is_no_file_goes_by_value(
-    worker: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "main",
+    [
+        SimpleNamespace(__spec__=None, get_ipython=None, __file__=__file__),  # a notebook
+        SimpleNamespace(__spec__=SimpleNamespace(name="package.__main__")),  # python -m package
+    ],
+)
+def test_a_main_that_workers_can_not_import_goes_by_value(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, main: SimpleNamespace
 ) -> None:
-    """As in a notebook."""
-    main = SimpleNamespace(__spec__=None, get_ipython=None, add=add, __file__=__file__)
+    main.add = add
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(add, "__module__", "__main__")
     file = functions.save_function(worker, add, (2, 2))
