@@ -168,6 +168,9 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             raise ElasticEtcdError(f"{name}: stop() was called before")
         if self._config.metrics_cfg:
             log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
+        from elastic_etcd.agent.directories import find_temporary_directory  # noqa: PLC0415 - as above
+
+        find_temporary_directory()
         with tempfile.TemporaryDirectory(prefix="elastic_etcd-") as folder:
             record = self._run(Path(folder), args)
             if not record.outcome:

@@ -366,12 +366,29 @@ may_mount = pytest.mark.skipif(
 )
 
 
+FROM_PYTHON = """
+import sys
+from elastic_etcd.launcher import LaunchConfig, elastic_launch
+elastic_launch(LaunchConfig(), sys.argv[1])(*sys.argv[2:])
+"""
+
+
 @may_mount
-@pytest.mark.parametrize("has_memory", [True, False])
-def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
+@pytest.mark.parametrize(
+    ("program", "has_memory"),
+    [
+        (("-m", "elastic_etcd.launch", "--no-python"), True),
+        (("-m", "elastic_etcd.launch", "--no-python"), False),
+        (("-c", FROM_PYTHON), True),
+    ],
+    ids=["memory", "none", "from-python"],
+)
+def test_m16_no_usual_directory_for_temporary_files(
+    program: tuple[str, ...], *, has_memory: bool
+) -> None:
     """As in a container whose root is read-only."""
     places = ["/tmp", "/var/tmp", *([] if has_memory else ["/dev/shm"])]
-    agent = (str(HELD_PYTHON), "-m", "elastic_etcd.launch", "--no-python")
+    agent = (str(HELD_PYTHON), *program)
     worker = (str(HELD_PYTHON), "-c", "import tempfile; tempfile.TemporaryFile()")
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-euc", READ_ONLY, "sh", *places, "--", *agent, *worker],
