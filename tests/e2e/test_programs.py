@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -402,6 +403,44 @@ def test_m16_no_usual_directory_for_temporary_files(
     assert done.returncode == (0 if has_memory else 2), done.stderr
     assert ("Set TMPDIR to one that this user may write to" in done.stderr) != has_memory
     assert "Traceback" not in done.stderr
+
+
+FULL = """
+import sys
+from elastic_etcd.launcher import LaunchConfig, elastic_launch
+
+def train():
+    print("trained once", flush=True)
+    return bytes(30 << 20)
+
+if __name__ == "__main__":
+    _, etcd, prefix = sys.argv
+    job = LaunchConfig(run_id="full", rdzv_endpoint=etcd, flags=["--prefix", prefix])
+    elastic_launch(job, train)()
+"""
+
+
+@may_mount
+@pytest.mark.nightly(part="jobs")
+def test_a_full_disk_costs_a_value_and_no_training(
+    tmp_path: Path, etcd: EtcdServer, prefix: str
+) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = 'mount -t tmpfs -o size=24M none "$TMPDIR"; exec "$@"'
+    program = (sys.executable, tmp_path / "full.py", etcd.endpoint, prefix)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-euc", mounted, "sh", *program],
+        env=os.environ | {"TMPDIR": str(small), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.stdout.count("trained once") == 1, done.stderr
+    assert f"rank 0 returned what can't be written into {small}" in done.stderr
+    assert "No space left on device" in done.stderr
 
 
 SERVICE = """
