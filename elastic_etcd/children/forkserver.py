@@ -122,7 +122,10 @@ class ForkServer:
     def _import_all(self, modules: Sequence[str]) -> bool:
         """Import torch and what --preload names; False, and the agent is told, if one can't be."""
         with self._imports.noted():
-            if not self._import(OURS):
+            if not self._import(OURS[:1]):
+                return False
+            self._imports.torch_is_there()
+            if not self._import(OURS[1:]):
                 return False
             ours = set(sys.modules)
             with self._imports.kept():
