@@ -140,10 +140,7 @@ class ForkServer:
             torch = sys.modules["torch"]
             with suppress(Exception), torch.autograd.profiler.record_function(""):
                 pass  # as each step of an optimizer; the first one looks for the operators
-        entry.show_steps()
-        entry.end_modules_before_groups()
-        entry.serve_own_ports()
-        entry.let_trackers_outlive()
+        entry.mend_libraries()
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
         self._imports.withhold(names, entry.mapped_files())
         return True
