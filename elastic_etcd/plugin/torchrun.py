@@ -45,6 +45,7 @@ from elastic_etcd.protocol.messages import (
     to_torchrun,
 )
 from elastic_etcd.protocol.packets import receive
+from elastic_etcd.system.standard_streams import open_standard_streams
 from elastic_etcd.times import AGENT_GONE
 
 if TYPE_CHECKING:
@@ -258,6 +259,7 @@ class _Agent:
     """The process beside torchrun's, and the socket to it."""
 
     def __init__(self, flags: list[str]) -> None:
+        open_standard_streams()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening = -1  # for a world that this node leads
         self._news = False

@@ -152,6 +152,7 @@ def test_all_nodes_are_lost(digits: Digits) -> None:
     same_bits(weights(digits, alone), undisturbed(uses.end[0]))
 
 
+@pytest.mark.nightly(part="jobs")
 def test_the_only_worker_is_killed(digits: Digits) -> None:
     """The agent has its last commit."""
     n1 = digits.node("n1", "--steps=50", "--kill=0:41", nnodes="1")

@@ -256,6 +256,7 @@ def test_nodes_killed_and_back(job: Job, etcd: EtcdServer) -> None:
     job.finish(n2, dead)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_node_stopped_with_sigstop_past_its_ttl_and_then_continued(
     job: Job, etcd: EtcdServer
 ) -> None:

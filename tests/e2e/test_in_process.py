@@ -76,6 +76,7 @@ def test_a_mistake_of_the_user_s_is_the_cause(job: Job) -> None:
     assert "lost its peers" not in n1.output + n2.output
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_worker_that_is_stuck_is_killed_and_started_anew(job: Job) -> None:
     fault = ("--fault", "stuck", "--at", "5", "--on", "1", "--skips")
     flags = {"nnodes": "1:3", "park_timeout": 3}

@@ -72,6 +72,7 @@ CONNECTS = "import elastic_etcd as ee; ee.store().set('found', 'it')"
 
 
 @needs_mounts
+@pytest.mark.nightly(part="jobs")
 def test_a_name_of_a_node_is_looked_up_with_patience(tmp_path: Path) -> None:
     """An answer that comes on the second question is as good as one on the first."""
     (tmp_path / "resolv.conf").write_text(f"nameserver {ADDRESS[0]}\n")

@@ -70,10 +70,8 @@ train(state)
 def test_a_poisoned_batch_ends_the_job_and_is_named(job: Job) -> None:
     script = job.directory / "train.py"
     script.write_text(POISONED)
-    flags = {"nnodes": "2:2", "max_restarts": 9, "min_uptime": 0, "script": (str(script),)}
-    n1, n2 = (job.start(name, **flags) for name in ("n1", "n2"))  # type: ignore[arg-type]
-    for node in (n1, n2):
-        job.exits(node, 9, seconds=240)
+    n1 = job.start("n1", nnodes="1", nproc=2, max_restarts=9, min_uptime=0, script=(str(script),))
+    job.exits(n1, 9, seconds=240)
     status = [sys.executable, "-m", "elastic_etcd", "status", job.name, f"--etcd={job.endpoint}"]
     told = subprocess.run([*status, "--json"], capture_output=True, text=True, check=True).stdout
     outcome = json.loads(told)["outcome"]

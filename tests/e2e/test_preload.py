@@ -36,6 +36,7 @@ def restart(job: Job, generation: int) -> int:
     return job.trains(1, after=generation)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_after_the_first_restart_the_log_says_once_what_it_would_save(job: Job) -> None:
     agent = start(job)
     generation = job.trains(1)

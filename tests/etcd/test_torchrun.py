@@ -267,10 +267,14 @@ def test_an_etcd_with_certificates_and_users(
 def test_a_program_of_torchs_own_that_forks_or_spawns(
     etcd: EtcdServer, prefix: str, tmp_path: Path, method: str
 ) -> None:
-    """It gets its values; when it is killed its agent leaves, whatever workers have of it."""
+    """It gets its values; when it is killed its agent leaves, whatever workers have of it.
+
+    Its stderr is closed, as a daemon's may be.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
+    python = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable]
     program = subprocess.Popen(
-        [sys.executable, "program.py", method, etcd.endpoint, prefix],
+        [*python, "program.py", method, etcd.endpoint, prefix],
         cwd=tmp_path,
         env={**os.environ, MARK: prefix},
         stdout=subprocess.PIPE,

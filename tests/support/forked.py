@@ -80,9 +80,8 @@ def ranks_that_end(
     size: int, folder: Path, function: Callable[[int], Any], patience: float
 ) -> list[Any]:
     """The same for processes that end by themselves, which has to go well in so many seconds."""
-    spawn = multiprocessing.get_context("spawn")
     processes = [
-        spawn.Process(target=_to_the_end, args=(rank, size, folder, function))
+        _forkserver.Process(target=_to_the_end, args=(rank, size, folder, function))
         for rank in range(size)
     ]
     for process in processes:

@@ -103,6 +103,7 @@ def test_p1_where_nodes_have_several_roles_each_has_ranks_of_its_own() -> None:
     assert told == ["5", "9", "4", "5"]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_torchrun_sets_nothing_else(tmp_path: Path) -> None:
     script = tmp_path / "dump.py"
     script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))")

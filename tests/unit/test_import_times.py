@@ -103,6 +103,7 @@ async def told_by(given: BothWays, argv: list[str]) -> tuple[list[Imported], lis
     return told[True], told[False]
 
 
+@pytest.mark.nightly(part="jobs")
 async def test_a_worker_that_is_asked_tells_at_its_first_step(given: BothWays) -> None:
     argv = given.script(IMPORTS)
     (told,), untold = await told_by(given, argv)

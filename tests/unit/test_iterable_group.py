@@ -13,7 +13,7 @@ from tests.support.forked import ranks_that_end
 
 Told = list[list[dict[str, Any]]]  # of each rank, for each story
 
-pytestmark = pytest.mark.timeout(300)  # the first test starts two processes that load torch
+pytestmark = pytest.mark.timeout(300)  # the first test starts a process that loads torch
 
 WORLD = 2
 SIZES = [40, 3, 17, 25, 60, 8, 11]

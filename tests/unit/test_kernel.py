@@ -19,9 +19,8 @@ OLD_PYTHON = ROOT / "tests" / "support" / "old_python"
 REFUSED = (sys.executable, refused.__file__, str(errno.ENOSYS), "pidfd_open,pidfd_send_signal")
 
 
-@pytest.mark.parametrize(
-    "lacks", [pytest.param("the Python", marks=pytest.mark.nightly(part="jobs")), "the kernel"]
-)
+@pytest.mark.nightly(part="jobs")
+@pytest.mark.parametrize("lacks", ["the Python", "the kernel"])
 def test_m1_m2_processes_are_started_watched_and_ended_all_the_same(
     tmp_path: Path, lacks: str
 ) -> None:

@@ -48,6 +48,7 @@ def check(mypy_s: Path, script: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.nightly(part="packaging")
 def test_n7_a_typo_is_an_error_of_mypy(mypy_s: Path) -> None:
     told = check(mypy_s, "import elastic_etcd as ee\n\nee.memory_checkpont({}, 'a')\n")
     assert 'Module has no attribute "memory_checkpont"' in told

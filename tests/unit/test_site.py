@@ -22,7 +22,8 @@ from tests.support.chromium import chromium
 from tests.support.debian import NotToBeHad
 from tests.support.job import ROOT
 
-pytestmark = pytest.mark.timeout(600)  # the first time, pip has to download
+# The first time, pip has to download. Links are looked at in test_docs.py, too.
+pytestmark = [pytest.mark.nightly(part="packaging"), pytest.mark.timeout(600)]
 
 SITE = ROOT / "build" / "site"
 DESKTOP, PHONE = 1280, 390  # pixels
@@ -52,7 +53,6 @@ def _built() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.nightly(part="packaging")
 def test_what_leads_nowhere_and_what_the_contents_leave_out_fail_it(tmp_path: Path) -> None:
     pages = shutil.copytree(ROOT / "build" / "docs", tmp_path / "pages")
     with (pages / "docs" / "contributing" / "chaos.md").open("a") as page:
@@ -94,7 +94,6 @@ class Shown(HTMLParser):
             self.text += re.sub(r"\s", "", data)
 
 
-@pytest.mark.nightly(part="packaging")
 def test_a_page_shows_what_its_document_says() -> None:
     """As CommonMark reads it; the site's own reader has other rules for lists and emphasis."""
     markdown = MarkdownIt("commonmark").enable("table")

@@ -72,7 +72,9 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
         yield ways
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize(
+    "asked", [pytest.param(False, marks=pytest.mark.nightly(part="jobs")), True]
+)
 def test_a_script_s_imports_and_its_process_group_are_seen(ways: BothWays, asked: bool) -> None:
     for name in ("is_imported", "is_imported_aside"):
         (ways.folder / f"{name}.py").write_text(IS_IMPORTED)
