@@ -104,7 +104,7 @@ def _allowed(folder: Path, limit: str, used: str) -> int:
 def _folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """The cgroups around this process that this controller limits, the innermost first."""
     with suppress(OSError, ValueError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
+        for line in (proc / "self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
                 root = cgroups / controllers
