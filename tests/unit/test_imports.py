@@ -48,7 +48,8 @@ MAY_IMPORT = {
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {
-    "plugin/torchrun.py": {"cli", "protocol", "times"},  # of cli, the table of flags
+    # Of cli the table of flags, of system the standard streams.
+    "plugin/torchrun.py": {"cli", "protocol", "system", "times"},
     "api/functions.py": {"errors"},
     "api/child_failed.py": {"protocol", "errors"},
 }
