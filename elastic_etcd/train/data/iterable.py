@@ -23,7 +23,7 @@ from torch.utils.data import default_convert as convert
 from torch.utils.data._utils import worker as torch_worker
 
 from elastic_etcd.core.words import counted
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Shuffle, order_of
 from elastic_etcd.train.data.shards import TAILS, Tail, refuse_other_data
@@ -172,7 +172,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         """Tell all ranks the samples that each has yet to read; ElasticState.commit() calls it.
 
         Collective, where there is a process group. Raises, on all ranks alike, RuntimeError if they
-        are in different epochs, UsageError if they have different shards.
+        are in different epochs, WrongHere if they have different shards.
         """
         self._settle()
         own = self._layout.join([part for ranges in self._by_worker for part in ranges])
@@ -209,7 +209,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises UsageError if it is of other shards, by their base names, or in another order.
+        Raises WrongHere if it is of other shards, by their base names, or in another order.
         """
         refuse_other_data(state, self._kind())
         self._seed = state["seed"]
@@ -341,7 +341,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         if len(set(epochs)) > 1:
             raise RuntimeError(f"ranks are in different epochs: {epochs}; call set_epoch on all")
         if others := [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]:
-            raise UsageError(
+            raise WrongHere(
                 f"ranks {others} have other shards than rank 0, or in another order: give all the "
                 "same list (sort what glob.glob() gives)"
             )

@@ -276,7 +276,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises UsageError if it is of a data set of another length, or of another shuffle.
+        Raises WrongHere if it is of a data set of another length, or of another shuffle.
         """
         if state["shuffle"] == self._shuffle_name() == "given":
             self._epoch, self._seed = state["epoch"], state["seed"]

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from elastic_etcd.errors import UsageError
+from elastic_etcd.errors import WrongHere
 from elastic_etcd.train.data.permutation import Order
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -314,10 +314,13 @@ def unpack_ranges(
 
 
 def refuse_other_data(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise UsageError if the state that is loaded tells of other data than there are here."""
+    """Raise WrongHere if the state that is loaded tells of other data than there are here.
+
+    Another node may have the right ones: this one is left out at last, and the job goes on.
+    """
     for name, value in here.items():
         if state.get(name, value) != value:
-            raise UsageError(
+            raise WrongHere(
                 f"the state's {name} is {state[name]!r}, here {value!r}: an epoch goes on with the "
                 "data that it began with, in that order (sort what glob.glob() gives). To begin one"
                 " anew, with the weights that were saved, give these data another name in the "
