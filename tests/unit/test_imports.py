@@ -35,14 +35,8 @@ MAY_IMPORT = {
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
     "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
-    "launcher": {
-        "api",
-        "cli",
-        "agent",
-        "protocol",
-        "system",
-        "errors",
-    },  # loaded into its user's program
+    # Loaded into its user's program.
+    "launcher": {"api", "cli", "agent", "protocol", "system", "errors"},
     "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "errors", "version"},  # what a script uses, and loaded only when it does
 }
