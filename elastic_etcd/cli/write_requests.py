@@ -72,7 +72,7 @@ class SteeredJob(query.Job):
             then = change(view)
             if then == there:
                 return replace(view, wanted=then), False
-            result = await self._write(seen, then)
+            result = await self._try(seen, then)
             if result.succeeded:
                 return replace(view, wanted=then), True
             unheard = then if result.ambiguous else unheard
@@ -112,7 +112,7 @@ class SteeredJob(query.Job):
         spec = self.run_of(view)
         return requests.scaled(view, spec.run, spec.limits)
 
-    async def _write(self, seen: Snapshot, then: Requests) -> TxnResult:
+    async def _try(self, seen: Snapshot, then: Requests) -> TxnResult:
         keys = self.keys
         known = {key: kv.mod for key, kv in seen.kvs.items()}
         fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
