@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
 from elastic_etcd.protocol.run_record import RunRecord, RunResult
+from elastic_etcd.system.memfds import new_memfd
 
 if TYPE_CHECKING:
     from elastic_etcd.api.child_failed import ChildFailedError
@@ -168,6 +169,9 @@ class elastic_launch:  # noqa: N801 - it is torch's name
             raise ElasticEtcdError(f"{name}: stop() was called before")
         if self._config.metrics_cfg:
             log.warning("metrics_cfg has no meaning here: use flags=['--metrics-addr', 'PORT']")
+        from elastic_etcd.agent.directories import find_temporary_directory  # noqa: PLC0415 - as above
+
+        find_temporary_directory()
         with tempfile.TemporaryDirectory(prefix="elastic_etcd-") as folder:
             record = self._run(Path(folder), args)
             if not record.outcome:
@@ -215,21 +219,24 @@ class elastic_launch:  # noqa: N801 - it is torch's name
     def _run_agent(self, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> RunRecord:
         # -P: nothing in the directory of the user's program is taken for a module of ours.
         program = [sys.executable, "-P", "-m", "elastic_etcd.api.child"]
-        with _outliving_sigterm():
+        # In memory: a disk may be full, and the folder removed.
+        with open(new_memfd("run_record"), "rb") as file, _outliving_sigterm():  # noqa: PTH123 - a descriptor
+            ids = [str(os.getpid()), str(file.fileno()), str(folder)]
             # Without the trampoline, whose SIGKILL would keep it from leaving the job: it asks
             # for SIGTERM itself, at the end of the thread that waits here.
             agent = subprocess.Popen(
-                [*program, str(os.getpid()), str(folder), *self._config.command_line(), *command],
+                [*program, *ids, *self._config.command_line(), *command],
                 env=env,
                 stdin=subprocess.DEVNULL,
+                pass_fds=[file.fileno()],
                 start_new_session=True,  # Ctrl-C is for this program, which makes the agent leave
             )
             code = self._wait(agent)
+            file.seek(0)
+            record = file.read()
         try:
-            if folder.stat().st_uid != os.geteuid():  # made by somebody in place of a removed one
-                raise PermissionError
-            return msgspec.json.decode((folder / "run_record.json").read_bytes(), type=RunRecord)
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(record, type=RunRecord)
+        except msgspec.MsgspecError:
             text = (
                 f"the agent (pid {agent.pid}) ended with {code}, and did not say how the job went"
             )

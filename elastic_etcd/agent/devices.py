@@ -35,7 +35,10 @@ options, gpus = NumaOptions(affinity_mode=AffinityMode(sys.argv[1])), range(int(
 cpus = [_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options) for gpu in gpus]
 print(json.dumps([sorted(each) for each in cpus]))
 """
+_NVIDIA, _AMD = "nvidia[0-9]*", "kfd"  # the GPUs that torch.cuda may have
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# An entry that may be a GPU: "", -1 and Slurm's NoDevFiles are none, nor is what follows them.
+_GPU = re.compile(r"\s*(?:\+?(\d+)|GPU-|MIG-)")
 _TORCH_TIMEOUT = 300  # a first import of torch from a cold network disk takes minutes
 
 
@@ -61,6 +64,14 @@ def count_devices(spec: str, env: Mapping[str, str] | None = None) -> int:
             "auto, or the name of a backend that torch has."
         )
     return int(spec)
+
+
+def are_visible(env: Mapping[str, str]) -> bool:
+    """Whether this machine has GPUs, and these variables leave some of them to torch.cuda."""
+    return any(
+        any(Path("/dev").glob(nodes)) and all(_GPU.match(env.get(name, "0")) for name in names)
+        for nodes, names in ((_NVIDIA, _VISIBLE[:1]), (_AMD, _VISIBLE))
+    )
 
 
 def cpus_near_gpus(mode: str, nproc: int, env: Mapping[str, str] | None = None) -> list[str]:
@@ -150,8 +161,8 @@ def _index(entry: str, uuids: list[str]) -> int | None:
     if entry.startswith("GPU-"):  # any prefix of a UUID that fits one GPU only
         fitting = [i for i, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return fitting[0] if len(fitting) == 1 else None
-    number = re.match(r"\+?(\d+)", entry)
-    return int(number[1]) if number and int(number[1]) < len(uuids) else None
+    number = _GPU.match(entry)
+    return int(number[1]) if number and number[1] and int(number[1]) < len(uuids) else None
 
 
 def _ask_torch(question: str, *args: str, env: Mapping[str, str]) -> str:

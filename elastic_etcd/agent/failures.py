@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_etcd.errors import ElasticEtcdError
+from elastic_etcd.system.limits import oom_kills
 
 _LONGEST = 1 << 13
 _LARGEST = 1 << 24  # no error file is as long
@@ -30,8 +31,6 @@ _OTHER = re.compile(rf"\[?[IWEF]\d{{4}} |{_IGNORED}")  # torch's log, in C++ and
 # By which the interpreter and C++ begin what they say of a signal that ends the process.
 _FATAL = re.compile(r"Fatal Python error: |terminate called ")
 _LAST = 10  # lines
-_CGROUPS = Path("/sys/fs/cgroup")
-_OOM_KILL = re.compile(r"(?m)^oom_kill (\d+)$")
 # Of a device: torch's words, NCCL's and CUDA's own.
 _NO_DEVICE_MEMORY = re.compile(r"(?i)\bcuda\b.*out.of.memory|cudaErrorMemoryAllocation")
 _NO_MEMORY = (
@@ -64,23 +63,6 @@ def for_want_of_memory(told: str, message: str) -> str:
 def lacks_device_memory(message: str) -> bool:
     """Whether a worker has ended because a GPU had too little memory for it."""
     return _NO_DEVICE_MEMORY.search(message) is not None
-
-
-def oom_kills() -> int:
-    """How many processes of this one's cgroup the kernel has killed for want of memory.
-
-    0 if it does not say. In a container the cgroup may be the root of what is mounted there.
-    """
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):  # of version 2, or of version 1
-                name = "memory.oom_control" if controllers else "memory.events"
-                root = _CGROUPS / controllers
-                for file in (root / path.lstrip("/") / name, root / name):
-                    with suppress(FileNotFoundError, IndexError):
-                        return int(_OOM_KILL.findall(file.read_text())[0])
-    return 0
 
 
 def write_error_file(path: str, error: ElasticEtcdError) -> None:

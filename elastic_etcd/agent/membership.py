@@ -398,7 +398,9 @@ class Membership:
             session.orphan()
             raise
         self._session = session
-        created = result.gets[0][0].create if result.succeeded else 0
+        # After a lost answer the first attempt's key is in the way of the next one's fence.
+        put_back = result.succeeded or result.ambiguous
+        created = next((kv.create for kv in result.gets[0] if put_back), 0)
         await self._mirror_scope.aclose()  # it may be behind, and show that the key is gone
         self._mirror = None
         self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))

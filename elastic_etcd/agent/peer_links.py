@@ -36,6 +36,7 @@ from elastic_etcd.core.view import View
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.retry import jitter
 from elastic_etcd.system.kernel import NO_DESCRIPTOR
+from elastic_etcd.system.sockets import listen
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import CALL, CALL_AGAIN, HELLO, OWN_LOOK_UP, PROOF
 
@@ -157,17 +158,6 @@ def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-def _listen(address: str) -> socket.socket:
-    """A socket that listens at `address`, which may be a name, and nowhere else.
-
-    Raises OSError, also when the address is not this machine's.
-    """
-    found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, where = found[0]
-    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-
-
 class _Caller(asyncio.BufferedProtocol):
     """A connection that was made to this agent; no more than a hello and a goodbye is read."""
 
@@ -262,7 +252,7 @@ class PeerLinks:
         """Listen at `address`, with a nonce for a new lease; None where that can't be done."""
         self.close()
         try:
-            sock = await in_thread(partial(_listen, address), OWN_LOOK_UP)
+            sock = await in_thread(partial(listen, address, 0, _BACKLOG), OWN_LOOK_UP)
         except OSError as error:
             why = error.strerror or "its name is not known"
             log.info("no proof of death: this node can't be called at %s: %s", address, why)

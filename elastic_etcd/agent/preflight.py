@@ -17,6 +17,7 @@ from typing import Any
 from elastic_etcd import children
 from elastic_etcd.agent.address import Reached, is_link_up, own_address
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.devices import are_visible
 from elastic_etcd.agent.fitness import run, tell_unfit
 from elastic_etcd.core.schema import Measured
 from elastic_etcd.core.words import counted, ended, shown
@@ -71,7 +72,7 @@ def _questions(config: AgentConfig, endpoint: str) -> dict[str, dict[str, Any]]:
     if config.etcd:  # one of this agent's own has this node's clock
         files = {name: getattr(config.etcd, name) for name in ("tls", "cacert", "cert", "key")}
         asked["clock"] = {"endpoint": endpoint, **files}
-    if any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd")):
+    if are_visible(os.environ):
         asked["devices"] = {}
     return asked
 

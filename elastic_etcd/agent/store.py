@@ -34,6 +34,7 @@ from elastic_etcd.system.child_process import (
     exited,
     start,
 )
+from elastic_etcd.system.sockets import listen
 from elastic_etcd.times import IMPORTED
 
 _PROGRAM = Path(children.__file__).with_name("store_server.py")
@@ -49,27 +50,15 @@ def bind(address: str) -> tuple[socket.socket, int]:
     are not looked up. Raises OSError when the system has no socket to give.
     """
     try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        dual = ip.version == 6  # it may be an IPv4 address, written so
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        where = (address, 0)
-        sock = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        ipaddress.ip_address(address.partition("%")[0])
+        sock = listen(address, 0, _BACKLOG)
     except ValueError:
-        sock = _listen_everywhere()
+        sock = listen("::", 0, _BACKLOG)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise
-        sock = _listen_everywhere()
+        sock = listen("::", 0, _BACKLOG)
     return sock, sock.getsockname()[1]
-
-
-def _listen_everywhere() -> socket.socket:
-    """As torch's own store does."""
-    if not socket.has_dualstack_ipv6():
-        return socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)  # noqa: S104 - it is meant
-    return socket.create_server(
-        ("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-    )
 
 
 class StoreServer:

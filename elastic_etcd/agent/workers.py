@@ -23,12 +23,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.directories import LOOK, Directory
 from elastic_etcd.agent.environment import common_env, worker_env
-from elastic_etcd.agent.failures import (
-    failure_message,
-    for_want_of_memory,
-    lacks_device_memory,
-    oom_kills,
-)
+from elastic_etcd.agent.failures import failure_message, for_want_of_memory, lacks_device_memory
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
@@ -71,6 +66,7 @@ from elastic_etcd.system.leftovers import (
     end_leftovers,
     kill_marked,
 )
+from elastic_etcd.system.limits import oom_kills
 from elastic_etcd.system.processes import kill_members, wait_until_gone
 from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ERROR_FILE, GOODBYE, KILLED, LEFTOVERS, PARKED_PATIENCE

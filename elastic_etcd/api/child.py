@@ -1,8 +1,8 @@
 """The agent beside a Python program that has called `elastic_launch` (launcher.py).
 
-`python -m elastic_etcd.api.child PID FOLDER FLAG...` is the launcher with these flags. It leaves
-the job when the process PID ends. It follows the run (`RunWriter`), and writes its record into
-FOLDER.
+`python -m elastic_etcd.api.child PID FD FOLDER FLAG...` is the launcher with these flags. It leaves
+the job when the process PID ends, and removes FOLDER then. It follows the run (`RunWriter`), and
+writes its record into the file FD.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -100,7 +99,7 @@ def _worker_failure(generation: int, failure: Failure, error_file: str) -> Worke
 
 def main(argv: Sequence[str]) -> int:
     """Be the agent until the job, or the program, has ended; gives the exit code."""
-    program, folder = int(argv[0]), Path(argv[1])
+    program, record_fd, folder = int(argv[0]), int(argv[1]), Path(argv[2])
     open_standard_streams()
     kernel.reset_signals()
     run_writer = RunWriter()
@@ -111,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         kernel.signal_at_parents_death(signal.SIGTERM)  # of the thread that waits for this process
         if os.getppid() != program:
             sys.exit(128 + signal.SIGTERM)
-        record.exit_code = launch.run(argv[2:], _environment(), follow=run_writer.follow)
+        record.exit_code = launch.run(argv[3:], _environment(), follow=run_writer.follow)
         if not record.outcome:
             record.outcome = "left" if record.exit_code else "over"
             record.reason = "this node has left" if record.exit_code else "it had succeeded before"
@@ -121,9 +120,8 @@ def main(argv: Sequence[str]) -> int:
         record.exit_code, record.error = 1, f"the agent has ended: {type(error).__name__}: {error}"
         raise
     finally:
-        with suppress(OSError):  # the program has ended, or will see that there is no record
-            folder.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
-            (folder / "run_record.json").write_bytes(msgspec.json.encode(record))
+        with open(record_fd, "wb") as file:
+            file.write(msgspec.json.encode(record))
         if os.getppid() != program:  # nobody else would
             shutil.rmtree(folder, ignore_errors=True)
     return record.exit_code

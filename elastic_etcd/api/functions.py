@@ -6,6 +6,7 @@ value, with cloudpickle, where they can't: what is defined in a notebook, or in 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -47,15 +48,21 @@ def save_function(folder: Path, function: Callable[..., Any], args: Sequence[Any
 def load_values(folder: Path, generation: int) -> dict[int, Any]:
     """{rank: value} of the ranks that returned in this generation.
 
-    Raises UsageError for a value that could not be pickled, or can't be loaded here.
+    Raises UsageError for a value that could not be written, or can't be loaded here.
     """
+    if folder.exists() and folder.stat().st_uid != os.geteuid():
+        raise UsageError(
+            f"{folder} was removed, and is another user's now: its values are not read"
+        )
     values = {}
-    files = {int(path.stem): path for path in (folder / str(generation)).glob("*.*")}
+    files = {int(path.name.split(".")[1]): path for path in folder.glob(f"{generation}.*.*")}
     for rank, path in sorted(files.items()):
         if path.suffix == ".error":
+            why = path.read_text() or os.strerror(errno.ENOSPC)
             raise UsageError(
-                f"rank {rank} returned what can't be pickled: {path.read_text()}.\n"
-                "Let the function return plain data, or write the rest to a file."
+                f"rank {rank} returned what can't be written into {folder}: {why}.\n"
+                "Let the function return plain data, or write the rest to a file; set TMPDIR where "
+                "there is room for what it returns."
             )
         try:
             with path.open("rb") as file:
@@ -84,7 +91,7 @@ class _ByName(pickle.Pickler):
             self.needs_main = True
             if not _main():
                 raise pickle.PicklingError(
-                    f"{value.__qualname__} is defined in __main__, which is no file here"
+                    f"{value.__qualname__} is defined in __main__, which workers can't import"
                 )
         return NotImplemented
 
@@ -94,6 +101,8 @@ def _main() -> dict[str, str]:
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name:
+        if name.rpartition(".")[2] == "__main__":  # which multiprocessing never imports again
+            return {}
         return {"init_main_from_name": name}
     file = getattr(main, "__file__", None)
     if file and Path(file).is_file() and not hasattr(main, "get_ipython"):

@@ -40,19 +40,17 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def save(folder: Path, value: Any) -> None:
-    """Write what was returned, or why it can't be pickled: its training need not be repeated."""
+    """Write what was returned, or why that can't be: its training need not be repeated."""
     env = os.environ
-    path = folder / env["ELASTIC_ETCD_GENERATION"] / f"{env['RANK']}.pickle"
+    path = folder / f"{env['ELASTIC_ETCD_GENERATION']}.{env['RANK']}.pickle"
     folder.mkdir(0o700, parents=True, exist_ok=True)  # somebody may have removed it
-    path.parent.mkdir(exist_ok=True)
     begun = folder / f"{os.getpid()}.begun"
     try:
         with begun.open("wb") as file:
             dump(value, file)
-    except OSError:  # a full disk
-        raise
     except Exception as error:  # noqa: BLE001 - pickling raises what it likes
-        begun.write_text(f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # on a full disk the file's name has to say it
+            begun.write_text(f"{type(error).__name__}: {error}")
         path = path.with_suffix(".error")
     begun.rename(path)
 

@@ -215,7 +215,7 @@ def _functions(part: str, names: list[str]) -> list[Callable[[int], object]]:
 
 def mapped_files() -> set[str]:
     """The files that are mapped into this process; its libraries are among them."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").split("\n")
     return {line.split(maxsplit=5)[5] for line in lines if "/" in line}
 
 
@@ -242,13 +242,16 @@ def at_first_step(call: Callable[[], None]) -> None:
     _at_first_step.append(call)
 
 
-def show_steps() -> None:
-    """Let the agent see the steps of torch's optimizers, as soon as there are any."""
+def mend_libraries() -> None:
+    """Let the agent see a worker's steps, and mend libraries, as soon as they are imported."""
     waits = _Waits()
     _when_imported(_MODULE, waits.look)
     _when_imported(_OPTIMIZER, partial(_count_steps, waits))
     _when_imported(_C10D, _see_the_groups_start)
     _when_imported(_C10D, _see_the_groups_end)
+    _when_imported(_DDP, _end_reducers_first)
+    _when_imported(_RENDEZVOUS, _serve_own_ports)
+    _when_imported(_TRACKER, _set_tracker_apart)
 
 
 def show_imports() -> None:
@@ -276,31 +279,6 @@ def show_imports() -> None:
                 under_way.release()
 
     _IMPORT_SYSTEM._ModuleLockManager = Seen  # noqa: SLF001 - nothing else sees both ends
-
-
-def end_modules_before_groups() -> None:
-    """Let a DDP module that outlives destroy_process_group free its reducer before the group.
-
-    A reducer's end keeps the GIL; with the group's last reference it waits there for gloo's
-    threads, one of which may wait for the GIL (torch 2.13). The group's own end does not keep it.
-    """
-    _when_imported(_DDP, _end_reducers_first)
-
-
-def serve_own_ports() -> None:
-    """Let rank 0 serve the store of a script that meets at a port of its own.
-
-    The agent's store is at MASTER_PORT only; torch 2.13 makes all ranks clients of any.
-    """
-    _when_imported(_RENDEZVOUS, _serve_own_ports)
-
-
-def let_trackers_outlive() -> None:
-    """Have Python's resource tracker in a session of its own, where no signal to a group ends it.
-
-    It removes what its process has left in shared memory, once that has ended, and ends then.
-    """
-    _when_imported(_TRACKER, _set_tracker_apart)
 
 
 def _when_imported(name: str, then: Callable[[], None]) -> None:
@@ -423,6 +401,12 @@ def _replace_in_torch(function: Callable[..., None]) -> None:
 
 
 def _end_reducers_first() -> None:
+    """Let a DDP module that outlives destroy_process_group free its reducer before the group.
+
+    A reducer's end keeps the GIL; with the group's last reference it waits there for gloo's
+    threads, one of which may wait for the GIL (torch 2.13). The group's own end does not keep it.
+    """
+
     def __del__(self: Any) -> None:  # noqa: N807 - it becomes the class's
         if sys.getrefcount(vars(self)) <= _ALONE:  # else they live on in another object
             for name in ("logger", "reducer"):  # the logger holds the reducer
@@ -432,6 +416,10 @@ def _end_reducers_first() -> None:
 
 
 def _serve_own_ports() -> None:
+    """Let rank 0 serve the store of a script that meets at a port of its own.
+
+    The agent's store is at MASTER_PORT only; torch 2.13 makes all ranks clients of any.
+    """
     rendezvous: Any = sys.modules[_RENDEZVOUS]
     create, has_agent_s = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store  # noqa: SLF001 - no other way
     asked = threading.local()
@@ -449,6 +437,10 @@ def _serve_own_ports() -> None:
 
 
 def _set_tracker_apart() -> None:
+    """Have Python's resource tracker in a session of its own, where no signal to a group ends it.
+
+    It removes what its process has left in shared memory, once that has ended, and ends then.
+    """
     tracker: Any = sys.modules[_TRACKER]
     util = tracker.util
 

@@ -122,7 +122,10 @@ class ForkServer:
     def _import_all(self, modules: Sequence[str]) -> bool:
         """Import torch and what --preload names; False, and the agent is told, if one can't be."""
         with self._imports.noted():
-            if not self._import(OURS):
+            if not self._import(OURS[:1]):
+                return False
+            self._imports.torch_is_there()
+            if not self._import(OURS[1:]):
                 return False
             ours = set(sys.modules)
             with self._imports.kept():
@@ -137,10 +140,7 @@ class ForkServer:
             torch = sys.modules["torch"]
             with suppress(Exception), torch.autograd.profiler.record_function(""):
                 pass  # as each step of an optimizer; the first one looks for the operators
-        entry.show_steps()
-        entry.end_modules_before_groups()
-        entry.serve_own_ports()
-        entry.let_trackers_outlive()
+        entry.mend_libraries()
         names = [name for name in sys.modules if name in preloaded or is_ours(name)]
         self._imports.withhold(names, entry.mapped_files())
         return True
@@ -303,7 +303,9 @@ def check_safe(who: str) -> None:
     """Raises CannotFork when a fork would lose threads or break CUDA."""
     tasks = list(Path("/proc/self/task").iterdir())
     if len(tasks) > 1:
-        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in tasks}))
+        # A name may be cut inside a character.
+        found = {(task / "comm").read_text(errors="replace").strip() for task in tasks}
+        names = ", ".join(sorted(found))
         raise CannotFork(f"{who} started {len(tasks) - 1} threads ({names})")
     for fd in list(Path("/proc/self/fd").iterdir()):
         try:

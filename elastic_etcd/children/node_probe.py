@@ -24,6 +24,7 @@ _ROOM, _WRITTEN = 64 * MIB, 4 * MIB  # bytes that are to be free on a disk, and 
 _SLOWEST = 0.5  # MB/s of a disk
 _APART = 2.0  # seconds between this clock and etcd's
 _ANSWER = 2.0  # seconds for etcd to tell its time
+_NVIDIA, _AMD = "nvidia[0-9]*", "kfd"  # in /dev
 _SIDE, _COPIED = 4096, 256 * MIB  # of a product of matrices, and of a copy, on a device
 
 
@@ -116,10 +117,8 @@ def devices() -> Found:
     except ImportError:  # workers that need it say so
         return "", {}
     speeds: dict[str, float] = {}
-    hidden = (
-        os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not torch.backends.cuda.is_built()
-    )
-    if not (torch.cuda.device_count() or hidden):
+    own = torch.backends.cuda.is_built() and (_AMD if torch.version.hip else _NVIDIA)
+    if not torch.cuda.device_count() and own and any(Path("/dev").glob(own)):
         return "torch finds none of this machine's GPUs: look at nvidia-smi, or hide them", speeds
     for number in range(torch.cuda.device_count()):
         name = f"cuda:{number} {torch.cuda.get_device_name(number)}"

@@ -29,11 +29,8 @@ def main(argv: list[str]) -> entry.Entry:
         sys.path.insert(0, given.folder)
     given.install_as_main()
     entry.show_stacks()
-    entry.show_steps()
+    entry.mend_libraries()
     entry.show_imports()
-    entry.end_modules_before_groups()
-    entry.serve_own_ports()
-    entry.let_trackers_outlive()
     return given
 
 

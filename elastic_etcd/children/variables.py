@@ -2,8 +2,9 @@
 
 A script may set a variable before its own `import torch`, which in a forked worker comes too late:
 torch was imported before. So a worker begins without torch in `sys.modules`, and gets it back when
-the script imports it. If the script changes a variable before that which an import has read, the
-process begins anew as a program of its own, in which the script's import is the first.
+the script imports it, and what torch does not import (torch._dynamo, what --preload names) when it
+imports that. If the script changes a variable before that which an import has read, the process
+begins anew as a program of its own, in which the script's import is the first.
 
 Loaded by its path, as entry.py is.
 """
@@ -64,6 +65,8 @@ class Imports(MetaPathFinder):
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType] = {}  # those that are not in `sys.modules` now
         self._read: set[str] = set()
+        self._torchs_modules: set[str] = set()  # all that are there after `import torch`
+        self._torchs_read: set[str] = set()
         self._set: dict[str, tuple[str | None, str | None]] = {}  # before and after
         self._by_c = False  # libraries that read variables were loaded
         self._by_kmp = False
@@ -95,6 +98,10 @@ class Imports(MetaPathFinder):
         finally:
             environ.__getitem__ = get  # type: ignore[method-assign]
             environ.__iter__ = iterate  # type: ignore[method-assign]
+
+    def torch_is_there(self) -> None:
+        """It has been imported, and nothing else yet."""
+        self._torchs_modules, self._torchs_read = set(sys.modules), self._read.copy()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -129,10 +136,20 @@ class Imports(MetaPathFinder):
         putenv, unsetenv = os.putenv, os.unsetenv
 
         def changed(name: str, value: str | None) -> None:
-            if os.getpid() == pid and self._is_read(name) and env.get(name) != value:
-                os.chdir(cwd)
-                os.umask(umask)
-                begin_anew(argv, env, name)
+            if os.getpid() != pid or not self._is_read(name) or env.get(name) == value:
+                return
+            c10d = sys.modules.get("torch.distributed.distributed_c10d")
+            if c10d and c10d.is_initialized():  # the others would meet this rank a second time
+                self._read.discard(name)  # it is said once
+                say_once_a_node(
+                    env,
+                    f"{name} is changed too late: modules that were loaded ahead have read it. "
+                    "Set it before the process group is made, or add --start-method exec",
+                )
+                return
+            os.chdir(cwd)
+            os.umask(umask)
+            begin_anew(argv, env, name)
 
         def put(name: bytes | str, value: bytes | str) -> None:
             changed(os.fsdecode(name), os.fsdecode(value))
@@ -155,8 +172,14 @@ class Imports(MetaPathFinder):
         by_kmp = self._by_kmp and name.startswith(_READ_BY_KMP)
         return by_c or by_kmp or name in self._read
 
-    def give_back(self) -> None:
-        """Leave the process as after the imports."""
+    def give_back(self, asked: str = "") -> None:
+        """Leave the process as after the import of torch, if that imports `asked`, else of all."""
+        if asked in self._torchs_modules:
+            own = self._torchs_modules & self.modules.keys()
+            sys.modules.update({each: self.modules.pop(each) for each in own})
+            self._read -= self._torchs_read
+            self._by_c = self._by_kmp = False
+            return
         atexit.unregister(self.give_back)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -193,25 +216,32 @@ class Imports(MetaPathFinder):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already: give back all."""
-        own = self._own.pop(module.__spec__.name if module.__spec__ else module.__name__)
+        """It has run already: give back all that its import gives."""
+        name = module.__spec__.name if module.__spec__ else module.__name__
+        own = self._own.pop(name)
         for each in _OWN:
             vars(module).pop(each, None)
         vars(module).update(own)
-        self.give_back()
+        self.give_back(name)
 
 
 def begin_anew(argv: Sequence[str], env: Mapping[str, str], name: str) -> None:
     """Become `argv` in `env`, since the script changes this variable; returns if that can't be."""
-    if env.get("ELASTIC_ETCD_LOCAL_RANK", "0") == "0":
-        sys.stderr.write(
-            f"elastic_etcd: this script changes {name} before it imports torch, so each worker "
-            "begins anew without the modules that were loaded ahead, which takes longer; "
-            f"set {name} where the launcher is started\n"
-        )
+    say_once_a_node(
+        env,
+        f"this script changes {name} before it imports what has read it, so each worker begins "
+        "anew without the modules that were loaded ahead, which takes longer; "
+        f"set {name} where the launcher is started",
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         os.execvpe(argv[0], [*argv], env)  # noqa: S606
     except OSError as error:
         sys.stderr.write(f"elastic_etcd: {argv[0]}: {error.strerror}; it goes on as it is\n")
+
+
+def say_once_a_node(env: Mapping[str, str], text: str) -> None:
+    """Write this line to stderr, on one worker of the node."""
+    if env.get("ELASTIC_ETCD_LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"elastic_etcd: {text}\n")

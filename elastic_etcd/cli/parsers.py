@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMMAND = "python -m elastic_etcd.launch"
 
-_ENDPOINTS = ("PET_ETCD", "PET_RDZV_ENDPOINT", "ETCDCTL_ENDPOINTS")
+_ENDPOINTS = "ETCDCTL_ENDPOINTS"
 EXIT_CODES = """\
 exit codes:
   0 the job succeeded              1 training failed            2 wrong usage
@@ -34,6 +34,7 @@ exit codes:
   130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
            143 also where it was drained, or the job was stopped (--stop-exit-code)
   7 a newer elastic_etcd has written to this job       9 restarts made no progress
+  8 this node is not fit to train (--preflight, --health-check)
 """
 EPILOG = f"""\
 examples:
@@ -129,15 +130,22 @@ def _default_in(env: Mapping[str, str], flag: Flag) -> Any:
     """The default of a flag: what the environment says, or else its own."""
     for name in flag.long:
         variable = f"PET_{name[2:].replace('-', '_').upper()}"
-        if text := env.get(variable):
+        if (text := env.get(variable)) is not None:
             if flag.choices and text not in flag.choices:  # argparse does not check defaults
                 choices = ", ".join(flag.choices)
                 raise UsageError(f"{variable}={text} in the environment: give one of {choices}")
             try:
                 return (flag.kind or truth)(text)
             except (ValueError, ArgumentTypeError) as error:
+                if not text.strip():
+                    raise _empty(variable) from error
                 raise UsageError(f"{variable}={text} in the environment: {error}") from error
     return default_of(flag)
+
+
+def _empty(variable: str) -> UsageError:
+    """Says so; compose makes such a variable of a name that it does not know."""
+    return UsageError(f"{variable} is in the environment, and empty: give it a value, or unset it")
 
 
 def default_of(flag: Flag) -> Any:
@@ -203,11 +211,8 @@ def etcd_of(args: argparse.Namespace, env: Mapping[str, str]) -> EtcdConfig | No
             "--password: a password on the command line can be read by every user of this machine; "
             "put it in ELASTIC_ETCD_PASSWORD or in a --password-file"
         )
-    for name in _ENDPOINTS:
-        if not args.etcd and not env.get(name, "-").strip():
-            raise UsageError(
-                f"{name} is in the environment, and empty: give it etcd's HOST:2379, or unset it"
-            )
+    if not args.etcd and not env.get(_ENDPOINTS, "-").strip():
+        raise _empty(_ENDPOINTS)
     return EtcdConfig.parse(
         args.etcd,
         cacert=args.cacert,

@@ -181,11 +181,6 @@ def when(at: str) -> str:
     return told.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def address(host: str, port: int) -> str:
-    """Both as a URL has them."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def note(text: str) -> None:
     """Tell it beside what is printed."""
     print(f"note: {shown(text)}", file=sys.stderr)

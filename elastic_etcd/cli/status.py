@@ -11,6 +11,7 @@ from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
 from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
 from elastic_etcd.protocol.messages import UNCOUNTED
+from elastic_etcd.system.sockets import address
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -75,7 +76,9 @@ def describe(job: str, view: View) -> dict[str, Any]:
     for entry in history:
         if lines := query.newest_divergences(view, entry["generation"]):
             entry["divergences"] = list(lines)
-    newest = history[-1] if history else {}
+    run = next((known.run for known in (view.outcome, now, view.spec) if known), None)
+    of_run = (entry for entry in reversed(history) if entry.get("run") == run)
+    newest: dict[str, Any] = next(of_run, {})
     reason = view.outcome.reason if view.outcome else now.reason if now else ""
     failure = _failure(view, reason)
     return {
@@ -95,7 +98,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
-        "master": query.address(now.master.addr, now.master.port) if now and now.master else None,
+        "master": address(now.master.addr, now.master.port) if now and now.master else None,
         "commit_nodes": _commit_nodes(view),
         "nodes": list(_nodes(view)),
         "history": history,
@@ -349,8 +352,11 @@ def summary(state: dict[str, Any]) -> Iterator[str]:
     if state["repeated"]:
         yield f"  {state['repeated']}"
     used = _used(state["restarts"], state["limits"])
-    restarts = f"{used} {'restart' if used == '1' else 'restarts'} used"
-    yield f"  {_sizes(state['limits'])} nodes, {restarts}" if state["limits"] else f"  {restarts}"
+    line = f"{used} {'restart' if used == '1' else 'restarts'} used"
+    if state["limits"]:
+        sizes = _sizes(state["limits"])
+        line = f"{sizes} {'node' if sizes == '1' else 'nodes'}, {line}"
+    yield f"  {line}"
     if state["coordinator"] or state["master"]:
         yield f"  coordinator {state['coordinator'] or '-'}, master {state['master'] or '-'}"
     yield from _steered(state)

@@ -161,12 +161,23 @@ def forget() -> parsers.Parser:
     parser.add_argument(
         "--older-than",
         type=flag_values.seconds,
-        default=7 * _DAY,
         metavar="SECONDS",
         help="--all: since their end (default: a week)",
     )
-    parser.add_argument("--force", action="store_true", help="also where nobody has ended it")
+    text = "also where nobody has ended it; not with --all"
+    parser.add_argument("--force", action="store_true", help=text)
+    parser.checks.append(_one_or_old)
     return parser
+
+
+def _one_or_old(args: Namespace) -> None:
+    """Raises ArgumentTypeError where something could not be heeded. Sets the age that counts."""
+    if args.job and args.older_than is not None:
+        older = f"--older-than goes with --all: {args.job} would be removed however old it is"
+        raise ArgumentTypeError(older)
+    if args.all and args.force:
+        raise ArgumentTypeError("--force goes with one JOB: a deserted one has no end")
+    args.older_than = 7 * _DAY if args.older_than is None else args.older_than
 
 
 def _may_stop_training(parser: parsers.Parser) -> None:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from itertools import takewhile
 from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
 
 from elastic_etcd.cli.query import in_one_line
 
@@ -47,18 +48,22 @@ def table(
     head, *names = columns[0]
     if names and over() > 0:
         columns[0] = [head, *told_apart(names, max(_SHORTEST, _widest(names) - over()))]
-    placed = [
-        [
-            cell.rjust(_widest(column)) if at in right else cell.ljust(_widest(column))
-            for cell in column
-        ]
-        for at, column in enumerate(columns)
-    ]
+    placed = []
+    for at, column in enumerate(columns):
+        widest = _widest(column)
+        spaces = [" " * (widest - columns_of(cell)) for cell in column]
+        sides = (spaces, column) if at in right else (column, spaces)
+        placed.append(["".join(both) for both in zip(*sides, strict=True)])
     return [cut(_GAP.join(cells), room) for cells in zip(*placed, strict=True)]
 
 
 def _widest(texts: Sequence[str]) -> int:
-    return max(map(len, texts))
+    return max(map(columns_of, texts))
+
+
+def columns_of(text: str) -> int:
+    """The columns of a terminal that it takes: two for each wide character, as of Chinese."""
+    return len(text) + sum(east_asian_width(c) in "FW" for c in text if not c.isascii())
 
 
 def told_apart(names: Sequence[str], most: int) -> list[str]:
@@ -79,6 +84,11 @@ def _alike(names: Sequence[str]) -> int:
 
 
 def cut(text: str, most: int) -> str:
-    """A text of at most so many characters."""
+    """A text of at most so many columns."""
     text = text.rstrip()
-    return text if len(text) <= most else text[: most - 1] + _CUT
+    if columns_of(text) <= most:
+        return text
+    text = text[: most - 1]
+    while text and columns_of(text) >= most:
+        text = text[:-1]
+    return text + _CUT

@@ -12,6 +12,7 @@ from elastic_etcd.cli import query
 from elastic_etcd.cli.report import is_current, worlds
 from elastic_etcd.core.ranks import natural
 from elastic_etcd.core.schema import seconds_of
+from elastic_etcd.core.words import counted
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ async def _write_timeline(client: Client, args: Namespace) -> None:
         args.out.write_text(trace(events))
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from error
-    print(query.in_one_line(f"{args.out}: {len({node for node, _ in events})} nodes"))
+    print(query.in_one_line(f"{args.out}: {counted(len({node for node, _ in events}), 'node')}"))
 
 
 def trace(events: Sequence[tuple[str, dict[str, Any]]]) -> str:

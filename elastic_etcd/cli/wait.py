@@ -24,9 +24,13 @@ _EPILOG = """\
 A job that nobody has begun yet is waited for, too, and so is a deserted one, since agents that are
 started again go on with it: a note says so. At the end status' first lines are printed.
 
+A job that is over is not waited for, and its agents are in etcd some seconds after their start: an
+outcome is the former run's until then. Where an id is used again, forget the job first.
+
 examples:
   elastic-etcd wait resnet-7 --etcd etcd1:2379 && ./evaluate.sh
   timeout 600 elastic-etcd wait resnet-7 --for training
+  elastic-etcd forget resnet-7; sbatch job.sh && elastic-etcd wait resnet-7      # once more
 
 exit codes:
   0 it has succeeded; with --for training: or it trains     1 it has failed     2 wrong usage
@@ -50,9 +54,12 @@ def main(argv: Sequence[str]) -> int:
 
 async def _wait(client: Client, args: Namespace) -> int:
     job = query.Job(client, args)
-    before = await client.range(*job.ranges, timeout=args.timeout)
-    if not query.is_known(job.view_of(before)):
+    known = job.view_of(await client.range(*job.ranges, timeout=args.timeout))
+    if not query.is_known(known):
         query.note(f"{client.endpoint} has no job at {job.keys.root} yet")
+    elif known.outcome:
+        former = "if agents were just started for another run, this is the former one's end"
+        query.note(f"job {job.name} was over before: {former}")
 
     deserted = False
 

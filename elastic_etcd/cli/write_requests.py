@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from elastic_etcd.core.schema import Limits, Member, Spec
     from elastic_etcd.core.txn import Snapshot
     from elastic_etcd.core.view import View
+    from elastic_etcd.etcd.client import TxnResult
 
 _PAUSE = 0.2  # seconds at most, until a key that others change, too, is read again
 
@@ -59,14 +60,22 @@ class SteeredJob(query.Job):
         change the key again and again.
         """
         end = now() + self.timeout
+        unheard = None  # it may have been written, and the answer was lost
         while True:
             seen = await self.read()
             view = self.view_of(seen)
             if view.newer:
                 raise NewerFormat(Outdated(view.newer).reason)
-            then, there = change(view), view.wanted or Requests()
-            if then == there or await self._written(seen, then):
-                return replace(view, wanted=then), then != there
+            there = view.wanted or Requests()
+            if there == unheard:
+                return view, True
+            then = change(view)
+            if then == there:
+                return replace(view, wanted=then), False
+            result = await self._try(seen, then)
+            if result.succeeded:
+                return replace(view, wanted=then), True
+            unheard = then if result.ambiguous else unheard
             if now() > end:
                 raise NotInTime(f"others change {self.keys.wanted} again and again: try later")
             await asyncio.sleep(random.uniform(0, _PAUSE))  # noqa: S311 - no secret
@@ -103,12 +112,12 @@ class SteeredJob(query.Job):
         spec = self.run_of(view)
         return requests.scaled(view, spec.run, spec.limits)
 
-    async def _written(self, seen: Snapshot, then: Requests) -> bool:
+    async def _try(self, seen: Snapshot, then: Requests) -> TxnResult:
         keys = self.keys
         known = {key: kv.mod for key, kv in seen.kvs.items()}
         fence = tuple(Compare(k, "mod", known.get(k, 0)) for k in (keys.wanted, keys.outcome))
         put = Put(keys.wanted, encode(then)) if then != Requests() else Delete(keys.wanted)
-        return (await self.client.txn(Txn(fence, (put,)), self.timeout)).succeeded
+        return await self.client.txn(Txn(fence, (put,)), self.timeout)
 
 
 # --- drain and undrain --------------------------------------------------------------------
@@ -336,8 +345,10 @@ async def forget(job: SteeredJob, args: Namespace) -> dict[str, Any]:
     mod = seen.kvs[keys.outcome].mod if view.outcome else 0
     nobody = Compare(keys.members, "create", 0, prefix=True)
     fence = (nobody, Compare(keys.outcome, "mod", mod))
-    removal = Txn(fence, (Delete(f"{keys.root}/", prefix=True),))
-    if not (await job.client.txn(removal, job.timeout)).succeeded:
+    removal = Txn(fence, (Delete(f"{keys.root}/", prefix=True),), job.ranges)
+    result = await job.client.txn(removal, job.timeout)
+    gone = result.ambiguous and not any(result.gets)  # removed by an attempt without an answer
+    if not (result.succeeded or gone):
         raise NotInTime(f"job {job.name} has just changed, and is as it was: look again")
     return {"changed": True, "told": f"job {job.name} is forgotten"}
 

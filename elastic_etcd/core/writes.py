@@ -174,7 +174,7 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
         Compare(keys.spec, "create", local.spec),
         Compare(keys.outcome, "mod", view.outcome_mod),
     )
-    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)))
+    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)), (Get(own),))
 
 
 def _asked(view: View, known: Spec) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from elastic_etcd.times import (
 
 PORT_TRIES = 5  # a free port may be taken before etcd binds it
 _FEW = 1000
+_NEEDS = 128_000_000  # bytes: two segments of its log, made in advance
 _SOCKET, _PEERS = "etcd:0", "unix://peers:0"  # etcd wants a port, which means nothing here
 _SKIPS_FSYNC = (3, 5)
 _ARCHITECTURE = "ETCD_UNSUPPORTED_ARCH"  # it has to be said where etcd was not tested
@@ -65,6 +66,12 @@ class EmbeddedEtcd:
     async def __aenter__(self) -> Self:
         self.program = await begin(find_program)  # it asks programs, which may be on a slow disk
         self._directory = Path(tempfile.mkdtemp(prefix="etcd-", dir=self._parent))
+        if (left := shutil.disk_usage(self._directory).free) < _NEEDS:
+            log.warning(
+                "this agent's etcd needs %d MB in %s, and %d MB are left there: set TMPDIR to a "
+                "larger directory, in a container mount a tmpfs at /tmp",
+                *(_NEEDS // 10**6, self._directory.parent, left // 10**6),
+            )
         try:
             for _ in range(PORT_TRIES):
                 if await self._start():

@@ -178,7 +178,7 @@ def untrusted(endpoint: str, reason: str) -> EtcdDenied:
 
 
 def _distrust(reason: str) -> str:
-    """Who has to do what, after a TLS handshake that failed."""
+    """The hint after a TLS handshake that failed."""
     if any(text in reason for text in WRONG_NAME):
         return "Its certificate is for another host: write --etcd with a name that it lists."
     if any(text in reason for text in CLIENT_REFUSED):

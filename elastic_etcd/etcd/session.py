@@ -116,7 +116,7 @@ class Session:
         """Renew until the lease is gone; gives the reason. Raises Unanswered."""
         connection = await self._client.connected()
         try:
-            return await self._renew_on(connection)
+            return await self._renew_on_one_stream(connection)
         except (EtcdError, Unanswered) as error:
             # An etcd older than 3.4.42, 3.5.28 and 3.6.9 asks nobody who renews: there a changed
             # password costs no lease. A token that has ended is no news: the next attempt has one.
@@ -129,8 +129,8 @@ class Session:
             # Also what looks final (a permission) may be put right before the TTL.
             raise Unanswered(str(error)) from error
 
-    async def _renew_on(self, connection: Connection) -> str:
-        """As `_renew`, on one stream; raises EtcdError, too."""
+    async def _renew_on_one_stream(self, connection: Connection) -> str:
+        """As `_renew`; raises EtcdError, too."""
         pace = self._pace
         request = pb.LeaseKeepAliveRequest(id=self.lease)
         loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import ArgumentParser
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,7 @@ def _answer(argv: Sequence[str], ours: Mapping[str, bool]) -> dict[str, Any]:
     flags, others, script = split(argv, ours, theirs)
     args = parser.parse_args([*others, "script"])
     meeting = _meeting(args, launch)
-    _be_second_of_two(args, meeting)
+    _be_second_of_two(args, meeting, flags)
     return {
         "environment": _environment(args, launch),
         "flags": flags,
@@ -111,9 +112,17 @@ def _config(file: str | None, launch: Any) -> Any:
         raise Refused(f"--config-file {name}: accelerate can't read it: {error}") from error
 
 
-def _be_second_of_two(args: Any, meeting: Mapping[str, Any]) -> None:
-    """Keep accelerate from seeking a free port, and from finding one GPU of a machine too few."""
+def _be_second_of_two(args: Any, meeting: Mapping[str, Any], flags: Sequence[str]) -> None:
+    """Keep accelerate from seeking a free port, and from finding one GPU of a machine too few.
+
+    It divides the machine's cores among the workers of one.
+    """
     local = max(1, meeting.get("num_processes", 1) // max(1, meeting.get("num_machines", 1)))
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="given", nargs="?")
+    given = parser.parse_known_args(flags)[0].given or os.environ.get("PET_NPROC_PER_NODE")
+    if given:  # a word means the number of CPUs on a machine without GPUs
+        local = int(given) if given.isdecimal() else os.cpu_count() or 1
     args.num_machines, args.machine_rank, args.num_processes = 2, 1, 2 * local
     args.main_process_ip, args.main_process_port = "127.0.0.1", 29500
     args.deepspeed_multinode_launcher = "standard"

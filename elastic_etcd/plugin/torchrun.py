@@ -45,6 +45,7 @@ from elastic_etcd.protocol.messages import (
     to_torchrun,
 )
 from elastic_etcd.protocol.packets import receive
+from elastic_etcd.system.standard_streams import open_standard_streams
 from elastic_etcd.times import AGENT_GONE
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
         """Take part in the next world; waits until there is one.
 
         Raises RendezvousConnectionError, RendezvousTimeoutError, or RendezvousClosedError when the
-        job is over; SystemExit(0) when it has succeeded without this node.
+        job has failed; SystemExit(0) when it has succeeded without this node, SystemExit(143) when
+        somebody has made this node leave it.
         """
         for _ in range(_STARTS):
             if self._closed:
@@ -211,8 +213,9 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
         self._closed = True
         if code == 0:
             log.info("%s: job %s has succeeded, there is nothing to do", NAME, self._job)
-            raise SystemExit(0)
-        raise _ERRORS.get(code, RendezvousClosedError)(error or f"job {self._job} is over")
+        if not error:  # the agent's log says why this node has left
+            raise SystemExit(code)
+        raise _ERRORS.get(code, RendezvousClosedError)(error)
 
     def _enter(self, agent: _Agent, world: Formed) -> RendezvousInfo | None:
         """Meet the others at the world's store; None if the world ends before all are there."""
@@ -256,6 +259,7 @@ class _Agent:
     """The process beside torchrun's, and the socket to it."""
 
     def __init__(self, flags: list[str]) -> None:
+        open_standard_streams()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening = -1  # for a world that this node leads
         self._news = False

@@ -4,6 +4,7 @@ It errs on the side of more: a file that can't be read is no limit, and memory t
 take back or swap out is free.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ _FILES = (  # the limit and what is used, in version 2 and in version 1
 # The same of swap; in version 1 of swap and the memory together.
 _SWAP = ("memory.swap.max", "memory.swap.current")
 _BOTH = ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes")
+_KILLS = ("memory.events", "memory.oom_control")  # in version 2 and in version 1
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
@@ -51,6 +53,18 @@ def free_processes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 def processor_statistics(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[str]:
     """The files that say for how long the cgroups around this process have stopped it."""
     return [str(folder / "cpu.stat") for folder in _folders("cpu", proc, cgroups)]
+
+
+def oom_kills() -> int:
+    """How many processes of this one's cgroup the kernel has killed for want of memory.
+
+    0 if it does not say. In a container the cgroup may be the root of what is mounted there.
+    """
+    for folder in _folders("memory", _PROC, _CGROUPS):
+        for name in _KILLS:
+            with suppress(OSError, IndexError):
+                return int(re.findall(r"(?m)^oom_kill (\d+)$", (folder / name).read_text())[0])
+    return 0
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
@@ -90,7 +104,7 @@ def _allowed(folder: Path, limit: str, used: str) -> int:
 def _folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """The cgroups around this process that this controller limits, the innermost first."""
     with suppress(OSError, ValueError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
+        for line in (proc / "self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
                 root = cgroups / controllers

@@ -17,7 +17,7 @@ _ARG_START, _ARG_END = 45, 46  # among the fields of /proc/self/stat behind the 
 def show_worker(script: str, rank: str, job: str) -> None:
     """Show this, as much of it as there is room for."""
     with suppress(OSError):  # no /proc
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
         start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
         title = os.fsencode(f"{_NAME}{script} rank {rank} ({job})")
         if room := max(0, end - start):

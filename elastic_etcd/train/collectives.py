@@ -3,10 +3,12 @@
 `gather` is a collective of a few numbers; `ee.store` is torch's store of the generation.
 """
 
+import json
 import os
+import zlib
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,7 @@ import torch.distributed as dist
 from elastic_etcd.system.name_lookups import short_lookups
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.accelerator import current_device
-
-_TEXT = 512  # bytes
-_PLACES = range(0, _TEXT, 8)
+from elastic_etcd.train.state.snapshot_bytes import bytes_of
 
 
 class World(NamedTuple):
@@ -37,6 +37,13 @@ def rank_and_size(*, launched: bool = True) -> tuple[int, int]:
     if launched and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
+
+
+def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """These two, or `rank_and_size()` for neither. Raises ValueError for one of them alone."""
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    return rank_and_size() if rank is None or world_size is None else (rank, world_size)
 
 
 def generation() -> int:
@@ -70,12 +77,26 @@ def refuse_garbage() -> None:
     sync_point.current().raise_if_broken()
 
 
-def gather_texts(text: str) -> list[str]:
-    """Every rank's text, of which so many bytes are kept; collective."""
-    data = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-    rows = gather([int.from_bytes(data[n : n + 8], "little", signed=True) for n in _PLACES])
-    found = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
-    return [each.rstrip(b"\0").decode(errors="ignore") for each in found]
+def gather_json(value: object) -> list[Any]:
+    """Every rank's value, in rank order; collective."""
+    data = zlib.compress(json.dumps(value).encode(), 1)
+    sizes = [size for (size,) in gather([len(data)])]
+    mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    there = mine.to(device_of())
+    found = [torch.empty_like(there) for _ in sizes]
+    dist.all_gather(found, there)
+    rows = [row.cpu()[:size] for row, size in zip(found, sizes, strict=True)]
+    refuse_garbage()
+    return [json.loads(zlib.decompress(bytes_of(row))) for row in rows]
+
+
+def broadcast(tensor: torch.Tensor, sender: int) -> torch.Tensor:
+    """The sender's tensor, in host memory; all ranks give it one of this shape. Collective."""
+    there = tensor.to(device_of())
+    dist.broadcast(there, sender)
+    arrived = there.cpu()
+    refuse_garbage()
+    return arrived
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:

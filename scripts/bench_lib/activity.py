@@ -38,7 +38,7 @@ def evaluate() -> None:
 
 def hook() -> Callable[[], object]:
     """What each optimizer's step calls."""
-    entry.show_steps()
+    entry.mend_libraries()
     (found,) = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values()  # noqa: SLF001
     return lambda: found(None, (), {})
 

@@ -1,6 +1,7 @@
 """The programs that users run first: the demo, and small scripts at a terminal."""
 
 import os
+import re
 import select
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -366,15 +368,33 @@ may_mount = pytest.mark.skipif(
 )
 
 
+FROM_PYTHON = """
+import sys
+from elastic_etcd.launcher import LaunchConfig, elastic_launch
+elastic_launch(LaunchConfig(), sys.argv[1])(*sys.argv[2:])
+"""
+
+
 @may_mount
-@pytest.mark.parametrize("has_memory", [True, False])
-def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
-    """As in a container whose root is read-only."""
+@pytest.mark.parametrize(
+    ("program", "has_memory"),
+    [
+        (("-m", "elastic_etcd.launch", "--no-python"), True),
+        (("-m", "elastic_etcd.launch", "--no-python"), False),
+        (("-c", FROM_PYTHON), True),
+    ],
+    ids=["memory", "none", "from-python"],
+)
+def test_m16_no_usual_directory_for_temporary_files(
+    program: tuple[str, ...], *, has_memory: bool
+) -> None:
+    """As in a container whose root is read-only, with the 64 MiB that Docker gives to /dev/shm."""
     places = ["/tmp", "/var/tmp", *([] if has_memory else ["/dev/shm"])]
-    agent = (str(HELD_PYTHON), "-m", "elastic_etcd.launch", "--no-python")
+    mounts = f"mount -t tmpfs -o size=64m none /dev/shm\n{READ_ONLY}"
+    agent = (str(HELD_PYTHON), *program)
     worker = (str(HELD_PYTHON), "-c", "import tempfile; tempfile.TemporaryFile()")
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-euc", READ_ONLY, "sh", *places, "--", *agent, *worker],
+        ["unshare", "--mount", "sh", "-euc", mounts, "sh", *places, "--", *agent, *worker],
         env={k: v for k, v in os.environ.items() if k not in ("TMPDIR", "XDG_RUNTIME_DIR")}
         | {"PYTHONPATH": str(HELD)},
         stderr=subprocess.PIPE,
@@ -384,7 +404,47 @@ def test_m16_no_usual_directory_for_temporary_files(has_memory: bool) -> None:
     )
     assert done.returncode == (0 if has_memory else 2), done.stderr
     assert ("Set TMPDIR to one that this user may write to" in done.stderr) != has_memory
+    little = r"etcd needs 128 MB in /dev/shm/\S+, and 6\d MB are left there: set TMPDIR"
+    assert bool(re.search(little, done.stderr)) == has_memory, done.stderr
     assert "Traceback" not in done.stderr
+
+
+FULL = """
+import sys
+from elastic_etcd.launcher import LaunchConfig, elastic_launch
+
+def train():
+    print("trained once", flush=True)
+    return bytes(30 << 20)
+
+if __name__ == "__main__":
+    _, etcd, prefix = sys.argv
+    job = LaunchConfig(run_id="full", rdzv_endpoint=etcd, flags=["--prefix", prefix])
+    elastic_launch(job, train)()
+"""
+
+
+@may_mount
+@pytest.mark.nightly(part="jobs")
+def test_a_full_disk_costs_a_value_and_no_training(
+    tmp_path: Path, etcd: EtcdServer, prefix: str
+) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = 'mount -t tmpfs -o size=24M none "$TMPDIR"; exec "$@"'
+    program = (sys.executable, tmp_path / "full.py", etcd.endpoint, prefix)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-euc", mounted, "sh", *program],
+        env=os.environ | {"TMPDIR": str(small), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.stdout.count("trained once") == 1, done.stderr
+    assert f"rank 0 returned what can't be written into {small}" in done.stderr
+    assert "No space left on device" in done.stderr
 
 
 SERVICE = """

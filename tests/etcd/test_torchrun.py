@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_etcd.__main__ import main
 from elastic_etcd.plugin.torchrun import NAME, EtcdV3Handler, etcd_v3
 from elastic_etcd.protocol.messages import Wanted
 from tests.support.etcd import EtcdServer
@@ -146,6 +147,29 @@ def test_a_torchrun_that_ends_while_it_is_to_stop_its_workers_leaves(
     assert [each.result(120).world_size for each in (begun, joining)] == [2, 2]
 
 
+def test_who_is_to_leave_ends_as_an_agent_of_ours_does(
+    nodes: Nodes, pool: ThreadPoolExecutor, etcd: EtcdServer, prefix: str
+) -> None:
+    """And not by an error of torch's, which would say that the job is over."""
+    n1, n2 = nodes("n1"), nodes("n2")
+    world(pool, n1, n2)
+    assert n2._agent
+    n2._agent._process.send_signal(signal.SIGUSR2)
+    leaves(n2)
+    told(n1)
+    assert pool.submit(n1.next_rendezvous).result(120).world_size == 1
+    assert main(["stop", "j", "--etcd", etcd.endpoint, "--prefix", prefix]) == 0
+    leaves(n1)
+
+
+def leaves(node: RendezvousHandler) -> None:
+    """Its node is told, and leaves the job by itself."""
+    told(node)
+    with pytest.raises(SystemExit) as end:
+        node.next_rendezvous()
+    assert end.value.code == 128 + signal.SIGTERM
+
+
 def test_a_node_whose_workers_have_succeeded_takes_no_part_in_what_the_others_do(
     nodes: Nodes, pool: ThreadPoolExecutor
 ) -> None:
@@ -243,10 +267,14 @@ def test_an_etcd_with_certificates_and_users(
 def test_a_program_of_torchs_own_that_forks_or_spawns(
     etcd: EtcdServer, prefix: str, tmp_path: Path, method: str
 ) -> None:
-    """It gets its values; when it is killed its agent leaves, whatever workers have of it."""
+    """It gets its values; when it is killed its agent leaves, whatever workers have of it.
+
+    Its stderr is closed, as a daemon's may be.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
+    python = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable]
     program = subprocess.Popen(
-        [sys.executable, "program.py", method, etcd.endpoint, prefix],
+        [*python, "program.py", method, etcd.endpoint, prefix],
         cwd=tmp_path,
         env={**os.environ, MARK: prefix},
         stdout=subprocess.PIPE,

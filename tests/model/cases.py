@@ -158,6 +158,7 @@ MEDIUM = [
     Case(2, limits(1, 2), Faults(expire=1, fail=1), (*LOST, *TAKEN)),
     Case(2, limits(1, 2), Faults(expire=2), (*TAKEN, *LISTED_AGAIN)),
     Case(2, limits(1, 2), Faults(expire=1, late=1), (*LOST, *LISTED_AGAIN)),
+    Case(2, limits(1, 2), Faults(expire=1, lost=1), ("is listed again, its answer lost",)),
     Case(2, limits(1, 2), Faults(stop=1, fail=1), (*LOST, *STOPPED)),
     Case(2, limits(1, 2), Faults(lost=2, late=1, fail=1)),
     Case(2, wary(1, 2), Faults(crash=2, back=1), LOST),

@@ -219,26 +219,32 @@ class System:
         if not node.told:
             yield self._event("learns of it", store, node._replace(told=True), LeaseLost(""))
         if state.life is Life.UNLISTED:
-            yield self._relist(store, node, state)
+            yield from self._relist(store, node, state)
         ending = state.local.stopping or not state.alive
         if node.workers and ending and not in_endless_step(store, state):
             empty = node._replace(workers=0)
             yield self._event("is empty", store, empty, WorkersGone(node.workers))
 
-    def _relist(self, store: Store, node: Node, state: State) -> Move:
-        """Its key is put back, under its lease, or the fence does not hold; a write is given up."""
+    def _relist(self, store: Store, node: Node, state: State) -> Iterator[Move]:
+        """Its key is put back, under its lease, or the fence does not hold; a write is given up.
+
+        Where the answer is lost, its key is there as the client tries again.
+        """
         assert state.view
         lease = state.local.lease
         own = Member(lease, node.name, 1, run=RUN)
         after, ok = store.apply(writes.relist(KEYS, state.view, state.local, own))
         there = node._replace(txn=0, answer=None)
-        if not ok:
-            return self._event("is not listed again", store, there, Relisted(0))
-        check_relisted(node.name, state, store)
+        if not ok and (node.lease != lease or store.value(KEYS.member(lease)) is None):
+            yield self._event("is not listed again", store, there, Relisted(0))
+            return
         there = there._replace(lease=lease, told=True)
-        back, again = (tuple(sorted({*known, lease})) for known in (after.back, after.again))
-        after = after._replace(back=back, again=again)
-        return self._event("is listed again", after, there, Relisted(2, 1.0))
+        if ok:
+            check_relisted(node.name, state, store)
+            back, again = (tuple(sorted({*known, lease})) for known in (after.back, after.again))
+            after = after._replace(back=back, again=again)
+            yield Move("is listed again, its answer lost", self.stores.of(after), there, "lost")
+        yield self._event("is listed again", after, there, Relisted(2, 1.0))
 
     def _faults(self, store: Store, node: Node, state: State) -> Iterator[Move]:
         here, may = self.stores.of(store), self.faults

@@ -1,13 +1,15 @@
 """`elastic-etcd accelerate`: whose flag is whose, and what becomes of accelerate's numbers."""
 
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from elastic_etcd.__main__ import main
 from elastic_etcd.frameworks.accelerate import _sizes
-from elastic_etcd.frameworks.accelerate_environment import split
+from elastic_etcd.frameworks.accelerate_environment import _be_second_of_two, split
 
 TOLD = {
     "num_machines": 4,
@@ -50,6 +52,25 @@ def test_what_is_given_counts(given: list[str], env: dict[str, str]) -> None:
 def test_a_file_of_one_machine_says_nothing() -> None:
     assert sizes(told={}) == ([], [])
     assert sizes(told={"num_processes": 8}) == (["--nproc-per-node=8"], [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "workers"),
+    [
+        ("", "", 4),
+        ("--nproc-per-node 3", "9", 3),
+        ("--nnodes=2 --nproc_per_node=3 --rerun", "", 3),
+        ("--nproc-per-node=cpu", "", os.cpu_count()),
+        ("", "3", 3),
+    ],
+)
+def test_accelerate_divides_the_cores_among_as_many_workers_as_there_are(
+    flags: str, env: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", env)
+    args = SimpleNamespace()
+    _be_second_of_two(args, TOLD, flags.split())
+    assert args.num_processes // args.num_machines == workers
 
 
 def test_each_flag_goes_where_it_is_known_and_the_script_keeps_its_own() -> None:

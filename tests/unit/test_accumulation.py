@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticSampler, accumulation_steps
+from elastic_etcd.errors import UsageError
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
@@ -69,6 +70,33 @@ def test_micro_batches_are_loaded_step_by_step_with_the_same_global_batches() ->
 
     assert [len(step) for step in steps_of(1)] == [30] * 10
     assert steps_of(1) == steps_of(2) == steps_of(4) == steps_of(7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "sizes"),
+    [(10, 3, None), (10, 3, [1, 1, 1]), (12, 3, [4, 4, 3]), (12, 2, None)],
+    ids=["forgotten", "others", "others of an equal plan", "a plan of another world"],
+)
+def test_a_sampler_that_deals_out_otherwise_is_refused(
+    batch: int, world: int, sizes: list[int] | None
+) -> None:
+    """Some rank would take a step more than another, which waits for it for ever."""
+    for rank in range(3):
+        sampler = ElasticSampler(60, rank=rank, world_size=3)
+        sampler.reshard(batch_sizes=sizes)
+        plan = accumulation_steps(batch, 2, rank=min(rank, world - 1), world_size=world)
+        loader = DataLoader(list(range(60)), batch_sampler=plan.batches(sampler))
+        with pytest.raises(UsageError, match=r"sampler.reshard\(batch_sizes=plan.batch_sizes\)"):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(12, None), (12, [2, 2, 2]), (10, [8, 6, 6])])
+def test_a_sampler_that_deals_out_in_proportion_is_taken(
+    batch: int, sizes: list[int] | None
+) -> None:
+    sampler = ElasticSampler(60, rank=0, world_size=3)
+    sampler.reshard(batch_sizes=sizes)
+    assert next(iter(accumulation_steps(batch, 4, rank=0, world_size=3).batches(sampler)))
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,15 @@ import pytest
 import torch
 
 from elastic_etcd.train import collectives, sync_point
-from elastic_etcd.train.sharded import exchange
-from elastic_etcd.train.state import replicas, sync
+from elastic_etcd.train.state import sync
 from elastic_etcd.train.sync_point import SyncPoint, WorldBroken
 from tests.support.forked import Child, group
 
 COLLECTIVES: dict[str, Callable[[], Any]] = {
     "gather": lambda: collectives.gather([1]),
-    "gather_texts": lambda: collectives.gather_texts("text"),
-    "gather_json": lambda: exchange.gather_json({}),
-    "sync broadcast": lambda: sync._broadcast(torch.ones(1), 0),
+    "gather_json": lambda: collectives.gather_json({}),
+    "broadcast": lambda: collectives.broadcast(torch.ones(1), 0),
     "sync any": lambda: sync._any_rank(torch.ones(1)),
-    "replicas broadcast": lambda: replicas._broadcast([1], 0),
 }
 
 
@@ -49,11 +46,11 @@ def test_g8_no_collective_of_ours_gives_what_may_be_garbage(tmp_path: Path) -> N
     assert Child(in_a_broken_world, tmp_path).result() == []
 
 
-@pytest.mark.parametrize("text", ["", "rank 0 on n1", "é" * 300])
-def test_texts_arrive(tmp_path: Path, text: str) -> None:
-    assert Child(texts, tmp_path, text).result() == [text.encode()[:512].decode(errors="ignore")]
+@pytest.mark.parametrize("value", ["", "é" * 300, {"rank 0 on n1": [1, None]}])
+def test_values_arrive(tmp_path: Path, value: object) -> None:
+    assert Child(gathered, tmp_path, value).result() == [value]
 
 
-def texts(folder: Path, text: str) -> list[str]:
+def gathered(folder: Path, value: object) -> list[Any]:
     with group(0, 1, folder):
-        return collectives.gather_texts(text)
+        return collectives.gather_json(value)

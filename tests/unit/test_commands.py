@@ -92,6 +92,20 @@ def test_a_job_or_all_of_them(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("j", "--older-than=604800"), "--older-than goes with --all: j would be removed however"),
+        (("--all", "--yes", "--force"), "--force goes with one JOB: a deserted one has no end"),
+    ],
+)
+def test_what_forget_could_not_heed_is_refused(
+    argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["forget", *argv, "--etcd=127.0.0.1:1"]) == 2
+    assert f"error: {told}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", OF_A_JOB)
 def test_a_wrong_variable_is_told_as_a_wrong_flag_is(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,30 @@ def test_gpus_are_counted_as_cuda_shows_them(
         assert count_devices("auto", env) == CPUS
 
 
+@pytest.mark.parametrize(
+    ("env", "nvidia", "amd"),
+    [
+        ({}, True, True),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, True, True),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-0a2b,-1"}, True, True),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aaaa"}, True, True),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False, False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, False, False),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, False, False),  # Slurm's, of a job without --gres
+        ({"ROCR_VISIBLE_DEVICES": "NoDevFiles"}, True, False),
+        ({"HIP_VISIBLE_DEVICES": "none"}, True, False),
+    ],
+)
+def test_gpus_that_are_hidden_are_not_checked(
+    env: dict[str, str], nvidia: bool, amd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without a GPU was refused on a machine that has some."""
+    for here, nodes in ((nvidia, ("null", "no-such")), (amd, ("no-such", "null"))):
+        for name, found in zip(("_NVIDIA", "_AMD"), nodes, strict=True):
+            monkeypatch.setattr(devices, name, found)
+        assert devices.are_visible(env) == here
+
+
 def test_nvidia_smi_is_preferred_to_importing_torch(machine: Machine) -> None:
     assert count_devices("gpu", machine(FOUR_GPUS, torch="exit 1")) == 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import elastic_etcd
-from elastic_etcd.cli.parsers import build_parser
+from elastic_etcd.cli.parsers import EXIT_CODES, build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
 from scripts.docs_lib import picture, recording
@@ -162,6 +162,12 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
 
 def test_the_picture_is_the_one_that_its_program_draws() -> None:
     assert picture.FILE.read_text() == picture.picture()
+
+
+def test_help_has_the_exit_codes_of_the_page() -> None:
+    page = (ROOT / "docs/failures.md").read_text().partition("## Exit codes")[2]
+    codes = set(re.findall(r"^\| (\d) \|", page, re.MULTILINE))
+    assert set(re.findall(r"  (\d) [a-z]", EXIT_CODES)) == codes
 
 
 def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:

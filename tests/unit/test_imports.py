@@ -35,13 +35,21 @@ MAY_IMPORT = {
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
     "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
-    "launcher": {"api", "cli", "protocol", "errors"},  # loaded into its user's program
+    "launcher": {
+        "api",
+        "cli",
+        "agent",
+        "protocol",
+        "system",
+        "errors",
+    },  # loaded into its user's program
     "api": {"api", "launch", "agent", *BELOW_AGENT},
     "__init__": {"train", "errors", "version"},  # what a script uses, and loaded only when it does
 }
 # Modules that are loaded into somebody else's program, and all that they import of this package.
 IN_OTHER_PROGRAMS = {
-    "plugin/torchrun.py": {"cli", "protocol", "times"},  # of cli, the table of flags
+    # Of cli the table of flags, of system the standard streams.
+    "plugin/torchrun.py": {"cli", "protocol", "system", "times"},
     "api/functions.py": {"errors"},
     "api/child_failed.py": {"protocol", "errors"},
 }

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from elastic_etcd import ElasticIterable
+from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.shards import Tail
 
 pytestmark = [
@@ -354,8 +356,49 @@ def test_other_lengths_and_persistent_workers_are_refused() -> None:
     "other", [{"told": False}, {"sizes": SIZES[:-1]}, {"shuffle": False}, {"buffer": 3}]
 )
 def test_a_state_of_other_data_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"the state's (shards|samples|shuffle|buffer) is"):
+    with pytest.raises(UsageError, match=r"the state's (shards|samples|shuffle|buffer) is"):
         iterable().load_state_dict(iterable(**other).state_dict())
+
+
+def listed(shards: list[Any], lengths: list[int] | None = None) -> ElasticIterable:
+    return ElasticIterable(shards, Read([]), lengths=lengths, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("shards", "lengths"),
+    [
+        (["/a/2.tar", "/a/1.tar"], [4, 4]),  # as glob.glob() may give them
+        (["/a/1.tar", "/a/2.tar"], [1, 7]),
+        (["/a/1.tar", "/a/3.tar"], [4, 4]),
+    ],
+)
+def test_shards_of_another_order_names_or_lengths_are_refused(
+    shards: list[Any], lengths: list[int]
+) -> None:
+    state = listed(["/a/1.tar", "/a/2.tar"], [4, 4]).state_dict()
+    with pytest.raises(UsageError, match=r"the state's order is .*sort what glob.glob\(\) gives"):
+        listed(shards, lengths).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["/mnt/a/1.tar", "/mnt/a/2.tar"], [Path("/data/1.tar"), Path("/data/2.tar")]),
+        (["s3://b/1.tar?Signature=x"], ["s3://b/1.tar?Signature=y/z"]),  # presigned
+        (["a/1/"], ["b/1"]),
+        ([0, 1], list(torch.arange(2).numpy())),
+        ([("/mnt/a", object())], [("/data/a", object())]),  # nothing is known of others
+    ],
+)
+def test_shards_are_known_by_their_base_names(one: list[Any], other: list[Any]) -> None:
+    """Nodes may have other mount points, and starts other signatures."""
+    listed(other).load_state_dict(listed(one).state_dict())
+
+
+def test_a_state_from_before_orders_were_kept_is_taken() -> None:
+    state = listed(["1.tar"]).state_dict()
+    del state["order"]
+    listed(["1.tar"]).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

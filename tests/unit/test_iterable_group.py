@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd import ElasticIterable, ElasticState
+from elastic_etcd.errors import UsageError
 from tests.support.forked import ranks_that_end
 
 Told = list[list[dict[str, Any]]]  # of each rank, for each story
@@ -29,7 +30,7 @@ def everything() -> list[int]:
 
 def stories(rank: int) -> list[dict[str, Any]]:
     told = [committed(lengths) for lengths in (SIZES, None)]
-    told += [ended(), own_epoch(rank)]
+    told += [ended(), own_epoch(rank), own_shards(rank), too_few()]
     return told
 
 
@@ -110,3 +111,28 @@ def own_epoch(rank: int) -> dict[str, Any]:
 
 def test_ranks_in_different_epochs_are_told(told: Told) -> None:
     assert told[0][3] == told[1][3] == {}
+
+
+def own_shards(rank: int) -> dict[str, Any]:
+    """Each rank has the shards in an order of its own, as glob.glob() may give them."""
+    shards = range(len(SIZES))
+    data = ElasticIterable(list(shards)[:: 1 - 2 * rank], read)
+    with pytest.raises(UsageError, match=r"ranks \[1\] have other shards than rank 0") as raised:
+        data.agree()
+    return {"said": str(raised.value)}
+
+
+def test_shards_that_differ_are_refused_on_every_rank(told: Told) -> None:
+    assert told[0][4] == told[1][4]
+
+
+def too_few() -> dict[str, Any]:
+    """A file for two ranks: the epoch would end on both at once."""
+    data = ElasticIterable([0], read)
+    with pytest.raises(UsageError, match="an epoch of 1 file of unknown length for 2 ranks") as no:
+        list(ElasticState(data=data).steps(data.loader(4)))
+    return {"said": str(no.value)}
+
+
+def test_fewer_files_than_ranks_are_refused_on_every_rank(told: Told) -> None:
+    assert told[0][5] == told[1][5]

@@ -197,7 +197,6 @@ def test_pet_variables(parse: Parse) -> None:
     assert (config.limits.min_nodes, config.limits.max_nodes) == (2, 3)
     assert (config.job, config.lease_ttl) == ("j", 9)
     assert parse("--nnodes=1", "--job=k", **env).job == "k"
-    assert parse(PET_NNODES="").limits.max_nodes == 1
     assert parse(PET_VIRTUAL_LOCAL_RANK="1").virtual_local_rank
     assert not parse(PET_VIRTUAL_LOCAL_RANK="0").virtual_local_rank
     with pytest.raises(UsageError, match="PET_STANDALONE=yes in the environment: give 1 or 0"):
@@ -208,6 +207,28 @@ def test_pet_variables(parse: Parse) -> None:
         variable = f"PET_{flag.dest.upper()}"
         with pytest.raises(UsageError, match=f"{variable}=STOP in the environment: give one of "):
             parse(**{variable: "STOP"})
+
+
+def test_an_empty_variable_is_what_an_empty_flag_is(parse: Parse) -> None:
+    """As compose makes of `${NNODES}`: each node would have trained alone."""
+
+    def refused(*argv: str, **env: str) -> str:
+        try:
+            parse(*argv, **env)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    taken = set()
+    for flag in (each for each in FLAGS if each.kind):
+        variable = f"PET_{flag.dest.upper()}"
+        told = refused(**{variable: ""})
+        assert bool(told) == bool(refused(f"{flag.long[0]}=")), flag.dest
+        assert not told or variable in told or flag.dest == "password"
+        taken |= set() if told else {flag.dest}
+    assert {"topology_label", "local_ranks_filter", "rdzv_conf"} <= taken
+    assert not {"nnodes", "job", "prefix", "lease_ttl", "max_restarts"} & taken
+    assert "PET_VIRTUAL_LOCAL_RANK is in" in refused(PET_VIRTUAL_LOCAL_RANK="")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import re
+import resource
 import shutil
 import sys
 import threading
@@ -175,11 +177,17 @@ def test_without_cloudpickle_it_is_said_what_to_do(
         elastic_launch(LaunchConfig(), lambda: 0)()
 
 
-def test_a_main_that_is_no_file_goes_by_value(
-    worker: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "main",
+    [
+        SimpleNamespace(__spec__=None, get_ipython=None, __file__=__file__),  # a notebook
+        SimpleNamespace(__spec__=SimpleNamespace(name="package.__main__")),  # python -m package
+    ],
+)
+def test_a_main_that_workers_can_not_import_goes_by_value(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, main: SimpleNamespace
 ) -> None:
-    """As in a notebook."""
-    main = SimpleNamespace(__spec__=None, get_ipython=None, add=add, __file__=__file__)
+    main.add = add
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(add, "__module__", "__main__")
     file = functions.save_function(worker, add, (2, 2))
@@ -223,14 +231,43 @@ def test_a_worker_that_launches_itself_is_told_why(
 
 def test_a_value_that_cant_be_pickled_names_its_rank(worker: Path) -> None:
     run_function.main(functions.save_function(worker, threading.Lock, ()))
-    with pytest.raises(UsageError, match=r"rank 1 returned what can't be pickled: TypeError.*lock"):
+    with pytest.raises(
+        UsageError, match=r"rank 1 returned what can't be written .*TypeError.*lock"
+    ):
+        functions.load_values(worker, 3)
+
+
+@pytest.mark.parametrize(
+    ("room", "why"), [(1000, "OSError: .*File too large"), (0, "No space left on device")]
+)
+def test_a_value_for_which_there_is_no_room_costs_no_training(
+    room: int, why: str, worker: Path
+) -> None:
+    """And the room that it took is given back, for the others' values."""
+    file = functions.save_function(worker, bytes, (1 << 20,))
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        run_function.main(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sum(each.stat().st_size for each in worker.iterdir() if each != file) <= room
+    with pytest.raises(UsageError, match=rf"rank 1 .*{re.escape(str(worker))}: {why}(?s:.*)TMPDIR"):
         functions.load_values(worker, 3)
 
 
 def test_a_value_that_cant_be_loaded_names_its_rank(worker: Path) -> None:
     run_function.main(functions.save_function(worker, add, (1, 2)))
-    next((worker / "3").iterdir()).write_bytes(b"cut off")
+    (worker / "3.1.pickle").write_bytes(b"cut off")
     with pytest.raises(UsageError, match="what rank 1 returned can't be loaded here"):
+        functions.load_values(worker, 3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
+def test_values_are_read_from_a_folder_of_this_user_s_only(worker: Path) -> None:
+    run_function.main(functions.save_function(worker, add, (1, 2)))
+    os.chown(worker, 1, -1)
+    with pytest.raises(UsageError, match=r"was removed, and is another user's now"):
         functions.load_values(worker, 3)
 
 

@@ -1,6 +1,7 @@
 """What an agent's metrics say of its state, and how they are served."""
 
 import asyncio
+import dataclasses
 import os
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from elastic_etcd.core.schema import (
 )
 from elastic_etcd.core.view import Everything, Narrow, View
 from elastic_etcd.protocol.messages import UNCOUNTED
+from elastic_etcd.system import sockets
 from tests.support.aio import elapse
 from tests.support.prometheus import get, values
 
@@ -167,6 +169,29 @@ def test_o9_slow_requests_take_no_probe_s_place() -> None:
                 with suppress(OSError):  # it has lost its place
                     each.sendall(b"GET /healthz HTTP/1.1\r\nX")
             assert get(metrics.address, "/healthz") == (200, "ok\n")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_all_addresses_are_those_of_both_families(host: str) -> None:
+    """The probes of a cluster come from an address of its family: of IPv6 none was answered."""
+    with serving(dataclasses.replace(CONFIG, metrics_addr=(host, 0))) as metrics:
+        at, _, port = metrics.address.rpartition(":")
+        assert at == ("[::]" if host == "::" else host)
+        for near in ("127.0.0.1", "::1"):
+            with socket.create_connection((near, int(port)), timeout=DEADLINE) as probe:
+                probe.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert probe.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_machine_without_ipv6_has_the_other_one(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python says of a kernel that was booted with ipv6.disable=1."""
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with sockets.listen(host, 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_o9_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,14 +28,33 @@ def later(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_devices_are_looked_at_by_the_program() -> None:
-    """Torch can be loaded there; none is found, and none is missed, since they are hidden."""
+    """Torch can be loaded there; where there is none, none is missed."""
     asked: dict[str, Any] = {"processor": {"statistics": []}, "devices": {}}
     program = [sys.executable, node_probe.__file__, json.dumps(asked)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     found = {name: fault for name, fault, _ in map(json.loads, done.stdout.splitlines())}
     assert found == {"processor": "", "devices": ""}
+
+
+NONE_FOUND = """
+import sys, torch
+from elastic_etcd.children import node_probe
+hip = bool(torch.version.hip)
+node_probe._NVIDIA, node_probe._AMD = sys.argv[1 + hip], sys.argv[2 - hip]
+print(torch.backends.cuda.is_built(), node_probe.devices()[0])
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_gpus_are_missed_of_the_make_that_torch_is_built_for(own: bool) -> None:
+    """With PyPI's torch, which is for NVIDIA's, a processor of AMD's that has a GPU is fit."""
+    nodes = ("null", "no-such") if own else ("no-such", "null")
+    program = [sys.executable, "-c", NONE_FOUND, *nodes]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+    built, why = done.stdout.rstrip("\n").split(" ", 1)
+    assert bool(why) == (own and built == "True")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from tests.unit.prefork import DEADLINE, exit_of, put_torch, python
 
 pytestmark = pytest.mark.timeout(600)
 
+NOT_UTF_8 = b"/m\xfcll"
+
 
 class News:
     """What happens to fork servers and their workers, as an event to wait for."""
@@ -320,11 +322,16 @@ async def test_a_python_without_torch_has_no_fork_server(
 async def test_threads_that_come_later_are_found_before_a_fork(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:
-    # A module can start a thread when the collector runs, or by a signal, as here.
+    # A module can start a thread when the collector runs, or by a signal, as here. The
+    # thread's name is cut inside a character, and the name of a mapped file is no UTF-8.
     (tmp_path / "later.py").write_text(
-        "import signal, threading as t\n"
+        "import ctypes, mmap, signal, threading as t\n"
         "start = lambda *_: t.Thread(target=t.Event().wait, daemon=True).start()\n"
         "signal.signal(signal.SIGWINCH, start)\n"
+        "ctypes.CDLL(None).prctl(15, 'bücher-lesen-ür'.encode()[:15])\n"
+        f"with open({os.fsencode(tmp_path) + NOT_UTF_8!r}, 'w+b') as file:\n"
+        "    file.truncate(4096)\n"
+        "    mapped = mmap.mmap(file.fileno(), 0)\n"
     )
     async with forking(tmp_path, "later", size=0) as server:
         await server.imported()
@@ -334,7 +341,7 @@ async def test_threads_that_come_later_are_found_before_a_fork(
         with pytest.raises(OSError, match=r"the fork server could not fork|Broken pipe"):
             await fork(server, tmp_path, "")
         await news.until(lambda: not server.ready)
-    assert "something after the imports started 1 threads" in caplog.text
+    assert "something after the imports started 1 threads (bücher-lesen-\ufffd)" in caplog.text
 
 
 async def test_everything_dies_with_the_agent(tmp_path: Path) -> None:

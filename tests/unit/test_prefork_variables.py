@@ -122,6 +122,41 @@ def test_t19_what_a_preloaded_module_reads_counts(quick: BothWays) -> None:
     assert forked(quick, f"{text}print(preloaded.home)").out == "away\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("PRELOADED_HOME", "import_module('preloaded').home"),
+        nightly("TORCHINDUCTOR_CPP_MARCH", f"{INDUCTOR}.cpp.march"),  # of torch's, but read later
+    ],
+)
+def test_t19_what_is_set_after_torch_counts_for_what_torch_does_not_import(
+    ways: BothWays, name: str, seen: str
+) -> None:
+    """As by a flag of a script that imports torch in its first line."""
+    text = "import os, torch\nfrom importlib import import_module\n"
+    text += f"os.environ[{name!r}] = 'away'\nprint({seen})"
+    done = forked(ways, text)
+    assert done.out == "away\n"
+    assert f"changes {name} before" in done.err
+
+
+def test_t19_nothing_begins_anew_in_a_process_group(ways: BothWays) -> None:
+    """The others would meet this rank a second time."""
+    text = """\
+import os, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+os.chdir("/")
+os.environ["PRELOADED_HOME"] = "away"
+os.environ["PRELOADED_HOME"] = "away again"
+import preloaded
+print(preloaded.home, os.getcwd())
+"""
+    done = ways.fork(ways.script(text))
+    assert (done.code, done.out) == (0, "at home /\n"), done.err
+    assert done.err.count("PRELOADED_HOME is changed too late") == 1
+    assert "--start-method exec" in done.err
+
+
 @pytest.mark.nightly(part="forks")
 def test_t19_what_is_set_later_or_read_later_starts_nothing_anew(ways: BothWays) -> None:
     text = """\
@@ -175,6 +210,7 @@ print([n for n in sys.modules if n.split(".")[0] == "torch"])
 print(importlib.util.find_spec("torch").origin)
 import torch.nn.functional as F
 import torch
+import preloaded
 print(sys.modules["torch"] is torch, F is torch.nn.functional, type(torch.__spec__.loader).__name__)
 print(torch.__spec__.name, sys.meta_path, [n for n in sys.modules if n == "torch.nn"])
 """

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from elastic_etcd import ElasticBatchSampler, ElasticSampler
+from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.train.data.shards import Tail
 
 
@@ -212,6 +213,15 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], match: str) -> N
         sampler(**arguments)
 
 
+@pytest.mark.parametrize("kind", [int, torch.tensor, float])
+def test_what_equals_true_or_false_is_that_as_shuffle(kind: Any) -> None:
+    """So are the 0 and 1 of `--shuffle` with type=int."""
+    for told in (False, True):
+        mine, plain = sampler(20, shuffle=kind(told)), sampler(20, shuffle=told)
+        assert list(mine) == list(plain)
+        assert mine.state_dict() == plain.state_dict()
+
+
 @pytest.mark.parametrize("sizes", [[1], [1, 0], [1, 2, 3]])
 def test_wrong_batch_sizes_are_refused(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match=r"batch sizes|at least one"):
@@ -219,9 +229,10 @@ def test_wrong_batch_sizes_are_refused(sizes: list[int]) -> None:
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="length is 99"):
+    """As that of a data set that has grown: another node may have the right one."""
+    with pytest.raises(WrongHere, match=r"length is 99, here 100: .* load\(path, strict=False\)"):
         sampler(100).load_state_dict(sampler(99).state_dict())
-    with pytest.raises(ValueError, match="shuffle is 'stream'"):
+    with pytest.raises(UsageError, match="shuffle is 'stream'"):
         sampler(100).load_state_dict(sampler(100, shuffle="stream").state_dict())
 
 

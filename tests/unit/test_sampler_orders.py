@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticBatchSampler, ElasticSampler
+from elastic_etcd.errors import UsageError
 from elastic_etcd.train.data.shards import Tail
 
 LENGTHS = [len(str(n * n * 7919)) for n in range(203)]  # of the samples, as texts have them
@@ -116,11 +117,11 @@ def test_an_order_that_is_another_one_after_a_restart_is_refused() -> None:
         return weighted(epoch, seed).flip(0)
 
     sampler(weighted).load_state_dict(state)
-    with pytest.raises(ValueError, match="the state's order is"):
+    with pytest.raises(UsageError, match="the state's order is"):
         sampler(other).load_state_dict(state)
-    with pytest.raises(ValueError, match="the state's shuffle is 'given', the sampler's 'exact'"):
+    with pytest.raises(UsageError, match="the state's shuffle is 'given', here 'exact'"):
         sampler(True).load_state_dict(state)
-    with pytest.raises(ValueError, match="the state's shuffle is 'exact', the sampler's 'given'"):
+    with pytest.raises(UsageError, match="the state's shuffle is 'exact', here 'given'"):
         sampler(weighted).load_state_dict(ElasticSampler(300).state_dict())
 
 
@@ -214,5 +215,5 @@ def test_other_batches_after_a_restart_are_refused() -> None:
         return [batch[:-1] for batch in bucketed(epoch, seed)]
 
     state = ElasticBatchSampler(bucketed).state_dict()
-    with pytest.raises(ValueError, match="the state's order is"):
+    with pytest.raises(UsageError, match="the state's order is"):
         ElasticBatchSampler(smaller).load_state_dict(state)

@@ -154,6 +154,17 @@ def waits_for(what: str, look: Any) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_are_those_of_both_families(etcd: EtcdServer, prefix: str) -> None:
+    """And a browser may name the one to which it is connected."""
+    with serving(etcd, prefix, "--listen=0.0.0.0:0") as server:
+        assert server.host.startswith("0.0.0.0:")
+        port = server.host.rpartition(":")[2]
+        for server.host in (f"127.0.0.1:{port}", f"[::1]:{port}"):
+            assert server.get("/api/jobs")[0] == 200
+            assert server.get("/api/jobs", Host="192.0.2.7")[0] == 421
+
+
 async def test_o3_prometheus_reads_how_each_job_is(etcd: EtcdServer, prefix: str) -> None:
     """Also what agents can't tell, that they are gone."""
     j, over, left = (Keys(f"{prefix}/{job}") for job in ("j", "over", "left"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import failures
 from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
+from elastic_etcd.system import limits as node_limits
 from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 from tests.unit.watched import Watched
@@ -142,7 +142,8 @@ def test_m10_etcd_is_reached_again_where_no_thread_was_to_be_had(etcd: EtcdServe
 MEMORY = 64 << 20
 M18 = """
 import subprocess, sys
-from elastic_etcd.agent.failures import failure_message, oom_kills
+from elastic_etcd.agent.failures import failure_message
+from elastic_etcd.system.limits import oom_kills
 before = oom_kills()
 done = subprocess.run([sys.executable, "-c", "bytearray(256 << 20)"])
 print(done.returncode, failure_message(done.returncode, "", b"", before))
@@ -193,7 +194,7 @@ def test_m18_the_kernel_counts_what_it_has_killed_for_want_of_memory(small: Path
 async def test_m18_who_was_killed_for_want_of_memory_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(node_limits, "_CGROUPS", tmp_path)
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 1\n")
     grow = f"printf 'oom 2\\noom_kill 2\\n' > {events}; kill -9 $$"

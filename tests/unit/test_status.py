@@ -186,6 +186,8 @@ def test_of_restarts_that_torchrun_counts_no_budget_is_shown() -> None:
     spec = encode(Spec("r", Limits(1, 2, max_restarts=UNCOUNTED), "node1"))
     state = status.describe("j", view(RUNNING | {KEYS.spec: spec}))
     assert "  1 to 2 nodes, 1 restart used" in list(status.summary(state))
+    alone = status.describe("j", view(RUNNING | {KEYS.spec: encode(Spec("r", Limits(1, 1)))}))
+    assert "  1 node, 1 of 3 restarts used" in list(status.summary(alone))
 
 
 def test_o1_its_first_lines_say_what_it_does_since_when_and_why() -> None:
@@ -221,8 +223,10 @@ FAILED = replace(OUTCOME, failure=CAUSE)
         (
             {
                 KEYS.round: encode(replace(FINAL, reason=str(KILLED))),
-                KEYS.history(3): encode(History(3, ended=str(KILLED), failures=(CAUSE, KILLED))),
-                KEYS.history(4): encode(History(4, began_at="2026-11-21T10:00:00.5+01:00")),
+                KEYS.history(3): encode(
+                    History(3, "r", ended=str(KILLED), failures=(CAUSE, KILLED))
+                ),
+                KEYS.history(4): encode(History(4, "r", began_at="2026-11-21T10:00:00.5+01:00")),
             },
             (
                 "job j: training since 2026-11-21T09:00:00Z, generation 4\n"
@@ -234,7 +238,7 @@ FAILED = replace(OUTCOME, failure=CAUSE)
                 KEYS.spec: encode(Spec("r", Limits(3, 4))),
                 KEYS.round: encode(Round(5, Phase.JOINABLE, 0xA, "node2 is lost", "r")),
                 KEYS.ack(5, 0xA): encode(Ready(0xA)),
-                KEYS.history(4): encode(History(4, ended_at="2026-11-21T09:00:00Z")),
+                KEYS.history(4): encode(History(4, "r", ended_at="2026-11-21T09:00:00Z")),
             },
             (
                 "job j: forming since 2026-11-21T09:00:00Z, generation 5\n"
@@ -250,6 +254,17 @@ def test_o1_the_cause_has_its_last_words(more: dict[str, str], told: str) -> Non
     assert (
         told.splitlines()[-1].removeprefix("  last words: ").removeprefix("  because ") in of_all[1]
     )
+
+
+def test_a_run_that_has_had_no_world_yet_has_nothing_of_the_one_before() -> None:
+    """It was "forming since Friday", the end of the former run's last world."""
+    former = History(4, "former", restarts=2, ended_at="2026-11-21T09:00:00Z")
+    began = {KEYS.spec: encode(Spec("r", Limits(3, 4))), KEYS.history(4): encode(former)}
+    of_it = {key: value for key, value in RUNNING.items() if key.startswith(KEYS.members)}
+    state = status.describe("j", view(began | of_it))
+    assert (state["state"], state["since"], state["restarts"]) == ("forming", None, 0)
+    stopped = encode(replace(OUTCOME, state="stopped"))
+    assert status.describe("j", view(began | {KEYS.outcome: stopped}))["restarts"] == 0
 
 
 def test_a_job_that_has_failed_shows_what_its_worker_said() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +27,9 @@ from elastic_etcd.core.schema import (
     decode,
     encode,
 )
+from elastic_etcd.etcd.client import Client, TxnResult
 from tests.support.etcd import EtcdServer
+from tests.support.proxy import Proxy, proxy_aside
 
 A, B, C = (Member(lease, name, 1, run="r") for lease, name in ((10, "a"), (11, "b"), (12, "c")))
 
@@ -36,6 +39,7 @@ class Shell:
 
     def __init__(self, etcd: EtcdServer, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.etcd, self.prefix, self._capsys = etcd, prefix, capsys
+        self.endpoint = etcd.endpoint
         self.keys = Keys(f"{prefix}/j")
         self.put(self.keys.spec, encode(Spec("r", Limits(2, 3, leave_deadline=20.0))))
         self.put(self.keys.ledger, encode(Ledger(1, 1, 3)))
@@ -47,7 +51,7 @@ class Shell:
 
     def __call__(self, *argv: str) -> tuple[int, str]:
         command, job, *rest = argv
-        where = ("--etcd", self.etcd.endpoint, "--prefix", self.prefix, "--timeout", "60")
+        where = ("--etcd", self.endpoint, "--prefix", self.prefix, "--timeout", "60")
         code = main([command, job, *rest, *where])
         told = self._capsys.readouterr()
         return code, told.out + told.err
@@ -283,3 +287,34 @@ def test_who_waits_in_vain_is_told(shell: Shell, monkeypatch: pytest.MonkeyPatch
     code, told = shell("drain", "j", "a", "--wait", "--deadline", "0")
     assert (code, told) == (4, "error: after 1 s a is still there; what was asked for stands\n")
     assert shell.wanted == Requests((Drain("a", 0.0),))
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("drain", "j", "c"), "node c of job j is to leave within 20 s\n"),
+        (("undrain", "j", "gone"), "node gone of job j may come back\n"),
+        (("scale", "j", "2:2"), "job j is to train on 2:2 nodes\n"),
+        (("stop", "j"), "job j is to stop\n"),
+        (("forget", "j"), "job j is forgotten\n"),
+    ],
+)
+def test_what_was_written_though_the_answer_was_lost_is_told_as_written(
+    shell: Shell, command: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.put(shell.keys.wanted, encode(Requests((Drain("gone"),))))
+    if command[0] == "forget":
+        for member in (A, B, C):
+            shell.etcd.ctl("del", shell.keys.member(member.lease))
+        shell.put(shell.keys.outcome, encode(Outcome("succeeded", "all are done", "r", 1, 0)))
+    with proxy_aside(shell.etcd.endpoint) as (shell.endpoint, proxy):
+        answered, lost = Client.txn, [0]
+
+        async def txn(client: Client, *args: Any) -> TxnResult:
+            while lost:
+                proxy(Proxy.lose_answers)
+                lost.pop()
+            return await answered(client, *args)
+
+        monkeypatch.setattr(Client, "txn", txn)
+        assert shell(*command) == (0, told)

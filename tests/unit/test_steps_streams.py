@@ -111,3 +111,49 @@ def test_a_stream_s_loader_is_given_as_it_is() -> None:
         with pytest.raises(UsageError, match="a stream's loader"):
             wrong()
     assert len(tqdm(state.steps(state.data.loader(4)), disable=True)) == len(state.data.loader(4))
+
+
+EMPTY: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"lengths": None, "rank": 4, "world_size": 5},
+        {"batch_size": 4},
+        "4 files of unknown length for 5 ranks with 1 worker",
+    ),
+    (
+        {"lengths": None},
+        {"batch_size": 50, "num_workers": 2, "drop_last": True},
+        "4 files of unknown length for 1 rank with 2 workers each and batches of 50",
+    ),
+    (
+        {"tail": "uneven"},
+        {"batch_size": 40, "num_workers": 2, "drop_last": True},
+        "75 samples for 1 rank with 2 workers each and batches of 40",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "loader", "words"), EMPTY)
+def test_an_epoch_in_which_nothing_would_be_trained_is_refused(
+    arguments: dict[str, Any], loader: dict[str, Any], words: str
+) -> None:
+    data = streamed(**arguments)
+    with pytest.raises(UsageError, match=f"no batch in an epoch of {words}"):
+        list(ElasticState(data=data).steps(data.loader(**loader)))
+
+
+@pytest.mark.parametrize("lengths", [SIZES, None])
+def test_the_end_of_an_epoch_may_have_no_batch(lengths: list[int] | None) -> None:
+    """Where it goes on in another world, or where all but its last samples were trained on."""
+    data = streamed(lengths=lengths)
+    state = ElasticState(data=data)
+    list(islice(state.steps(data.loader(4)), 18))
+    state.commit()
+    data.reshard(4, 5)
+    assert list(state.steps(data.loader(4))) == []
+    empty = ElasticIterable([], read, lengths=lengths and [], rank=0, world_size=1)
+    assert list(ElasticState(data=empty).steps(empty.loader(4))) == []
+
+
+def test_one_rank_may_have_nothing_of_an_uneven_epoch() -> None:
+    data = streamed(lengths=None, rank=4, world_size=5, tail="uneven")
+    assert list(ElasticState(data=data).steps(data.loader(4))) == []

@@ -55,7 +55,22 @@ def test_o4_none_looks_as_another(before: str, after: str) -> None:
     assert told_apart(names, 40) == names
 
 
+WIDE = st.text("a\u30ce\u8282", max_size=30)  # two of these take two columns each
+
+
+@given(st.lists(st.tuples(WIDE, WIDE, WIDE), min_size=1), st.integers(30, 60))
+def test_wide_characters_count_twice(rows: list[tuple[str, str, str]], room: int) -> None:
+    lines = table(("name", "n", "text"), rows, room, soft=(2,), right=(1,))
+    assert all(sum(1 if c.isascii() else 2 for c in line) <= room for line in lines)
+    assert sum(1 if c.isascii() else 2 for c in cut(rows[0][2], 8)) <= 8
+
+
 def test_a_table_has_no_more_than_its_room() -> None:
+    assert table(("name", "n"), [("\u8282\u70b9", "1"), ("a", "22")], 9, right=(1,)) == [
+        "name   n",
+        "\u8282\u70b9   1",
+        "a     22",
+    ]
     lines = table(("name", "n", "text"), [("a", "1", "why\n\x1b"), ("b", "22", "")], 14, right=(1,))
     assert lines == ["name   n  text", "a      1  why~", "b     22"]
     assert cut("too long", 4) == "too~"

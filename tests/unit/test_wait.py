@@ -74,6 +74,21 @@ def test_its_exit_code_tells_the_outcome(shell: Shell, state: str, code: int) ->
     assert shell.waited("--for", "training")[0] == code, "it has trained, or will not"
 
 
+@pytest.mark.parametrize("until", ["end", "training"])
+def test_a_note_says_that_the_outcome_was_there_before(shell: Shell, until: str) -> None:
+    """Agents that have not joined yet are in no key, and will begin another run."""
+    shell.put({KEYS.outcome: encode(OUTCOME)})
+    code, out, err = shell.waited("--for", until)
+    assert (code, out.splitlines()[0].partition(",")[0]) == (
+        0,
+        "job j: succeeded since 2026-11-21T10:03:06Z",
+    )
+    assert err == (
+        "note: job j was over before: if agents were just started for another run, this is the "
+        "former one's end\n"
+    )
+
+
 def test_a_world_is_waited_for(shell: Shell) -> None:
     forming = {KEYS.round: encode(replace(FINAL, phase=Phase.JOINABLE))}
     shell.put(RUNNING | forming)

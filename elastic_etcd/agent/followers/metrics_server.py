@@ -17,6 +17,7 @@ from typing import Any
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.followers.metrics import Metrics
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.sockets import address, listen
 
 # A probe is answered two turns of the loop after its connection is taken, and a turn takes no more
 # connections than the backlog. So however many there are, no probe is the oldest before that.
@@ -41,15 +42,14 @@ def serving(config: AgentConfig) -> Iterator[Metrics]:
     host, port = config.metrics_addr
     metrics = Metrics(config)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
+        listener = listen(host, port)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise UsageError(
-            f"--metrics-addr {_shown(host, port)}: {reason}.\n"
+            f"--metrics-addr {address(host, port)}: {reason}.\n"
             "Give each agent of a machine a port of its own, or 0 for any that is free."
         ) from error
-    metrics.address = _shown(*listener.getsockname()[:2])
+    metrics.address = address(host, listener.getsockname()[1])
     loop, server = asyncio.new_event_loop(), _Server(metrics)
     serves = server.serve(listener)
     thread = threading.Thread(target=_run, args=(loop, serves), name="metrics", daemon=True)
@@ -65,10 +65,6 @@ def serving(config: AgentConfig) -> Iterator[Metrics]:
 def _run(loop: asyncio.AbstractEventLoop, serves: Any) -> None:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(serves)
-
-
-def _shown(host: Any, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def answer(head: bytes, metrics: Metrics) -> bytes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_etcd.cli import parsers, query
 from elastic_etcd.cli.flag_values import listening
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.sockets import address, listen
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -81,8 +82,7 @@ async def _serve(client: Client, args: Namespace) -> int:
         from elastic_etcd.cli.live import jobs, web  # noqa: PLC0415 - as above
     except ModuleNotFoundError as error:
         raise UsageError(f"serve: {error}; pip install 'elastic_etcd[web]'") from error
-    host, _ = args.listen
-    hosts = {"localhost", socket.gethostname(), host, *args.allow_host}
+    hosts = {"localhost", socket.gethostname(), args.listen[0], *args.allow_host}
     with _listening(*args.listen) as listener:
         async with jobs.Jobs(client, args.prefix, args.timeout, args.job or "") as known:
             config = uvicorn.Config(
@@ -133,8 +133,7 @@ def _bounded() -> type[asyncio.Protocol]:
 
 
 def _say(listener: socket.socket, args: Namespace) -> None:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{query.address(host, port)}/"
+    url = f"http://{address(args.listen[0], listener.getsockname()[1])}/"
     shown = args.prefix
     if args.job:
         url, shown = f"{url}jobs/{args.job}", f"{args.prefix}/{args.job}"
@@ -170,9 +169,8 @@ async def _until_a_signal(server: uvicorn.Server, serving: asyncio.Task[None], j
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        return listen(host, port)
     except OSError as error:
         reason = error.strerror or str(error)
-        at = query.address(host, port)
+        at = address(host, port)
         raise UsageError(f"--listen {at}: {reason}; port 0 is any that is free") from error

@@ -110,7 +110,8 @@ class _Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
         host = _host_of(headers.get("host", "").lower())
-        if host not in self._hosts and host != scope["server"][0].lower():
+        at = scope["server"][0].lower().removeprefix("::ffff:")  # IPv4 on a socket of IPv6
+        if host not in self._hosts and host != at:
             text = "This is not the host that is asked for; see elastic-etcd serve --allow-host.\n"
             return PlainTextResponse(text, 421)
         site = headers.get("sec-fetch-site", "none")

@@ -30,6 +30,7 @@ from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
 from elastic_etcd.system.name_lookups import short_lookups
+from elastic_etcd.system.sockets import listen
 from elastic_etcd.train.checkpoint.checkpoint_folder import (
     CHUNK,
     LONGEST_MANIFEST,
@@ -283,8 +284,7 @@ class Sender:
     """Serves a node's checkpoints to those who know the nonce of its offer; a context."""
 
     def __init__(self, address: str, held: Mapping[Checkpoint, Path]) -> None:
-        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((address, 0), family=family)
+        self._socket = listen(address, 0)
         self._nonce = secrets.token_bytes(16)
         self._held = held
         self._slots = threading.BoundedSemaphore(_CALLERS)

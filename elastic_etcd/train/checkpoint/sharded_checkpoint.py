@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from elastic_etcd.train.checkpoint.checkpoint_folder import (
     give_name,
     memory_of,
 )
-from elastic_etcd.train.collectives import copies, gather, rank_and_size
-from elastic_etcd.train.sharded.exchange import exchange, gather_json
+from elastic_etcd.train.collectives import copies, gather, gather_json, rank_and_size
+from elastic_etcd.train.sharded.exchange import exchange
 from elastic_etcd.train.sharded.pieces import Place, partners
 from elastic_etcd.train.state.files import flush
 from elastic_etcd.train.state.sync import BUCKET
@@ -54,7 +54,7 @@ class ShardedTarget(Target):
         if memory:
             folder, first = memory / ".0", target.memory is not None
         else:
-            folder = Path(str(gather_json(str(target.folder))[0]))
+            folder = Path(gather_json(str(target.folder))[0])
         return cls(target.checkpoint, folder, target.memory, target.disk, first)
 
     def begin(self) -> None:
@@ -78,7 +78,7 @@ class ShardedTarget(Target):
         own = describe(self.folder, self.checkpoint).files if self.first else []
         copied_to = self.disk / aside(self.checkpoint.name) if self.disk and self.memory else ""
         label = os.environ.get("ELASTIC_ETCD_TOPOLOGY_LABEL", "")
-        rows: list[Any] = gather_json([self.first, to_builtins(own), label, str(copied_to)])
+        rows = gather_json([self.first, to_builtins(own), label, str(copied_to)])
         parts = {
             rank: [File(**file) for file in files]
             for rank, (first, files, *_) in enumerate(rows)

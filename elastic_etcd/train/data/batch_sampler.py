@@ -16,10 +16,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Sampler
 
-from elastic_etcd.train.collectives import rank_and_size
+from elastic_etcd.errors import UsageError
+from elastic_etcd.train.collectives import world_of
 from elastic_etcd.train.data.permutation import Order
 from elastic_etcd.train.data.sampler import ElasticSampler
-from elastic_etcd.train.data.shards import Tail, split_evenly
+from elastic_etcd.train.data.shards import Tail, slots_of, split_evenly
 
 Batches = Sequence[Sequence[int]]
 
@@ -131,14 +132,20 @@ class Accumulation:
 
         `sampler` has a length, as ElasticSampler has.
         """
-        return MicroBatches(sampler, self.micro_batches)
+        return MicroBatches(sampler, self.micro_batches, self.batch_sizes)
 
 
 class MicroBatches:
-    """Yields indices in lists of these sizes, over and over; an incomplete step is left out."""
+    """Yields indices in lists of these sizes, over and over; an incomplete step is left out.
 
-    def __init__(self, sampler: Sampler[int], sizes: tuple[int, ...]) -> None:
-        self.sampler, self.sizes = sampler, sizes
+    of_ranks: what each rank takes in a step. Raises UsageError for an ElasticSampler that deals out
+    its indices in another proportion: ranks would not have equally many steps.
+    """
+
+    def __init__(
+        self, sampler: Sampler[int], sizes: tuple[int, ...], of_ranks: tuple[int, ...]
+    ) -> None:
+        self.sampler, self.sizes, self.of_ranks = sampler, sizes, of_ranks
 
     def __len__(self) -> int:
         return len(self.sampler) // sum(self.sizes) * len(self.sizes)
@@ -147,6 +154,12 @@ class MicroBatches:
         elastic = isinstance(self.sampler, ElasticSampler)
         with self.sampler._length_of("rest") if elastic else nullcontext():
             steps = len(self.sampler) // sum(self.sizes)
+        if elastic and tuple(self.sampler._shards.slots) != slots_of(self.of_ranks):
+            raise UsageError(
+                f"accumulation_steps plans {list(self.of_ranks)} samples for the ranks, the sampler"
+                " deals out in another proportion: some would wait for others for ever. Make the "
+                "plan at the start of train, and call sampler.reshard(batch_sizes=plan.batch_sizes)"
+            )
         indices = iter(self.sampler)
         for _ in range(steps):
             for size in self.sizes:
@@ -173,10 +186,7 @@ def accumulation_steps(
     `batches()`. Raises ValueError if a rank would get no sample, or for
     one of the two alone. See docs/sampler.md.
     """
-    if (rank is None) != (world_size is None):
-        raise ValueError("give both rank and world_size, or neither")
-    if rank is None or world_size is None:
-        rank, world_size = rank_and_size()
+    rank, world_size = world_of(rank, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size}")
     if micro_batch < 1:

@@ -10,8 +10,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
+from numbers import Integral
 from operator import index
+from os import PathLike
 from typing import Any
 
 import torch
@@ -19,9 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data import default_convert as convert
 from torch.utils.data._utils import worker as torch_worker
 
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.core.words import counted
+from elastic_etcd.errors import UsageError, WrongHere
+from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Shuffle, order_of
-from elastic_etcd.train.data.shards import TAILS, Tail
+from elastic_etcd.train.data.shards import TAILS, Tail, refuse_other_data
 from elastic_etcd.train.data.stream_layout import (
     MOST_FILES,
     FileRange,
@@ -42,7 +47,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         state = ee.ElasticState(model=model, data=data)
         for batch in state.steps(data.loader(batch_size=32, num_workers=4), commit_every=10):
 
-    shards: paths, URLs, numbers, as `open` takes them; the same list on all ranks.
+    shards: paths, URLs, numbers, as `open` takes them; the same list on all ranks, in one order.
     open: a function of a shard and a number that gives the samples from that one on, always in the
     same order; if it can't seek it reads and drops those before.
     lengths: how many samples each shard has; with it shards are split, and all ranks get equally
@@ -75,21 +80,21 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         self.shards = list(shards)
         self.lengths = None if lengths is None else [index(length) for length in lengths]
         _check_shards(self.shards, self.lengths)
+        names = [_base_name(shard) for shard in self.shards]
+        listed = blake2b(repr((names, self.lengths)).encode(), digest_size=7).digest()
+        self._order = int.from_bytes(listed)  # 56 bits that tell whether two have the same list
         if tail not in TAILS or (tail == "pad" and lengths is None):
             known = ", ".join(TAILS) if lengths is not None else "drop, uneven (pad: with lengths)"
             raise ValueError(f"tail is one of {known}, not {tail!r}")
         if buffer < 0:
             raise ValueError(f"a buffer holds 0 or more samples, not {buffer}")
-        if (rank is None) != (world_size is None):
-            raise ValueError("give both rank and world_size, or neither")
         self.tail, self.shuffle, self.buffer = tail, shuffle, buffer
         self._open, self._seed, self._epoch = open, seed, 0
         self._follows = rank is None
         self._warned = False
         self._current: object = None  # the token of the loader that has begun last
         self._begun: list[int] | None  # what each of its workers had to read
-        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
-        self.rank, self.world_size = world
+        self.rank, self.world_size = world_of(rank, world_size)
         self._begin_epoch(0)
 
     @property
@@ -159,11 +164,15 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self.tail != "uneven" or self.world_size == 1
 
+    def _is_whole(self) -> bool:
+        """Whether there is an epoch of which nothing is used yet."""
+        return self._agreed and 0 < self._layout.end == sum(map(len, self._remaining))
+
     def agree(self) -> None:
         """Tell all ranks the samples that each has yet to read; ElasticState.commit() calls it.
 
-        Collective, where there is a process group. Raises RuntimeError, on all ranks alike, if they
-        are in different epochs.
+        Collective, where there is a process group. Raises, on all ranks alike, RuntimeError if they
+        are in different epochs, WrongHere if they have different shards.
         """
         self._settle()
         own = self._layout.join([part for ranges in self._by_worker for part in ranges])
@@ -200,11 +209,9 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises ValueError if it is of another number of shards or samples, or another order.
+        Raises WrongHere if it is of other shards, by their base names, or in another order.
         """
-        for name, mine in self._kind().items():
-            if state[name] != mine:
-                raise ValueError(f"the state's {name} is {state[name]!r}, the data's {mine!r}")
+        refuse_other_data(state, self._kind())
         self._seed = state["seed"]
         self._begin_epoch(state["epoch"])
         remaining = tuple(range(start, stop) for start, stop in state["remaining"])
@@ -329,11 +336,16 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
     def _gather_own(self, own: Ranges) -> list[range]:
         """The positions that all ranks have yet to read."""
-        rows = gather([self._epoch, len(own)])
-        epochs = [epoch for epoch, _ in rows]
+        rows = gather([self._epoch, len(own), self._order])
+        epochs = [epoch for epoch, _, _ in rows]
         if len(set(epochs)) > 1:
             raise RuntimeError(f"ranks are in different epochs: {epochs}; call set_epoch on all")
-        most = max(count for _, count in rows)
+        if others := [rank for rank, row in enumerate(rows) if row[2] != rows[0][2]]:
+            raise WrongHere(
+                f"ranks {others} have other shards than rank 0, or in another order: give all the "
+                "same list (sort what glob.glob() gives)"
+            )
+        most = max(count for _, count, _ in rows)
         padded = [*own, *[range(0)] * (most - len(own))]
         rows = gather([bound for part in padded for bound in (part.start, part.stop)])
         pairs = (zip(row[::2], row[1::2], strict=True) for row in rows)
@@ -341,7 +353,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
     def _kind(self) -> dict[str, Any]:
         samples = None if self.lengths is None else sum(self.lengths)
-        kind = {"shuffle": self.shuffle, "buffer": self.buffer}
+        kind = {"shuffle": self.shuffle, "buffer": self.buffer, "order": self._order}
         return {"shards": len(self.shards), "samples": samples, **kind}
 
 
@@ -377,6 +389,22 @@ class StreamLoader:
         batch = self.loader.batch_size or 1
         down = self.loader.drop_last
         return sum(size // batch if down else -(-size // batch) for size in sizes)
+
+    def refuse_empty(self) -> None:
+        """Raise UsageError for a whole epoch that gave no batch; an uneven one may, on a rank."""
+        data, loader = self.data, self.loader
+        if not data._shares_step():
+            return
+        of, cure = f"{sum(data.lengths or ())} samples", ""
+        if data.lengths is None:
+            of = f"{counted(len(data.shards), 'file')} of unknown length"
+            cure = "give the stream its lengths=, or more files than there are ranks, or "
+        workers = counted(max(loader.num_workers, 1), "worker")
+        raise UsageError(
+            f"no batch in an epoch of {of} for {counted(data.world_size, 'rank')} with {workers} "
+            f"each and batches of {loader.batch_size or 1}, so nothing would be trained: {cure}"
+            "take smaller batches, fewer workers, drop_last=False or fewer ranks"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Go on after what is recorded. Another iterator makes the one before void."""
@@ -459,6 +487,13 @@ def _with_positions(part: FileRange, samples: Iterator[Any]) -> Iterator[tuple[i
         held.append(sample)
     if held:
         yield part.position + part.stop - part.start, held.pop()
+
+
+def _base_name(shard: Any) -> str:
+    """By which nodes with other mount points know a path or a URL, or a number; "" of all else."""
+    if not isinstance(shard, (str, PathLike, Integral)):
+        return ""
+    return str(shard).partition("?")[0].rstrip("/").rpartition("/")[2]  # without a signature
 
 
 def _check_shards(shards: Sequence[Any], lengths: Sequence[int] | None) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from elastic_etcd.train.collectives import gather, rank_and_size
+from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
 from elastic_etcd.train.data.shards import (
     TAILS,
@@ -25,6 +25,7 @@ from elastic_etcd.train.data.shards import (
     Shards,
     Tail,
     pack_ranges,
+    refuse_other_data,
     slots_of,
     unpack_ranges,
 )
@@ -64,14 +65,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         world_size: int | None = None,
     ) -> None:
         self.length = dataset if isinstance(dataset, int) else len(dataset)
-        if not callable(shuffle) and shuffle not in (True, False, "exact", "stream"):
+        if shuffle in (True, False):  # also 0 and 1, as of a flag, and numpy's
+            shuffle = "exact" if shuffle else False
+        if not callable(shuffle) and shuffle not in (False, "exact", "stream"):
             known = '"exact", "stream", True, False or a function of epoch and seed'
             raise ValueError(f"shuffle is {known}, not {shuffle!r}")
         if tail not in TAILS:
             raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
-        if (rank is None) != (world_size is None):
-            raise ValueError("give both rank and world_size, or neither")
-        self.shuffle: Shuffle | OrderFunction = "exact" if shuffle is True else shuffle
+        self.shuffle: Shuffle | OrderFunction = shuffle
         self.tail = tail
         self._seed = seed
         self._epoch = 0
@@ -91,8 +92,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._length_part: Length = "iteration"
         self._progress: Progress
         self._take_length()
-        world = rank_and_size() if rank is None or world_size is None else (rank, world_size)
-        self._shard((range(self.length),), *world, None, step=0)
+        self._shard((range(self.length),), *world_of(rank, world_size), None, step=0)
 
     @property
     def epoch(self) -> int:
@@ -276,16 +276,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state, of whatever world and rank. Iterators made before are void.
 
-        Raises ValueError if it is of a data set of another length, or of another shuffle.
+        Raises WrongHere if it is of a data set of another length, or of another shuffle.
         """
         if state["shuffle"] == self._shuffle_name() == "given":
             self._epoch, self._seed = state["epoch"], state["seed"]
             self._take_length()
         mine = self._state(())
-        for name in ("shuffle", "length", "order"):
-            if state.get(name) != mine.get(name):
-                known = f"{state.get(name)!r}, the sampler's {mine.get(name)!r}"
-                raise ValueError(f"the state's {name} is {known}")
+        refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
         self._epoch, self._seed = state["epoch"], state["seed"]
         remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
         self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])

@@ -7,16 +7,17 @@ Without I/O and randomness.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
 from operator import length_hint
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from elastic_etcd.errors import WrongHere
 from elastic_etcd.train.data.permutation import Order
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -310,3 +311,18 @@ def unpack_ranges(
     ranges = tuple(range(*part) for part in skipped)
     start = consumed + sum(map(len, ranges))
     return (*ranges, range(start, length)) if start < length else ranges
+
+
+def refuse_other_data(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise WrongHere if the state that is loaded tells of other data than there are here.
+
+    Another node may have the right ones: this one is left out at last, and the job goes on.
+    """
+    for name, value in here.items():
+        if state.get(name, value) != value:
+            raise WrongHere(
+                f"the state's {name} is {state[name]!r}, here {value!r}: an epoch goes on with the "
+                "data that it began with, in that order (sort what glob.glob() gives). To begin one"
+                " anew, with the weights that were saved, give these data another name in the "
+                "state, and load(path, strict=False)"
+            )

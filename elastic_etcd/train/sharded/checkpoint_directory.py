@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.collectives import gather_texts, rank_and_size
-from elastic_etcd.train.sharded.exchange import gather_json
+from elastic_etcd.train.collectives import gather_json, rank_and_size
 from elastic_etcd.train.state import files
 from elastic_etcd.train.state.codecs import GROUPS, MODES
 from elastic_etcd.train.state.encoding import decode
@@ -243,7 +242,7 @@ def read_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Path, Found]
     """
     rank, _ = rank_and_size(launched=False)
     mine = [path.name for path in whole_in(root)] if rank == 0 else None
-    names: Any = gather_json(mine)[0]
+    names = gather_json(mine)[0]
     for name in names:
         found, why = None, ""
         try:
@@ -252,7 +251,7 @@ def read_newest(root: Path, read: Callable[[Path], Found]) -> tuple[Path, Found]
             raise
         except Exception as error:  # noqa: BLE001 - whatever a damaged file makes of torch
             why = f"{type(error).__name__}: {error}"
-        whys = dict(enumerate(gather_texts(why)))
+        whys = dict(enumerate(gather_json(why)))
         if found is not None and not any(whys.values()):
             return root / name, found
         if rank == 0:

@@ -21,7 +21,7 @@ from elastic_etcd.errors import MalformedState
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train.agent_channel import agent
-from elastic_etcd.train.collectives import gather, gather_texts, generation, rank_and_size
+from elastic_etcd.train.collectives import gather, gather_json, generation, rank_and_size
 from elastic_etcd.train.sharded import checkpoint_directory as directory
 from elastic_etcd.train.state import files
 from elastic_etcd.train.state.snapshot_format import Version
@@ -123,11 +123,11 @@ class DurableSaves:
             return {}
         save.awaited = True
         with activity.during(Doing.SAVE):
-            texts = gather_texts(_text(save.part.exception()))
+            texts = gather_json(_text(save.part.exception()))
             if any(texts):
                 save.give_up.set()
             save.all_written()
-            after = gather_texts(_text(save.whole.exception()))
+            after = gather_json(_text(save.whole.exception()))
             if save.failed():
                 rmtree(save.folder, ignore_errors=True)
         texts = texts if any(texts) else after

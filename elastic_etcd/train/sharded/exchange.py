@@ -3,8 +3,6 @@
 All is collective. A message that does not arrive with its sum is refused.
 """
 
-import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
@@ -13,23 +11,10 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.protocol import activity
-from elastic_etcd.train.collectives import device_of, gather, rank_and_size, refuse_garbage
-from elastic_etcd.train.state.snapshot_bytes import bytes_of, sum_of
+from elastic_etcd.train.collectives import device_of, rank_and_size, refuse_garbage
+from elastic_etcd.train.state.snapshot_bytes import sum_of
 
 _SUM = 8  # bytes
-
-
-def gather_json(value: object) -> list[object]:
-    """Every rank's value, in rank order."""
-    data = zlib.compress(json.dumps(value).encode(), 1)
-    sizes = [size for (size,) in gather([len(data)])]
-    mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    there = mine.to(device_of())
-    found = [torch.empty_like(there) for _ in sizes]
-    dist.all_gather(found, there)
-    rows = [row.cpu()[:size] for row, size in zip(found, sizes, strict=True)]
-    refuse_garbage()
-    return [json.loads(zlib.decompress(bytes_of(row))) for row in rows]
 
 
 def exchange(

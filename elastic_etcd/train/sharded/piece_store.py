@@ -22,7 +22,7 @@ from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
 from elastic_etcd.protocol import activity
 from elastic_etcd.system.kernel import populate
 from elastic_etcd.train.agent_channel import agent
-from elastic_etcd.train.collectives import copies, gather, generation, rank_and_size
+from elastic_etcd.train.collectives import copies, gather, gather_json, generation, rank_and_size
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
     memory_for,
@@ -31,7 +31,7 @@ from elastic_etcd.train.sharded.dtensors import (
     sharded_like,
     targets_of,
 )
-from elastic_etcd.train.sharded.exchange import exchange, gather_json
+from elastic_etcd.train.sharded.exchange import exchange
 from elastic_etcd.train.sharded.pieces import (
     Holder,
     Piece,
@@ -125,7 +125,7 @@ class PieceStore:
         models = targets_of(values, names)
         mine = self._pieces_of(version)
         needs = [piece_of(name, model) for name, model in models.items()]
-        rows: list[Any] = gather_json([_node(), list(mine), needs])
+        rows = gather_json([_node(), list(mine), needs])
         holders = [Holder(node, [*map(_piece, have)]) for node, have, _ in rows]
         wanted = [[*map(_piece, pieces)] for _, _, pieces in rows]
         sizes = {name: prod(shape) for name, (_, shape) in names.items()}

@@ -235,7 +235,7 @@ def save_values(
     for name, value in values.items():
         codec = codec_of(value)
         saved = codec.save(value)
-        if isinstance(codec, _Optimizer) and (groups := _groups_by_names(value, values)):
+        if isinstance(codec, _Optimizer) and (groups := groups_by_names(value, values)):
             saved = {**saved, GROUPS: groups}
         with without_modes():
             parts[name] = encode(
@@ -299,10 +299,10 @@ def is_plain(codec: Codec) -> bool:
 
 def knows_parameters(optimizer: Any, values: dict[str, Any]) -> bool:
     """Whether the modules of a state have all parameters of its optimizer."""
-    return bool(_groups_by_names(optimizer, values))
+    return bool(groups_by_names(optimizer, values))
 
 
-def _groups_by_names(optimizer: Any, values: dict[str, Any]) -> list[list[str]]:
+def groups_by_names(optimizer: Any, values: Mapping[str, Any]) -> list[list[str]]:
     """The names of the parameters in each group; none if the state has no module with one."""
     names = {id(parameter): name for name, parameter in _parameters(values).items()}
     groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
@@ -314,7 +314,7 @@ def _make_groups(
 ) -> None:
     """Give the optimizer the groups that it had when it was saved, if it has others now."""
     known = _parameters(values)
-    if groups == _groups_by_names(optimizer, values) or not all(
+    if groups == groups_by_names(optimizer, values) or not all(
         name in known for group in groups for name in group
     ):
         return
@@ -326,7 +326,7 @@ def _make_groups(
         del optimizer.state[parameter]
 
 
-def _parameters(values: dict[str, Any]) -> dict[str, torch.nn.Parameter]:
+def _parameters(values: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
     return {
         f"{name}.{own}": parameter
         for name, value in values.items()

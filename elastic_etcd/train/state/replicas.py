@@ -5,7 +5,6 @@ More is exchanged only where they differ: by whom, and in which values. docs/sta
 compared.
 """
 
-import json
 import logging
 import math
 import os
@@ -19,7 +18,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,12 +25,11 @@ from elastic_etcd.errors import AgentGone, UsageError
 from elastic_etcd.protocol import messages
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import (
-    device_of,
+    broadcast,
     gather,
-    gather_texts,
+    gather_json,
     generation,
     rank_and_size,
-    refuse_garbage,
 )
 from elastic_etcd.train.state import codecs
 from elastic_etcd.train.state.digest import combined, digests_of
@@ -157,12 +154,13 @@ class Replicas:
         digests = [digest for (digest,) in gather([combined(own)])]
         most = Counter(digests).most_common(1)[0][1]
         right = next(r for r, digest in enumerate(digests) if digests.count(digest) == most)
-        theirs = dict(zip(own, _broadcast([*own.values()], right), strict=True))
+        mine = torch.tensor([*own.values()], dtype=torch.int64, device="cpu")
+        theirs = dict(zip(own, broadcast(mine, right).tolist(), strict=True))
         odd = self._odd_buffers(buffers)
         names = [*(name for name in own if own[name] != theirs[name]), *odd.get(rank, [])]
         said = [_in_words(names, values)] if names else []
         said += ["its last commit in memory"] * damaged
-        texts = gather_texts(f"{_named_rank()}: {' and '.join(said)}" if said else "")
+        texts = gather_json(f"{_named_rank()}: {' and '.join(said)}" if said else "")
         agree = 2 * most > size
         return [
             Differs(r, text, alone=agree or digests[r] == digests[right])
@@ -239,23 +237,13 @@ def _in_words(names: Sequence[str], values: Mapping[str, Any]) -> str:
     """The first of these names, as people know it, and how many more there are."""
     name, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
     if match := _MOMENT.fullmatch(name):
-        value, number, moment = match.groups()
-        if parameter := _parameter_name(values, value, int(number)):
-            name = f"{value}.state.{moment} of {parameter}"
+        optimizer, number, moment = match.groups()
+        value = values.get(optimizer)
+        groups = codecs.groups_by_names(value, values) if isinstance(value, Optimizer) else []
+        parameters = [parameter for group in groups for parameter in group]
+        if int(number) < len(parameters):
+            name = f"{optimizer}.state.{moment} of {parameters[int(number)].partition('.')[2]}"
     return name + more
-
-
-def _parameter_name(values: Mapping[str, Any], optimizer: str, number: int) -> str:
-    """The name, in a module of the state, of the parameter that an optimizer has this number of."""
-    if not isinstance(value := values.get(optimizer), Optimizer):
-        return ""
-    parameters = [each for group in value.param_groups for each in group["params"]]
-    for module in values.values():
-        if isinstance(module, nn.Module) and number < len(parameters):
-            for name, parameter in module.named_parameters():
-                if parameter is parameters[number]:
-                    return str(name).removeprefix("module.")
-    return ""
 
 
 def _of_numbers(name: str, part: Any) -> dict[str, int]:
@@ -295,28 +283,17 @@ def _refuse_other_names(names: list[str], values: Mapping[str, Any]) -> None:
     if all(row == rows[0] for row in rows):
         return
     rank, _ = rank_and_size(launched=False)
-    data = json.dumps(names).encode()
-    size = gather([len(data)])[0][0]
-    theirs = json.loads(bytes(_broadcast([*data] if rank == 0 else [0] * size, 0)))
+    theirs = gather_json(names if rank == 0 else None)[0]
     lacking = [name for name in theirs if name not in names]
     beside = [name for name in names if name not in theirs]
     said = [f"has no {_in_words(lacking, values)}"] if lacking else []
     said += [f"has {_in_words(beside, values)}, which rank 0 has not"] if beside else []
-    texts = gather_texts(f"{_named_rank()} {' and '.join(said)}" if said else "")
+    texts = gather_json(f"{_named_rank()} {' and '.join(said)}" if said else "")
     raise UsageError(
         f"the ranks keep different parts: {next(filter(None, texts))}. A state keeps what all "
         "ranks have alike, and of all else one rank's: let each rank keep all of it, as "
         "torch.optim's optimizers do, or keep it out of the state"
     )
-
-
-def _broadcast(numbers: list[int], sender: int) -> list[int]:
-    """The sender's numbers, of which all ranks have as many."""
-    there = torch.tensor(numbers, dtype=torch.int64, device=device_of())
-    dist.broadcast(there, sender)
-    found: list[int] = there.tolist()
-    refuse_garbage()
-    return found
 
 
 _MOMENT = re.compile(r"(\w+)\.state\.(\d+)\.(.+)")

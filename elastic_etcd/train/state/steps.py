@@ -175,6 +175,7 @@ class Steps:
                 "batch is the last, whose step would be lost. Give the stream its lengths="
             )
         self._refuse_other_lengths()
+        whole = all(s._is_whole() for s in self._own if isinstance(s, ElasticIterable))
         number, shared = 0, True
         try:
             for batch in self._take_each():
@@ -195,7 +196,7 @@ class Steps:
         finally:
             self._total = None
             self._loops.note_step(loop, 0)
-        if not number:
+        if not number and whole:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler._finish()
@@ -253,8 +254,14 @@ class Steps:
         )
 
     def _refuse_an_empty_epoch(self) -> None:
-        """Raise UsageError if not even a whole epoch has a batch for this rank, nor is to."""
-        if isinstance(self._batches, StreamLoader) or self._uneven:
+        """Raise UsageError if not even a whole epoch has a batch for this rank, nor is to.
+
+        A stream's is known to be empty when it was.
+        """
+        if isinstance(self._batches, StreamLoader):
+            self._batches.refuse_empty()
+            return
+        if self._uneven:
             return
         for sampler in samplers_in(self._batches):
             with suppress(TypeError):  # a batch sampler without a length

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.collectives import device_of, gather, rank_and_size, refuse_garbage
+from elastic_etcd.train.collectives import (
+    broadcast,
+    device_of,
+    gather,
+    rank_and_size,
+    refuse_garbage,
+)
 from elastic_etcd.train.state.snapshot_bytes import sums_of
 from elastic_etcd.train.state.snapshot_format import Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
@@ -68,7 +74,7 @@ def even_out(
     same, other = (mine, None) if mine and mine.header == wanted else (None, mine)
     source = same.body if same else None
     sums = torch.zeros(-(-wanted.size // BLOCK), dtype=torch.int64, device="cpu")
-    sums = _broadcast(sums if source is None else block_sums(source), holders[0])
+    sums = broadcast(sums if source is None else block_sums(source), holders[0])
     lacking = torch.zeros(len(sums), dtype=torch.uint8, device="cpu")
     if other:
         ours = block_sums(other.body)[: len(sums)]
@@ -113,7 +119,7 @@ def _pass_on(
         packed = torch.empty(
             sum(end - start for start, end in ranges), dtype=torch.uint8, device="cpu"
         )
-    arrived = _broadcast(packed, sender)
+    arrived = broadcast(packed, sender)
     if target is not None:
         parts = arrived.split([end - start for start, end in ranges])
         for (start, end), part in zip(ranges, parts, strict=True):
@@ -136,14 +142,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other))))
-
-
-def _broadcast(tensor: torch.Tensor, sender: int) -> torch.Tensor:
-    there = tensor.to(device_of())
-    dist.broadcast(there, sender)
-    arrived = there.cpu()
-    refuse_garbage()
-    return arrived
 
 
 def _any_rank(flags: torch.Tensor) -> torch.Tensor:
