@@ -331,7 +331,7 @@ class Client:
 
         While a name server is what is silent, the next attempt goes on where this one was.
         """
-        if connection.retired or connection.looked_up:
+        if connection.retired or connection.looking_up:
             return
         if connection is self._connection:
             self._connection = None

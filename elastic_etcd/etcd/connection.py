@@ -37,10 +37,10 @@ class Connection:
         return self._closing is not None and self._closing.done()
 
     @property
-    def looked_up(self) -> bool:
-        """Whether its name may still be looked up, for which another would begin anew.
+    def looking_up(self) -> bool:
+        """Whether its name may still be looked up, which another channel would begin anew.
 
-        All else that lies between the two states has a second (OPTIONS).
+        TCP and TLS have a second (OPTIONS): all that lasts longer is the lookup.
         """
         connecting = self._channel.get_state() is CONNECTING
         return self._named and connecting and now() - self._began < LOOK_UP
