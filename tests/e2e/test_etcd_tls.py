@@ -132,7 +132,8 @@ def test_certificates_expire_and_are_renewed_under_a_job(
             server.arguments = (*FAST, *shows(late), *asks)
             server.start()
             job.undisturbed(g, 1)
-            job.said(n1, "training goes on")
+            for agent in (n1, n2):
+                job.said(agent, "training goes on")
             server.kill()
             hand_out(new)
             server.arguments = (*FAST, *shows(new.issue("server")), *asking(new))

@@ -75,7 +75,8 @@ def endures(server: EtcdServer, folder: Path, request: pytest.FixtureRequest) ->
         n2 = job.start("n2", **me)
         g = job.trains(2, after=g)  # which takes so long that tokens have expired
         server.kill()
-        job.said(n1, "training goes on")
+        for node in (n1, n2):
+            job.said(node, "training goes on")
         server.start()  # and knows no token of before, at least no simple one
         for node in (n1, n2):
             job.said(node, "etcd answers again")

@@ -132,16 +132,20 @@ async def test_a_silent_endpoint_loses_everything_to_the_next(
         config = EtcdConfig((first.endpoint, second.endpoint))
         async with Client(config) as client, Client(etcd.config) as writer:
             client._at = 0
-            silence = Silence()
-            async with silence.session(client) as session, Copy(client, Get(prefix)) as copy:
+            silence, renewed = Silence(), asyncio.Event()
+            told = silence.on_silence
+            session = Session(client, TTL, on_silence=told, on_renewed=lambda _: renewed.set())
+            async with session, Copy(client, Get(prefix)) as copy:
                 await copy.until(lambda _: True)
+                await asyncio.wait_for(renewed.wait(), 60)
                 await put(writer, prefix, "before")
                 await copy.until(lambda values: prefix in values)  # the watch is established
                 first.freeze()
+                renewed.clear()
                 start = time.monotonic()
                 await put(writer, prefix, "after")
                 await copy.until(lambda values: values.get(prefix) == "after", timeout=TTL)
-                await asyncio.wait_for(silence.over.wait(), TTL)
+                await asyncio.wait_for(renewed.wait(), TTL)
                 assert time.monotonic() - start < TTL  # with a margin for one more endpoint
                 assert client.endpoint == second.endpoint
                 assert not session.lost.done()
@@ -277,14 +281,16 @@ async def test_leader_change_that_re_arms_leases(cluster: EtcdCluster, prefix: s
 @asynchronous
 async def test_a_session_through_member_after_member(cluster: EtcdCluster, prefix: str) -> None:
     async with Client(cluster.config) as client:
-        silence = Silence()
-        async with silence.session(client) as session:
+        renewed = asyncio.Event()
+        async with Session(client, TTL, on_renewed=lambda _: renewed.set()) as session:
             await put(client, prefix, "here", session.lease)
             for _ in cluster.members:
                 member = cluster.at(client.endpoint)
-                silence.over.clear()
                 member.freeze()
-                await asyncio.wait_for(silence.over.wait(), 60)
+                async with asyncio.timeout(60):
+                    while client.endpoint == member.endpoint:
+                        renewed.clear()
+                        await renewed.wait()
                 member.thaw()
             assert not session.lost.done()
             assert (await client.range(Get(prefix), timeout=5)).kvs
