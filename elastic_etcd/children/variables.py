@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
@@ -37,6 +37,10 @@ _READ_BY_KMP = "KMP_"
 # sets that before it imports torch).
 _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
+_TOO_LATE = (
+    "modules that were loaded ahead have read it, and this process has threads or children that "
+    "would begin twice. Set it at the script's beginning, or add --start-method exec"
+)
 _OWN = ("__spec__", "__loader__", "__package__", "__path__", "__file__", "__cached__")
 
 
@@ -133,19 +137,15 @@ class Imports(MetaPathFinder):
         """From now on this process is to be `argv` in `env`, anew if the script asks too late."""
         pid, cwd, umask = os.getpid(), Path("/proc/self/cwd").readlink(), os.umask(0)
         os.umask(umask)
-        putenv, unsetenv = os.putenv, os.unsetenv
+        putenv, unsetenv, told, alone = os.putenv, os.unsetenv, set[str](), company()
 
         def changed(name: str, value: str | None) -> None:
             if os.getpid() != pid or not self._is_read(name) or env.get(name) == value:
                 return
-            c10d = sys.modules.get("torch.distributed.distributed_c10d")
-            if c10d and c10d.is_initialized():  # the others would meet this rank a second time
-                self._read.discard(name)  # it is said once
-                say_once_a_node(
-                    env,
-                    f"{name} is changed too late: modules that were loaded ahead have read it. "
-                    "Set it before the process group is made, or add --start-method exec",
-                )
+            if company() > alone:  # a tracker's run, say, would begin twice
+                if name not in told:
+                    say_once_a_node(env, f"{name} is changed too late: {_TOO_LATE}")
+                told.add(name)
                 return
             os.chdir(cwd)
             os.umask(umask)
@@ -223,6 +223,16 @@ class Imports(MetaPathFinder):
             vars(module).pop(each, None)
         vars(module).update(own)
         self.give_back(name)
+
+
+def company() -> int:
+    """The number of this process's threads and children."""
+    tasks = list(Path("/proc/self/task").iterdir())
+    count = len(tasks)
+    for task in tasks:
+        with suppress(FileNotFoundError):  # it has ended, or this kernel does not tell
+            count += len((task / "children").read_text().split())
+    return count
 
 
 def begin_anew(argv: Sequence[str], env: Mapping[str, str], name: str) -> None:

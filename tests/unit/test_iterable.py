@@ -287,7 +287,7 @@ def test_a_used_up_epoch_is_an_error_and_forgetting_is_said() -> None:
     data = iterable()
     loader = data.loader(4)
     list(loader)
-    with pytest.raises(RuntimeError, match=r"epoch 0 has been used up: call set_epoch\(1\)"):
+    with pytest.raises(UsageError, match=r"epoch 0 has been used up: call set_epoch\(1\)"):
         iter(loader)
     with pytest.warns(RuntimeWarning, match="26 batches of an epoch were not recorded"):
         data.set_epoch(1)
@@ -323,9 +323,9 @@ def test_ranks_have_to_agree_before_a_state() -> None:
     rank = Rank(data, 4)
     assert data.state_dict() == state
     rank.train()
-    with pytest.raises(RuntimeError, match=r"agree\(\) on all ranks"):
+    with pytest.raises(UsageError, match=r"agree\(\) on all ranks"):
         data.state_dict()
-    with pytest.raises(RuntimeError, match=r"agree\(\) on all ranks"):
+    with pytest.raises(UsageError, match=r"agree\(\) on all ranks"):
         data.reshard(0, 3)
 
 

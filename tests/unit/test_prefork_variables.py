@@ -140,11 +140,18 @@ def test_t19_what_is_set_after_torch_counts_for_what_torch_does_not_import(
     assert f"changes {name} before" in done.err
 
 
-def test_t19_nothing_begins_anew_in_a_process_group(ways: BothWays) -> None:
-    """The others would meet this rank a second time."""
-    text = """\
-import os, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+@pytest.mark.parametrize(
+    "begins",
+    [
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "child = subprocess.Popen(['cat'], stdin=subprocess.PIPE)",
+    ],
+)
+def test_t19_nothing_begins_anew_that_has_threads_or_children(ways: BothWays, begins: str) -> None:
+    """The others would meet this rank a second time, a tracker would have two runs."""
+    text = f"""\
+import os, subprocess, torch.distributed as dist
+{begins}
 os.chdir("/")
 os.environ["PRELOADED_HOME"] = "away"
 os.environ["PRELOADED_HOME"] = "away again"

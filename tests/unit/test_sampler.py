@@ -115,7 +115,7 @@ def test_different_batch_sizes_end_at_the_same_step() -> None:
 def test_a_used_up_epoch_is_not_begun_again_by_itself() -> None:
     mine = sampler(10)
     mine.record(list(mine))
-    with pytest.raises(RuntimeError, match=r"call set_epoch\(1\)"):
+    with pytest.raises(UsageError, match=r"call set_epoch\(1\)"):
         iter(mine)
     mine.set_epoch(1)
     assert len(list(mine)) == 10

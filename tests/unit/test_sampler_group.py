@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticSampler
+from elastic_etcd.errors import UsageError
 from tests.support.forked import ranks_that_end
 
 Told = list[list[dict[str, Any]]]  # of each rank, for each story
@@ -64,7 +65,7 @@ def own_pace(rank: int) -> dict[str, Any]:
     state = sampler.state_dict()
     next(indices)
     sampler.record(1)
-    with pytest.raises(RuntimeError, match="agree again"):
+    with pytest.raises(UsageError, match="agree again"):
         sampler.state_dict()
     return {"used": used, "state": state}
 

@@ -303,7 +303,7 @@ def test_a_loop_may_be_left_after_each_batch_and_begun_again(workers: int, drop_
         for batch in steps:
             trained += labels(batch)
         assert trained == list(range(LENGTH))[: batches * BATCH]
-        with pytest.raises(RuntimeError, match=f"epoch {left_after} has been used up"):
+        with pytest.raises(UsageError, match=f"epoch {left_after} has been used up"):
             next(iter(steps))
 
 
@@ -669,7 +669,7 @@ def test_a_batch_is_not_recorded_twice() -> None:
     state = made()
     loop = iter(state.steps(loader_of(state)))
     next(loop)
-    with pytest.raises(RuntimeError, match=r"leave record\(\) out"):
+    with pytest.raises(UsageError, match=r"leave record\(\) out"):
         state.sampler.record(5)
 
 

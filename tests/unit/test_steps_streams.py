@@ -70,7 +70,7 @@ def test_breaking_off_counts_the_last_batch() -> None:
 def test_recording_by_hand_in_the_loop_is_refused() -> None:
     data = streamed()
     next(iter(ElasticState(data=data).steps(data.loader(4))))
-    with pytest.raises(RuntimeError, match="leave record"):
+    with pytest.raises(UsageError, match="leave record"):
         data.record()
 
 

@@ -136,7 +136,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         Raises ValueError if they are not so many, TypeError for no number.
         """
         if self._in_hand:
-            raise RuntimeError("state.steps counts the batches of this loop: leave record() out")
+            raise UsageError("state.steps counts the batches of this loop: leave record() out")
         count = index(batches)
         if not 0 <= count <= len(self._delivered):
             open_ = f"{len(self._delivered)} that data.loader(...) gave are open"
@@ -188,7 +188,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         """Split what remains of the epoch anew; all ranks call it at the same step.
 
         rank, world_size: the new world; None: as they are. Loaders' iterators made before are void.
-        Raises RuntimeError where agree() is missing.
+        Raises UsageError where agree() is missing.
         """
         self._follow()
         self._follows &= rank is None
@@ -200,7 +200,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def state_dict(self) -> dict[str, Any]:
         """The state after what is recorded: {"epoch": 3, "seed": 0, "remaining": [[start, stop]...
 
-        Global, and equal on all ranks. Its other values tell whether it fits. Raises RuntimeError
+        Global, and equal on all ranks. Its other values tell whether it fits. Raises UsageError
         if something was recorded since agree(), unless this rank is alone.
         """
         remaining = [[part.start, part.stop] for part in self._settled()]
@@ -220,14 +220,14 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
     def _begin(self, workers: int) -> object:
         """A loader begins: its workers share what this rank has yet to read.
 
-        The value is `current` as long as no other one has begun. Raises RuntimeError for an epoch
+        The value is `current` as long as no other one has begun. Raises UsageError for an epoch
         that is used up.
         """
         self._settle()
         self._follow()
         if self._ended:
             used_up = f"epoch {self._epoch} has been used up"
-            raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
+            raise UsageError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         self._begun = self._sizes(workers, running=False)
         self._by_worker = self._split_own(max(workers, 1))
         self._delivered.clear()
@@ -321,12 +321,12 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         return self._layout.split(tuple(own), workers, "uneven")[0]
 
     def _settled(self) -> Ranges:
-        """The remaining positions, of all ranks. Raises RuntimeError if they are not known."""
+        """The remaining positions, of all ranks. Raises UsageError if they are not known."""
         self._settle()
         if not self._agreed and self.world_size == 1:
             self.agree()
         if not self._agreed:
-            raise RuntimeError("recorded more since agree(): agree() on all ranks before a commit")
+            raise UsageError("recorded more since agree(): agree() on all ranks before a commit")
         return self._remaining
 
     def _follow(self) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
 from elastic_etcd.train.data.shards import (
@@ -122,7 +123,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         ended = self._cursor is not None and self._cursor.ended  # what is out may not be recorded
         if ended and not (self._end_epoch() if self._looping is None else self._looping):
             used_up = f"epoch {self._epoch} has been used up"
-            raise RuntimeError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
+            raise UsageError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,11 +146,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
         batch: a number, a tensor whose first dimension counts samples, or the list of indices.
         Raises TypeError for a batch that does not tell how many samples it has, as what a loader
-        has collated from pairs; ValueError if the iterator has not handed out so many; RuntimeError
+        has collated from pairs; ValueError if the iterator has not handed out so many; UsageError
         for a batch that state.steps counts.
         """
         if self._in_hand:
-            raise RuntimeError("state.steps counts the batches of this loop: leave record() out")
+            raise UsageError("state.steps counts the batches of this loop: leave record() out")
         self._progress.add(samples_in(batch), self._handed())
 
     @property
@@ -267,7 +268,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         For example {"epoch": 3, "seed": 0, "consumed": 76800, "skipped": [], "length": 1281167,
         "shuffle": "exact", "step": 32}: "step" is turns in a step; "skipped" holds [start, stop,
         step] of positions that were passed over, and is empty unless ranks recorded different
-        numbers. Raises RuntimeError in the middle of a step.
+        numbers. Raises RuntimeError in the middle of a step, UsageError where agree() is missing.
         """
         remaining = self._remaining()
         self._warn(self._progress.missed_between_commits(self._handed()))

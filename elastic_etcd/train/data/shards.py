@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from elastic_etcd.errors import WrongHere
+from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.train.data.permutation import Order
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -218,13 +218,16 @@ class Progress:
         self._finished = True
 
     def remaining(self) -> tuple[range, ...]:
-        """The positions that remain of the epoch. Raises RuntimeError in the middle of a step."""
+        """The positions that remain of the epoch.
+
+        Raises RuntimeError in the middle of a step, UsageError where agree() is missing.
+        """
         if self._finished:
             return ()
         if self._agreed is None:
             return self._shards.remaining_after_own(self.count, self.step)
         if self._agreed[0] != self.count:
-            raise RuntimeError("recorded more since agree(): agree again before a commit")
+            raise UsageError("recorded more since agree(): agree again before a commit")
         return self._shards.remaining_after(self._agreed[1])
 
     def missed_between_commits(self, handed: int) -> str:
