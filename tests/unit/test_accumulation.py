@@ -64,7 +64,7 @@ def test_micro_batches_are_loaded_step_by_step_with_the_same_global_batches() ->
                 sampler.record(batch)
                 steps[number // len(plan)].update(batch.tolist())
             assert sampler.consumed == 300
-            with pytest.raises(RuntimeError, match=r"set_epoch\(1\)"):
+            with pytest.raises(UsageError, match=r"set_epoch\(1\)"):
                 iter(sampler)
         return steps
 
