@@ -157,7 +157,8 @@ def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
     (tmp_path / "may save").touch()
     job.exits(n1, 143, seconds=60)
     assert (tmp_path / "saved").exists(), n1.output
-    assert keys(etcd, job.name)["outcome"]["state"] == "stopped", "it was the last one"
+    assert "outcome" in keys(etcd, job.name), f"it was the last one\n{n1.output}"
+    assert keys(etcd, job.name)["outcome"]["state"] == "stopped"
     again = saver(job, "n1", tmp_path, leave_deadline=120)  # only that agent was drained
     job.said(again, "training", seconds=90)
     (tmp_path / "saved").unlink()
