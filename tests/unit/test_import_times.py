@@ -52,7 +52,7 @@ try:
     import broken
 except ZeroDivisionError:
     traceback.print_exc(file=sys.stdout)
-import torch
+import torch._dynamo  # the last that was loaded ahead
 print(sys.meta_path, builtins.__import__, sys.path_hooks, sys.getprofile(), sys.gettrace())
 """
 
