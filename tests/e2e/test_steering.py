@@ -140,7 +140,8 @@ def saver(job: Job, node: str, directory: Path, **flags: Any) -> Agent:
     script = directory / "train.py"
     script.write_text(SAVES)
     given: dict[str, Any] = {"script": (str(script), str(directory)), "start_method": "exec"}
-    return job.start(node, settle=0, **given, **flags)
+    # A lease that ends on a busy machine, while a worker saves, would leave no outcome.
+    return job.start(node, settle=0, lease_ttl=20, **given, **flags)
 
 
 def test_s13_what_a_drained_node_and_a_stopped_job_save_is_waited_for(
