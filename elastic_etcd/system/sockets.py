@@ -12,7 +12,7 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
     from where its cluster is. Raises OSError.
     """
     asked = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, *_, where = asked[0]
+    family, *_, where = min(asked, key=lambda found: found[4][0] == "::1")  # localhost's other one
     both = socket.has_dualstack_ipv6()
     if where[0] in _ANY:
         family = socket.AF_INET6 if both else socket.AF_INET

@@ -447,6 +447,17 @@ def test_a_full_disk_costs_a_value_and_no_training(
     assert "No space left on device" in done.stderr
 
 
+@may_mount
+def test_localhost_is_the_address_of_ipv4_where_it_is_both(tmp_path: Path) -> None:
+    """As most machines have it: a scraper is told 127.0.0.1."""
+    (tmp_path / "hosts").write_text("::1 localhost\n127.0.0.1 localhost\n")
+    text = "from elastic_etcd.system.sockets import listen; print(listen('localhost', 0))"
+    shell = 'mount --bind "$1" /etc/hosts; shift; exec "$@"'
+    python = (str(tmp_path / "hosts"), sys.executable, "-c", text)
+    command = ["unshare", "--mount", "sh", "-euc", shell, "sh", *python]
+    assert "laddr=('127.0.0.1'" in subprocess.check_output(command, cwd=ROOT, text=True)
+
+
 SERVICE = """
 import os, sys, time
 worker, folder = int(sys.argv[1]), sys.argv[2]
