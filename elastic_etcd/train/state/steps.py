@@ -175,7 +175,7 @@ class Steps:
                 "batch is the last, whose step would be lost. Give the stream its lengths="
             )
         self._refuse_other_lengths()
-        whole = all(s._is_whole() for s in self._own if isinstance(s, ElasticIterable))
+        untouched = all(s._is_whole() for s in self._own if isinstance(s, ElasticIterable))
         number, shared = 0, True
         try:
             for batch in self._take_each():
@@ -196,7 +196,7 @@ class Steps:
         finally:
             self._total = None
             self._loops.note_step(loop, 0)
-        if not number and whole:
+        if not number and untouched:
             self._refuse_an_empty_epoch()
         for sampler in self._own:
             sampler._finish()
