@@ -26,8 +26,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import checkpoint
 
-from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.replicas import digests_of
 from tests.support.channels import Job
 
 from .figures import grid

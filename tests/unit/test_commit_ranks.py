@@ -17,8 +17,8 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.data.shards import Tail
-from elastic_etcd.train.state.commit_interval import CommitInterval
 from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.steps import CommitInterval
 from elastic_etcd.train.sync_point import SyncPoint, WorldBroken, WorldChanged
 from tests.support.forked import Child, group, ranks
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import elastic_etcd.train.agent_channel
 from elastic_etcd.system.limits import Free
-from elastic_etcd.train.state import free_memory, snapshot_memfds, snapshot_store
+from elastic_etcd.train.state import snapshot_memfds, snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
@@ -221,13 +221,13 @@ def test_what_is_received_is_the_node_s(node: Node) -> None:
 
 def test_only_what_grows_is_asked_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = node.ranks()
-    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(2 * size_of(9), "nothing more"))
+    monkeypatch.setattr(snapshot_store, "free_memory", lambda: Free(2 * size_of(9), "nothing more"))
     ranks[0].write(draft(9))
-    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(size_of(9), "nothing more"))
+    monkeypatch.setattr(snapshot_store, "free_memory", lambda: Free(size_of(9), "nothing more"))
     for count in (9, 10):
         for rank in ranks[count == 9 :]:
             rank.write(Draft(Version(0, count, 1), {}, {"a": values(9)}, at_once))
-    monkeypatch.setattr(free_memory, "free_memory", lambda: Free(0, "nothing more"))
+    monkeypatch.setattr(snapshot_store, "free_memory", lambda: Free(0, "nothing more"))
     for rank in ranks:
         rank.write(Draft(Version(0, 11, 1), {}, {"a": values(9)}, at_once))
 

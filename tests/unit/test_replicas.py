@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import messages
-from elastic_etcd.train.state import digest, replicas
+from elastic_etcd.train.state import replicas
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import ranks
 
@@ -31,25 +31,25 @@ def test_t6_a_bit_that_flips_changes_the_digest(data: bytes, draws: st.DataObjec
     one = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     other = one.clone()
     other[place // 8] ^= 1 << place % 8
-    chunk, digest.CHUNK = digest.CHUNK, draws.draw(st.integers(1, 5))
+    chunk, replicas.CHUNK = replicas.CHUNK, draws.draw(st.integers(1, 5))
     try:
-        same, flipped, part = digest.digests_of([one, other, one[begin:]])
-        assert digest.digests_of([one.clone()[begin:]]) == [part]
+        same, flipped, part = replicas.digests_of([one, other, one[begin:]])
+        assert replicas.digests_of([one.clone()[begin:]]) == [part]
     finally:
-        digest.CHUNK = chunk
+        replicas.CHUNK = chunk
     assert same != flipped
-    assert digest.combined({"a": same, "b": part}) != digest.combined({"a": flipped, "b": part})
+    assert replicas.combined({"a": same, "b": part}) != replicas.combined({"a": flipped, "b": part})
 
 
 def test_t6_words_that_change_places_change_the_digest() -> None:
-    one = torch.arange(digest.CHUNK + 10, dtype=torch.int64)
-    places = [(0, 1), (3, 77), (5, digest.CHUNK), (digest.CHUNK + 1, digest.CHUNK + 2)]
+    one = torch.arange(replicas.CHUNK + 10, dtype=torch.int64)
+    places = [(0, 1), (3, 77), (5, replicas.CHUNK), (replicas.CHUNK + 1, replicas.CHUNK + 2)]
     others = []
     for here, there in places:
         other = one.clone()
         other[[here, there]] = one[[there, here]]
         others.append(other)
-    assert len({*digest.digests_of([one, *others])}) == len(others) + 1
+    assert len({*replicas.digests_of([one, *others])}) == len(others) + 1
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_t6_words_that_change_places_change_the_digest() -> None:
 def test_t6_the_digest_is_of_values_however_they_lie(dtype: torch.dtype) -> None:
     whole = torch.randint(0, 2, (6, 10)).to(dtype)
     turned = whole.t().contiguous().t()
-    assert len({*digest.digests_of([whole, turned, torch.cat([whole, whole])[6:]])}) == 1
-    assert digest.digests_of([]) == []
-    assert digest.digests_of([whole[:0], torch.tensor(1.0)])
+    assert len({*replicas.digests_of([whole, turned, torch.cat([whole, whole])[6:]])}) == 1
+    assert replicas.digests_of([]) == []
+    assert replicas.digests_of([whole[:0], torch.tensor(1.0)])
 
 
 # --- ranks --------------------------------------------------------------------------------

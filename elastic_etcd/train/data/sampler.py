@@ -2,6 +2,16 @@
 
 An epoch is one order of all indices. Samples that were trained on are recorded; the remaining part
 of the order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
+
+An iteration is a cursor of shards.py. The next one goes on after what is recorded, and makes the
+one before VOID; but an epoch may be used up:
+
+    the last iteration is      and its indices are counted      the next one
+    OPEN, VOID, or none        in any way                       goes on
+    OUT, all handed out        BY_HAND                          goes on, with a warning, if some are
+                                                                not recorded; else it is refused
+    OUT                        IN_LOOP (it was left)            goes on
+    OUT                        LOOP_ENDED                       is refused
 """
 
 import warnings
@@ -21,9 +31,11 @@ from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
 from elastic_etcd.train.data.shards import (
     TAILS,
+    Counting,
     Cursor,
     Progress,
     Shards,
+    Stage,
     Tail,
     pack_ranges,
     refuse_other_data,
@@ -88,8 +100,6 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._cursor: Cursor | None = None
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
-        self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
-        self._first: int | None = None  # of the latest iteration: how many were trained on before
         self._length_part: Length = "iteration"
         self._progress: Progress
         self._take_length()
@@ -113,18 +123,26 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._follow()
         if self._length_part == "epoch":
             return replace(self._shards, remaining=(range(self.length),)).size
-        if self._length_part == "iteration" and self._first is not None:
-            return self._shards.size - self._first
+        if self._length_part == "iteration" and self._cursor is not None:
+            return self._shards.size - self._cursor.start
         return self._shards.size - self._progress.count - self._in_hand
 
     def __iter__(self) -> Iterator[int]:
         """Go on after what is recorded. A second iterator makes the first one void."""
         self._follow()
-        ended = self._cursor is not None and self._cursor.ended  # what is out may not be recorded
-        if ended and not (self._end_epoch() if self._looping is None else self._looping):
+        if self._is_used_up():
             used_up = f"epoch {self._epoch} has been used up"
             raise UsageError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
+
+    def _is_used_up(self) -> bool:
+        match self._cursor and (self._cursor.stage, self._cursor.counting):
+            case (Stage.OUT, Counting.BY_HAND):
+                return not self._end_epoch()
+            case (Stage.OUT, counting):
+                return counting is Counting.LOOP_ENDED
+            case _:
+                return False
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch; nothing changes if it is the current one, which may be half used.
@@ -182,7 +200,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
                 "the sampler has begun anew since this batch was handed out: loop anew"
             )
         self._warned = True  # nobody forgets to record here
-        self._in_hand, self._looping = count, True
+        self._in_hand = count
+        if self._cursor is not None:
+            self._cursor.counting = Counting.IN_LOOP
 
     def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
@@ -207,9 +227,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         A rank that takes one step less than others does not see their last one.
         """
         self._settle()
-        self._looping = False
-        if self.tail == "uneven" and self._cursor is not None and self._cursor.ended:
-            self._progress.finish()
+        if self._cursor is not None:
+            self._cursor.counting = Counting.LOOP_ENDED
+            if self.tail == "uneven" and self._cursor.stage is Stage.OUT:
+                self._progress.finish()
 
     @contextmanager
     def _length_of(self, part: Length) -> Iterator[None]:
@@ -340,8 +361,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """The indices that are not recorded yet; a new iterator begins with its first index."""
         self._settle()
         self._void_cursor()
-        self._first = self._progress.count
-        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._first)
+        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._progress.count)
         yield from self._cursor.blocks()
 
     def _order_of_epoch(self) -> Order:
@@ -377,9 +397,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _void_cursor(self) -> None:
         if self._cursor is not None:
-            self._cursor.void = True
+            self._cursor.stage = Stage.VOID
             self._handed_before = self._handed_out
-        self._cursor, self._first, self._looping = None, None, None
+        self._cursor = None
 
     def _handed(self) -> int:
         return 0 if self._cursor is None else self._cursor.handed
@@ -404,7 +424,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""
-        if self._cursor is None or not self._cursor.ended:
+        if self._cursor is None or self._cursor.stage is not Stage.OUT:
             return False
         self._settle()
         missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)

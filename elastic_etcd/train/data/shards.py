@@ -9,6 +9,7 @@ Without I/O and randomness.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
@@ -150,6 +151,22 @@ class Shards:
         return at_end and self.tail == "uneven" and 0 < rest <= min(self.own_slots)
 
 
+class Stage(Enum):
+    """How far a cursor has come: OPEN ──> OUT ──> VOID, or from OPEN to VOID at once."""
+
+    OPEN = auto()
+    OUT = auto()  # all are handed out, and it was asked for more
+    VOID = auto()  # another one has begun, or an epoch, a world
+
+
+class Counting(Enum):
+    """What says which of a cursor's indices were trained on."""
+
+    BY_HAND = auto()  # the script's calls of record()
+    IN_LOOP = auto()  # a loop of state.steps, which runs or was left before its end
+    LOOP_ENDED = auto()
+
+
 class Cursor:
     """Hands out one rank's shard, from its `start`-th position on, as indices of the data set.
 
@@ -159,8 +176,7 @@ class Cursor:
 
     def __init__(self, shards: Shards, order: Order, start: int) -> None:
         self.start = start
-        self.ended = False  # all are handed out, and it was asked for more
-        self.void = False
+        self.stage, self.counting = Stage.OPEN, Counting.BY_HAND
         self._shards, self._order, self._made = shards, order, start
         self._block: Iterator[int] = iter(())  # what remains of the block made last
 
@@ -170,17 +186,17 @@ class Cursor:
         return self._made - length_hint(self._block)
 
     def blocks(self) -> Iterator[Iterator[int]]:
-        """The indices, in blocks. Raises RuntimeError once `void` is set."""
+        """The indices, in blocks. Raises RuntimeError once it is VOID."""
         size = _FIRST_BLOCK
-        while self._made < self._shards.size and not self.void:
+        while self._made < self._shards.size and self.stage is not Stage.VOID:
             stop = min(self._made + size, self._shards.size)
             self._block = iter(self._order(self._shards.positions(self._made, stop)).tolist())
             self._made = stop
             yield self._block
             size = _BLOCK
-        if self.void:
+        if self.stage is Stage.VOID:
             raise RuntimeError("this iterator is void: the sampler has begun anew since")
-        self.ended = True
+        self.stage = Stage.OUT
 
 
 class Progress:
