@@ -28,20 +28,8 @@ from torch.utils.data import Sampler
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import gather, rank_and_size, world_of
+from elastic_etcd.train.data import shards
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
-from elastic_etcd.train.data.shards import (
-    TAILS,
-    Counting,
-    Cursor,
-    Progress,
-    Shards,
-    Stage,
-    Tail,
-    pack_ranges,
-    refuse_other_data,
-    slots_of,
-    unpack_ranges,
-)
 
 Length = Literal["iteration", "epoch", "rest"]
 
@@ -73,7 +61,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         *,
         shuffle: bool | Literal["exact", "stream"] | OrderFunction = True,
         seed: int = 0,
-        tail: Tail = "drop",
+        tail: shards.Tail = "drop",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -83,8 +71,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if not callable(shuffle) and shuffle not in (False, "exact", "stream"):
             known = '"exact", "stream", True, False or a function of epoch and seed'
             raise ValueError(f"shuffle is {known}, not {shuffle!r}")
-        if tail not in TAILS:
-            raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
+        if tail not in shards.TAILS:
+            raise ValueError(f"tail is one of {', '.join(shards.TAILS)}, not {tail!r}")
         self.shuffle: Shuffle | OrderFunction = shuffle
         self.tail = tail
         self._seed = seed
@@ -97,11 +85,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
-        self._cursor: Cursor | None = None
+        self._cursor: shards.Cursor | None = None
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
         self._length_part: Length = "iteration"
-        self._progress: Progress
+        self._progress: shards.Progress
         self._take_length()
         self._shard((range(self.length),), *world_of(rank, world_size), None, step=0)
 
@@ -137,10 +125,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _is_used_up(self) -> bool:
         match self._cursor and (self._cursor.stage, self._cursor.counting):
-            case (Stage.OUT, Counting.BY_HAND):
+            case (shards.Stage.OUT, shards.Counting.BY_HAND):
                 return not self._end_epoch()
-            case (Stage.OUT, counting):
-                return counting is Counting.LOOP_ENDED
+            case (shards.Stage.OUT, counting):
+                return counting is shards.Counting.LOOP_ENDED
             case _:
                 return False
 
@@ -202,7 +190,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._warned = True  # nobody forgets to record here
         self._in_hand = count
         if self._cursor is not None:
-            self._cursor.counting = Counting.IN_LOOP
+            self._cursor.counting = shards.Counting.IN_LOOP
 
     def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
@@ -228,8 +216,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """
         self._settle()
         if self._cursor is not None:
-            self._cursor.counting = Counting.LOOP_ENDED
-            if self.tail == "uneven" and self._cursor.stage is Stage.OUT:
+            self._cursor.counting = shards.Counting.LOOP_ENDED
+            if self.tail == "uneven" and self._cursor.stage is shards.Stage.OUT:
                 self._progress.finish()
 
     @contextmanager
@@ -304,9 +292,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             self._epoch, self._seed = state["epoch"], state["seed"]
             self._take_length()
         mine = self._state(())
-        refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
+        shards.refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
         self._epoch, self._seed = state["epoch"], state["seed"]
-        remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
+        remaining = shards.unpack_ranges(state["consumed"], state["skipped"], self.length)
         self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])
 
     def _handed_state(self) -> dict[str, Any]:
@@ -343,14 +331,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """Begin with these shards; step: turns in a step, 0 if not known, None: as before."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
-        slots = range(world_size) if sizes is None else slots_of(sizes)
+        slots = range(world_size) if sizes is None else shards.slots_of(sizes)
         self._in_hand = 0
         self._void_cursor()
         self.rank, self.world_size, self._sizes = rank, world_size, sizes
-        self._shards = Shards(self.length, remaining, slots, rank, self.tail)
+        self._shards = shards.Shards(self.length, remaining, slots, rank, self.tail)
         known = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
         before = self._progress.step if step is None else step
-        self._progress = Progress(self._shards, before, known)
+        self._progress = shards.Progress(self._shards, before, known)
 
     def _follow(self) -> None:
         """Shard for the world that torch.distributed has made since, unless one was given here."""
@@ -361,7 +349,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """The indices that are not recorded yet; a new iterator begins with its first index."""
         self._settle()
         self._void_cursor()
-        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._progress.count)
+        self._cursor = shards.Cursor(self._shards, self._order_of_epoch(), self._progress.count)
         yield from self._cursor.blocks()
 
     def _order_of_epoch(self) -> Order:
@@ -397,7 +385,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _void_cursor(self) -> None:
         if self._cursor is not None:
-            self._cursor.stage = Stage.VOID
+            self._cursor.stage = shards.Stage.VOID
             self._handed_before = self._handed_out
         self._cursor = None
 
@@ -409,7 +397,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         return self._progress.remaining()
 
     def _state(self, remaining: tuple[range, ...]) -> dict[str, Any]:
-        consumed, skipped = pack_ranges(remaining, self.length)
+        consumed, skipped = shards.pack_ranges(remaining, self.length)
         order = {"order": self._digest} if callable(self.shuffle) else {}
         return {
             "epoch": self._epoch,
@@ -424,7 +412,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""
-        if self._cursor is None or self._cursor.stage is not Stage.OUT:
+        if self._cursor is None or self._cursor.stage is not shards.Stage.OUT:
             return False
         self._settle()
         missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)
