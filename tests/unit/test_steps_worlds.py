@@ -81,15 +81,16 @@ class Rank:
         sampler.reshard(number, plan.world, batch_sizes=[plan.size] * plan.world)
         self.state = Watched(sampler=sampler, step=job.step)
         self.state.commit()
+        self.loader = plan.loader(job.arguments["dataset"], sampler)
         self.steps = self.state.steps(
-            plan.loader(job.arguments["dataset"], sampler),
+            self.loader,
             commit_every=plan.commit_every,
             accumulate=plan.accumulate,
         )
 
     def train(self, by_hand: set[int]) -> Generator[tuple[int, list[int]], None, None]:
         """Each step with the samples that it used; those of a step that is not whole wait."""
-        if not steps_per_epoch(self.steps._loader) and self.state.sampler.tail != "uneven":
+        if not steps_per_epoch(self.loader) and self.state.sampler.tail != "uneven":
             return  # it would be refused
         samples: list[int] = []
         remain = len(self.steps)
