@@ -17,6 +17,7 @@ from elastic_etcd.protocol import messages
 from elastic_etcd.train.state import replicas
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import ranks
+from tests.support.states import commits, newest
 
 FLIPPED = 1  # the rank on which a bit flips
 
@@ -134,9 +135,7 @@ def trained(
                 case "rate":
                     optimizer.param_groups[0]["lr"] = 0.5
                 case "commit":
-                    newest = state._snapshots.newest()
-                    assert newest
-                    flip(newest.body, bit=7)
+                    flip(newest(state).body, bit=7)
         state.commit()
     return told.messages
 
@@ -210,16 +209,16 @@ def given_up(rank: int) -> Any:
     try:
         trained(rank, "1", {2: "weight"}, steps=3)
     except RuntimeError as error:
-        return str(error), state[0]._snapshots.version()
+        return str(error), commits(state[0])
 
 
 def test_t6_a_worker_that_is_to_be_started_anew_commits_nothing(tmp_path: Path) -> None:
     """Else its values would be the newest."""
     found = ranks(3, tmp_path, given_up)
-    said, version = found[FLIPPED]
+    said, committed = found[FLIPPED]
     assert said.startswith("replicas differ: rank 1 on n1: model.first.weight; ")
     assert said.endswith(": this worker is to be started anew")
-    assert version is None
+    assert not committed
 
 
 def of_parts(rank: int) -> str:
@@ -284,10 +283,8 @@ def flipped_at_random(rank: int, flips: int) -> list[tuple[str, list[Any]]]:
             for of, parameter in model.named_parameters()
             for name, moment in optimizer.state[parameter].items()
         }
-        newest = state._snapshots.newest()
-        assert newest
         places = dict(model.named_parameters()) | dict(model.named_buffers()) | moments
-        places["its last commit in memory"] = newest.body
+        places["its last commit in memory"] = newest(state).body
         victim, name = draws.randrange(3), draws.choice(sorted(places))
         words = places[name].detach().view(-1).view(torch.uint8)
         place, bit = draws.randrange(len(words)), draws.randrange(8)
