@@ -113,12 +113,13 @@ class SampledLoader:
 
     def _log_step(self, accumulate: int, ranks_before: int) -> None:
         """Let rank 0 say how large a step is now, if the world has another size than before."""
-        for sampler in self.counting[:1]:
-            size, (was, ranks) = self._samples(sampler, accumulate), sampler._in_step
-            sampler._in_step = size, sampler.world_size
-            ranks = ranks or ranks_before
-            if not size or size == was or sampler.rank or ranks in (0, sampler.world_size):
-                continue
+        if not self.counting:
+            return
+        sampler = self.counting[0]
+        size, (was, ranks) = self._samples(sampler, accumulate), sampler._in_step
+        sampler._in_step = size, sampler.world_size
+        ranks = ranks or ranks_before
+        if size and size != was and not sampler.rank and ranks not in (0, sampler.world_size):
             known = f"was {was}" if was else f"of {sampler.world_size} ranks, which were {ranks}"
             log.info("a step is %d samples, %s", size, known)
 
