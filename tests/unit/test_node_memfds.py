@@ -304,7 +304,8 @@ def test_who_receives_into_memory_of_its_own_keeps_nobody_from_the_node_s(node: 
 
 
 def grow(fds: list[Any], parent: Any) -> bool:
-    with opened(fds).growing() as locked:
+    held = opened(fds)
+    with held.growing() as locked:
         parent.send("")
         parent.poll(60)
     return locked is True

@@ -88,16 +88,19 @@ def test_values_are_attributes() -> None:
 
 def test_restore_goes_back_to_the_last_commit_and_again() -> None:
     weights = torch.ones(3)
-    state = ElasticState(epoch=0, log=[(1, "a")], none=None, ema=weights)
+    state = ElasticState(
+        epoch=0, log=[(1, "a")], none=None, ema=weights, path=Path("a"), allow_pickle=True
+    )
     with pytest.raises(UsageError, match="nothing to restore"):
         state.restore()
     state.commit()
     for _ in range(2):
-        state.epoch, state.none = 7, 8
+        state.epoch, state.none, state.path = 7, 8, Path("b")
         state.log.append((2, "b"))
         state.ema.add_(5)
         state.restore()
         assert (state.epoch, state.log, state.none) == (0, [(1, "a")], None)
+        assert state.path == Path("a")
         assert state.ema.tolist() == [1, 1, 1]
     state.epoch = 3
     state.commit()
@@ -443,10 +446,24 @@ def test_a_parameter_that_has_no_shape_yet_is_refused_by_name() -> None:
     state.commit()
 
 
+class Keeps:
+    """Keeps what it is given, as a state_dict's owner may."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        self.kept = saved["kept"]
+
+
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Observer())
     optimizer = Ordered(model[0].parameters())
-    state = ElasticState(model=model, optimizer=optimizer, other=OrderedDict(a=torch.zeros(3)))
+    values = {"other": OrderedDict(a=torch.zeros(3)), "keeps": Keeps()}
+    state = ElasticState(model=model, optimizer=optimizer, **values)
     state.commit()
     for optimizer in (state.optimizer, Ordered(model[0].parameters())):
         del optimizer.state["means"]  # as one that has made no step yet
@@ -459,6 +476,7 @@ def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
             optimizer.state["means"]["by name"]["a"] += 1
             optimizer.state["means"]["last"]["a"] += 1
             state.other["a"] += 1
+            state.keeps.kept += 1
             for parameter in model.parameters():
                 parameter.data += 1
             assert newest(state)  # which is intact
@@ -643,22 +661,14 @@ def test_a_schedule_goes_on_where_it_was(name: str) -> None:
 def test_a_generator_and_a_scaler_go_on_where_they_were() -> None:
     generator = torch.Generator()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    state = ElasticState(generator=generator, scaler=scaler)
+    none = torch.amp.GradScaler("cpu", enabled=False)  # as a script has it without a GPU
+    state = ElasticState(generator=generator, scaler=scaler, none=none)
     state.commit()
     first = torch.rand(5, generator=generator)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
     state.restore()
     assert torch.equal(torch.rand(5, generator=generator), first)
     assert scaler.state_dict()["scale"] == 8.0
-
-
-def test_a_scaler_that_is_disabled() -> None:
-    """As a script has it that also runs without a GPU."""
-    state = ElasticState(scaler=torch.amp.GradScaler("cpu", enabled=False), step=0)
-    state.commit()
-    state.step = 1
-    state.restore()
-    assert state.step == 0
 
 
 def test_an_unfinished_step_leaves_nothing() -> None:
@@ -732,14 +742,6 @@ def test_users_register_codecs_and_subclasses_have_them(
     assert kept.count == 3
     with pytest.raises(UsageError, match="save"):
         ElasticState.register(Counted, object())  # type: ignore[arg-type]
-
-
-def test_pickle_is_an_option() -> None:
-    state = ElasticState(allow_pickle=True, path=Path("a"))
-    state.commit()
-    state.path = Path("b")
-    state.restore()
-    assert state.path == Path("a")
 
 
 def test_a_failed_commit_leaves_the_one_before() -> None:

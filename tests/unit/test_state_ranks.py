@@ -433,33 +433,30 @@ def test_what_does_not_arrive_as_it_was_sent_is_no_snapshot(tmp_path: Path) -> N
     assert total == 1000
 
 
-def of_other_names(rank: int) -> Any:
-    state = ElasticState(model=1) if rank == 0 else ElasticState(model=1, epoch=2)
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            [{"model": 1}, {"model": 1, "epoch": 2}],
+            ["", "the snapshot is of model; this state is of model, epoch"],
+        ),
+        ([{"epoch": 0, "best": {"path": Path("x")}}] * 2, ["best['path'] is a "] * 2),
+    ],
+    ids=["other names", "t21: what can't be kept, on every rank alike"],
+)
+def test_states_that_can_not_be_are_refused(
+    values: list[dict[str, Any]], words: list[str], tmp_path: Path
+) -> None:
+    for said, expected in zip(ranks(2, tmp_path, refusal, values), words, strict=True):
+        assert said.startswith(expected)
+
+
+def refusal(rank: int, values: list[dict[str, Any]]) -> str:
     try:
-        state.sync()
+        ElasticState(**values[rank]).sync()
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return str(error)
-    return None
-
-
-def test_states_of_other_names_are_told_apart(tmp_path: Path) -> None:
-    _, error = ranks(2, tmp_path, of_other_names)
-    assert error == "the snapshot is of model; this state is of model, epoch"
-
-
-def what_can_not_be_kept(rank: int) -> str:
-    state = ElasticState(epoch=0, best={"path": Path("x")})
-    try:
-        state.sync()
-    except UsageError as error:
-        return str(error)
     return ""
-
-
-def test_t21_what_can_not_be_kept_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
-    one, other = ranks(2, tmp_path, what_can_not_be_kept)
-    assert one == other
-    assert "best['path'] is a " in one
 
 
 def only_rank_0_saves(rank: int, folder: Path) -> bool:
