@@ -66,7 +66,7 @@ def test_each_world_is_a_trace(
     )
     environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     for _ in range(2):
-        spans = [sys.executable, "-W", "error", tmp_path / "spans.py"]
+        spans = [sys.executable, "-W", "error", str(tmp_path / "spans.py")]
         subprocess.run(spans, input=events, env=environment, check=True)
 
     assert {about[:2] for about in collector.bodies} == {("/v1/traces", "application/json")}
