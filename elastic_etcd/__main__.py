@@ -24,7 +24,6 @@ usage: elastic-etcd launch [options] script [argument ...]   run this node's age
        elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
        elastic-etcd wait [options] JOB                       until it is over, or --for training
-       elastic-etcd timeline [options] JOB --out FILE        what each node did, for Perfetto
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
@@ -44,7 +43,6 @@ _MODULES = {
     "events": "cli.events",
     "report": "cli.report",
     "wait": "cli.wait",
-    "timeline": "cli.timeline",
     "serve": "cli.live.serve",
 }
 

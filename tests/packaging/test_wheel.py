@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 SMOKE = Path(__file__).with_name("smoke.py")
-EXTRAS = "embedded,metrics,otel,web,notebook"
+EXTRAS = "embedded,metrics,web,notebook"
 TRAIN = """\
 import os
 import torch.distributed as dist

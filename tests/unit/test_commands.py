@@ -69,7 +69,7 @@ def test_n3_an_empty_variable_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, "")
-    second = {"scale": ["2:4"], "timeline": ["--json"], "drain": ["n"], "undrain": ["n"]}
+    second = {"scale": ["2:4"], "drain": ["n"], "undrain": ["n"]}
     assert main([command, "j", *second.get(command, [])]) == 2
     assert f"error: {name} is in the environment, and empty" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_n3_an_empty_variable_is_an_error(
 def test_a_job_or_all_of_them(
     command: str, argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = {"drain": ["n"], "undrain": ["n"], "timeline": ["--json"]}.get(command, [])
+    more = {"drain": ["n"], "undrain": ["n"]}.get(command, [])
     if command == "drain" and not argv:
         more = []
     assert main([command, *argv, *more]) == 2

@@ -224,7 +224,6 @@ def users(library: str) -> set[Path]:
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
         ("prometheus_client", "agent/followers/metrics.py"),
-        ("opentelemetry", "agent/followers/traces.py"),
         ("starlette", "cli/live/web.py"),
         ("uvicorn", "cli/live/serve.py"),
         ("shtab", "__main__.py"),
@@ -345,7 +344,7 @@ def test_a_worker_does_without_numpy_as_torch_does() -> None:
         (
             "elastic_etcd.agent.agent",
             {
-                *("torch", "numpy", "rich", "prometheus_client", "opentelemetry"),
+                *("torch", "numpy", "rich", "prometheus_client"),
                 *("http.client", "hashlib"),
                 *("elastic_etcd.agent.goodput", "elastic_etcd.agent.preflight"),
             },
