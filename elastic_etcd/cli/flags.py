@@ -619,7 +619,7 @@ WITHOUT_MEANING = Section(
 SECTIONS = (JOB, ETCD, WORKERS, FAILURES, OUTPUT, WITHOUT_MEANING)
 FLAGS = tuple(flag for section in SECTIONS for flag in section.flags)
 
-# What the release before had, and what does the same now: each is refused with that for one release.
+# What the release before had, and what does the same now; refused with that for one release.
 # docs/migration.md has these tables, too.
 GONE = {
     "--traces": "make spans of `elastic-etcd events --json`; docs/prometheus.md has the program",

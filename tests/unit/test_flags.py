@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec.structs import fields
-
 import pytest
+from msgspec.structs import fields
 
 from elastic_etcd.__main__ import main
 from elastic_etcd.agent.config import AgentConfig, LogConfig
