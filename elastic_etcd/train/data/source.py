@@ -66,6 +66,11 @@ def source_of(
     return SampledLoader(loader, [s for s in samplers if isinstance(s, ElasticSampler)])
 
 
+def is_uneven(source: Source) -> bool:
+    """Whether one rank may take a step more than another."""
+    return any(sampler.tail == "uneven" for sampler in source.counting)
+
+
 class SampledLoader:
     """The source of a DataLoader, or of what wraps one, with samplers of the state."""
 
@@ -96,19 +101,19 @@ class SampledLoader:
         for sampler in self._found:
             sampler._varies |= not self._are_alike
         for batch in self._loader:
-            note = self._batches.next_note()
-            if note is None:
+            if not self._batches.notes:
                 what = f"{_named(self._loader)} gave a batch that no sampler has handed out"
                 raise UsageError(f"{what}: loop over the DataLoader itself, {BY_HAND}")
-            for sampler, count in note.counts:
+            for sampler, count in self._batches.notes.popleft().counts:
                 sampler._take(count)
                 if sampler not in self.counting:
                     self.counting.append(sampler)
             yield batch
-            self._batches.tell_next()
+            if self._batches.notes:  # a loader with workers may fail by the batch that is due now
+                self._batches.notes[0].tell()
         if page := activity.own_page():
             page.put_down()
-        if self._batches.next_note():
+        if self._batches.notes:
             raise UsageError(f"{_named(self._loader)} has lost batches: {BY_HAND}")
 
     def _log_step(self, accumulate: int, ranks_before: int) -> None:
@@ -138,7 +143,7 @@ class SampledLoader:
             return
         lengths = [n for (n,) in gather([-1 if total is None else total])]
         most, least = max(lengths), min(lengths)
-        if least >= 0 and most - least <= self._is_uneven():
+        if least >= 0 and most - least <= is_uneven(self):
             return
         named, cure = _named(self._batches.inner), "or give all ranks the same __len__()"
         told = f"{named} gives the ranks {lengths} batches: some would wait for others for ever"
@@ -150,7 +155,7 @@ class SampledLoader:
         )
 
     def refuse_empty(self) -> None:
-        for sampler in [] if self._is_uneven() else self._found:
+        for sampler in [] if is_uneven(self) else self._found:
             with suppress(TypeError):  # a batch sampler without a length
                 if sampler.length and _length(self._batches, [sampler], "epoch") == 0:
                     raise UsageError(
@@ -158,9 +163,6 @@ class SampledLoader:
                         f"of {sampler.world_size}, so nothing would be trained: take smaller "
                         'batches, drop_last=False, ElasticSampler(tail="pad") or fewer ranks'
                     )
-
-    def _is_uneven(self) -> bool:
-        return any(sampler.tail == "uneven" for sampler in self.counting)
 
 
 class _Note(NamedTuple):
@@ -191,23 +193,11 @@ class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._samplers: Sequence[ElasticSampler] = ()
-        self._notes: deque[_Note] = deque()
+        self.notes: deque[_Note] = deque()  # of what the loader has yet to give
 
     def begin(self, samplers: Sequence[ElasticSampler]) -> None:
         """A loop begins: note what these samplers give."""
-        self._samplers, self._notes = samplers, deque()
-
-    def tell_next(self) -> None:
-        """Tell which batch is in hand from now on, if its samples are handed out already.
-
-        A loader with workers reads ahead, and one of them may fail by the batch that is due.
-        """
-        if self._notes:
-            self._notes[0].tell()
-
-    def next_note(self) -> _Note | None:
-        """The samples of the next batch that comes out of the loader."""
-        return self._notes.popleft() if self._notes else None
+        self._samplers, self.notes = samplers, deque()
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -216,9 +206,9 @@ class Batches(Sampler[Any]):  # type: ignore[misc]  # torch is not read by mypy
         batches: Iterator[Any] = iter(self.inner)
         if not self._samplers:
             return batches
-        self._notes = deque()
+        self.notes = deque()
         kind = _StatefulNoted if hasattr(batches, "state_dict") else _Noted
-        return kind(batches, self._samplers, self._notes)
+        return kind(batches, self._samplers, self.notes)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not made yet: a copy, or one that is unpickled

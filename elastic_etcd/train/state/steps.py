@@ -24,7 +24,7 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
-from elastic_etcd.train.data.source import BY_HAND, source_of
+from elastic_etcd.train.data.source import BY_HAND, is_uneven, source_of
 from elastic_etcd.train.state import agreement
 
 SHARE = 0.01  # of the time, for commits
@@ -219,7 +219,7 @@ class Steps:
                 shared &= all(sampler._shares_step() for sampler in self._source.counting)
                 self._place = self._place_of(number)
                 self._loops.note_step(loop, 0 if self.ends_step else self._accumulate)
-                if self._place is Place.CUT and self._is_uneven():
+                if self._place is Place.CUT and is_uneven(self._source):
                     for sampler in self._source.counting:
                         sampler._end_here()
                 yield batch
@@ -233,7 +233,7 @@ class Steps:
             self._source.refuse_empty()
         for sampler in self._source.counting:
             sampler._finish()
-        if self._check and not self._is_uneven():
+        if self._check and not is_uneven(self._source):
             agreement.agree(0, 0)  # the training may end here, without another commit
 
     def _place_of(self, number: int) -> Place:
@@ -252,7 +252,9 @@ class Steps:
         match self._place:
             case Place.WITHIN:
                 return
-            case Place.CUT if self._is_uneven():  # one rank may have a batch of it, another none
+            case Place.CUT if is_uneven(
+                self._source
+            ):  # one rank may have a batch of it, another none
                 return
         if not (self._check and shared):
             return
@@ -263,6 +265,3 @@ class Steps:
         elif self._commit_every is not None:
             self._state.commit(every=self._commit_every)
         self._state.check()
-
-    def _is_uneven(self) -> bool:
-        return any(sampler.tail == "uneven" for sampler in self._source.counting)
