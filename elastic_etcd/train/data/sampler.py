@@ -3,11 +3,11 @@
 An epoch is one order of all indices. Samples that were trained on are recorded; the remaining part
 of the order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
 
-An iteration is a cursor of shards.py. The next one goes on after what is recorded, and makes the
-one before VOID; but an epoch may be used up:
+An iteration is a cursor of shards.py; a world or an epoch begins with one that is NEW. The next
+iteration goes on after what is recorded and makes the last one VOID, unless the epoch is used up:
 
     the last iteration is      and its indices are counted      the next one
-    OPEN, VOID, or none        in any way                       goes on
+    NEW or OPEN                in any way                       goes on
     OUT, all handed out        BY_HAND                          goes on, with a warning, if some are
                                                                 not recorded; else it is refused
     OUT                        IN_LOOP (it was left)            goes on
@@ -85,7 +85,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
-        self._cursor: shards.Cursor | None = None
+        self._cursor = shards.Cursor(shards.Shards(0, (), range(1), 0, tail), 0)  # of nothing yet
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
         self._length_part: Length = "iteration"
@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._follow()
         if self._length_part == "epoch":
             return replace(self._shards, remaining=(range(self.length),)).size
-        if self._length_part == "iteration" and self._cursor is not None:
+        if self._length_part == "iteration" and self._cursor.stage is not shards.Stage.NEW:
             return self._shards.size - self._cursor.start
         return self._shards.size - self._progress.count - self._in_hand
 
@@ -124,7 +124,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         return Indices.of(self, self._blocks())
 
     def _is_used_up(self) -> bool:
-        match self._cursor and (self._cursor.stage, self._cursor.counting):
+        match self._cursor.stage, self._cursor.counting:
             case (shards.Stage.OUT, shards.Counting.BY_HAND):
                 return not self._end_epoch()
             case (shards.Stage.OUT, counting):
@@ -157,13 +157,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """
         if self._in_hand:
             raise UsageError("state.steps counts the batches of this loop: leave record() out")
-        self._progress.add(samples_in(batch), self._handed())
+        self._progress.add(samples_in(batch), self._cursor.handed)
 
     @property
     def _handed_out(self) -> int:
         """How many indices all its iterators have handed out; it only grows. For state.steps."""
-        cursor = self._cursor
-        return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
+        return self._handed_before + self._cursor.handed - self._cursor.start
 
     def _number_of_batch(self, count: int) -> int:
         """The number in the epoch of the batch after the one in hand, which has `count` samples.
@@ -183,20 +182,19 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         another epoch. Raises RuntimeError for a batch from before the sampler began anew.
         """
         self._settle()
-        if count > self._handed() - self._progress.count:
+        if count > self._cursor.handed - self._progress.count:
             raise RuntimeError(
                 "the sampler has begun anew since this batch was handed out: loop anew"
             )
         self._warned = True  # nobody forgets to record here
         self._in_hand = count
-        if self._cursor is not None:
-            self._cursor.counting = shards.Counting.IN_LOOP
+        self._cursor.counting = shards.Counting.IN_LOOP
 
     def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
         count, self._in_hand = self._in_hand, 0
         if count:
-            self._progress.add(count, self._handed())
+            self._progress.add(count, self._cursor.handed)
 
     def _shares_step(self) -> bool:
         """Whether all ranks take part in the step that begins with the batch in hand."""
@@ -215,10 +213,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         A rank that takes one step less than others does not see their last one.
         """
         self._settle()
-        if self._cursor is not None:
-            self._cursor.counting = shards.Counting.LOOP_ENDED
-            if self.tail == "uneven" and self._cursor.stage is shards.Stage.OUT:
-                self._progress.finish()
+        self._cursor.counting = shards.Counting.LOOP_ENDED
+        if self.tail == "uneven" and self._cursor.stage is shards.Stage.OUT:
+            self._progress.finish()
 
     @contextmanager
     def _length_of(self, part: Length) -> Iterator[None]:
@@ -280,7 +277,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         numbers. Raises RuntimeError in the middle of a step, UsageError where agree() is missing.
         """
         remaining = self._remaining()
-        self._warn(self._progress.missed_between_commits(self._handed()))
+        self._warn(self._progress.missed_between_commits(self._cursor.handed))
         return self._state(remaining)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,7 +300,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         For a loader that counts for itself what of it was delivered (torchdata).
         """
         self._warned = True  # such a loader needs no record
-        handed, step = self._handed(), self._progress.step
+        handed, step = self._cursor.handed, self._progress.step
         if reason := self._shards.unsettled(handed, step):
             return {"unsettled": reason}
         return self._state(self._shards.remaining_after_own(handed, step))
@@ -333,12 +330,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         slots = range(world_size) if sizes is None else shards.slots_of(sizes)
         self._in_hand = 0
-        self._void_cursor()
         self.rank, self.world_size, self._sizes = rank, world_size, sizes
         self._shards = shards.Shards(self.length, remaining, slots, rank, self.tail)
         known = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
         before = self._progress.step if step is None else step
         self._progress = shards.Progress(self._shards, before, known)
+        self._replace_cursor()
 
     def _follow(self) -> None:
         """Shard for the world that torch.distributed has made since, unless one was given here."""
@@ -348,9 +345,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _blocks(self) -> Iterator[Iterator[int]]:
         """The indices that are not recorded yet; a new iterator begins with its first index."""
         self._settle()
-        self._void_cursor()
-        self._cursor = shards.Cursor(self._shards, self._order_of_epoch(), self._progress.count)
-        yield from self._cursor.blocks()
+        self._replace_cursor()
+        yield from self._cursor.blocks(self._order_of_epoch())
 
     def _order_of_epoch(self) -> Order:
         key = self._seed, self._epoch
@@ -383,14 +379,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _shuffle_name(self) -> str | bool:
         return "given" if callable(self.shuffle) else self.shuffle
 
-    def _void_cursor(self) -> None:
-        if self._cursor is not None:
-            self._cursor.stage = shards.Stage.VOID
-            self._handed_before = self._handed_out
-        self._cursor = None
-
-    def _handed(self) -> int:
-        return 0 if self._cursor is None else self._cursor.handed
+    def _replace_cursor(self) -> None:
+        self._handed_before = self._handed_out
+        self._cursor.stage = shards.Stage.VOID
+        self._cursor = shards.Cursor(self._shards, self._progress.count)
 
     def _remaining(self) -> tuple[range, ...]:
         self._settle()
@@ -412,7 +404,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""
-        if self._cursor is None or self._cursor.stage is not shards.Stage.OUT:
+        if self._cursor.stage is not shards.Stage.OUT:
             return False
         self._settle()
         missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)

@@ -152,9 +152,10 @@ class Shards:
 
 
 class Stage(Enum):
-    """How far a cursor has come: OPEN ──> OUT ──> VOID, or from OPEN to VOID at once."""
+    """How far a cursor has come: NEW ──> OPEN ──> OUT ──> VOID, which each of them may become."""
 
-    OPEN = auto()
+    NEW = auto()
+    OPEN = auto()  # hands out
     OUT = auto()  # all are handed out, and it was asked for more
     VOID = auto()  # another one has begun, or an epoch, a world
 
@@ -174,10 +175,10 @@ class Cursor:
     index.
     """
 
-    def __init__(self, shards: Shards, order: Order, start: int) -> None:
+    def __init__(self, shards: Shards, start: int) -> None:
         self.start = start
-        self.stage, self.counting = Stage.OPEN, Counting.BY_HAND
-        self._shards, self._order, self._made = shards, order, start
+        self.stage, self.counting = Stage.NEW, Counting.BY_HAND
+        self._shards, self._made = shards, start
         self._block: Iterator[int] = iter(())  # what remains of the block made last
 
     @property
@@ -185,12 +186,13 @@ class Cursor:
         """How many positions of the shard are handed out, those before `start` included."""
         return self._made - length_hint(self._block)
 
-    def blocks(self) -> Iterator[Iterator[int]]:
+    def blocks(self, order: Order) -> Iterator[Iterator[int]]:
         """The indices, in blocks. Raises RuntimeError once it is VOID."""
+        self.stage = Stage.OPEN
         size = _FIRST_BLOCK
         while self._made < self._shards.size and self.stage is not Stage.VOID:
             stop = min(self._made + size, self._shards.size)
-            self._block = iter(self._order(self._shards.positions(self._made, stop)).tolist())
+            self._block = iter(order(self._shards.positions(self._made, stop)).tolist())
             self._made = stop
             yield self._block
             size = _BLOCK
