@@ -254,24 +254,6 @@ def test_t14_a_loop_may_commit_nothing(arguments: dict[str, Any]) -> None:
         state.restore()
 
 
-def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> None:
-    state = made()
-    loader = loader_of(state)
-    for _ in state.steps(loader, commit_every=None):
-        state.step += 1
-        if state.step == 2:
-            state.commit()
-            assert state.sampler.consumed == 10
-        if state.step == 4:
-            break
-    with state.sampler._length_of("rest"):
-        assert len(state.sampler) == LENGTH - 20
-    assert labels(next(iter(state.steps(loader))))[0] == 20
-    state.restore()
-    assert (state.step, state.sampler.consumed) == (2, 10)
-    assert labels(next(iter(state.steps(loader))))[0] == 10
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_loop_may_be_left_after_each_batch_and_begun_again(workers: int, drop_last: bool) -> None:
@@ -592,23 +574,6 @@ def test_t2_what_can_t_be_counted_is_refused_with_what_to_do(kind: str) -> None:
     state = made()
     with pytest.raises(UsageError, match=match):
         list(state.steps(make(state)))
-
-
-def test_a_loader_around_a_loader_may_look_ahead() -> None:
-    class Ahead(Twice):
-        def __iter__(self) -> Iterator[Any]:
-            batches = iter(self.loader)
-            waiting = list(islice(batches, 3))
-            while waiting:
-                yield waiting.pop(0)
-                waiting += islice(batches, 1)
-
-    state = made()
-    trained: list[int] = []
-    for batch in state.steps(Ahead(loader_of(state)), commit_every=1):
-        assert state.sampler.consumed == len(trained)
-        trained += labels(batch)
-    assert trained == list(range(LENGTH))
 
 
 @pytest.mark.parametrize(

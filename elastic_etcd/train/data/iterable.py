@@ -395,12 +395,12 @@ class StreamLoader:
         return sum(size // batch if down else -(-size // batch) for size in sizes)
 
     def begin(self, accumulate: int, ranks_before: int) -> int | None:  # noqa: ARG002 - of a Source
-        """Begin a loop of state.steps: how many batches it has, None without lengths."""
+        """Begin a loop of state.steps. Returns how many batches it has, None without lengths."""
         self.data._settle()  # the batch in hand of the loop before is none of this one
         return None if self.data.lengths is None else self.remaining()
 
     def take_each(self) -> Iterator[Any]:
-        """Each batch, which is in hand then; the one before is trained on."""
+        """Yield each batch, which is in hand then: the one before has been trained on."""
         for batch in self:
             self.data._take()
             yield batch

@@ -35,17 +35,20 @@ class Source(Protocol):
         """What gives this loader its samples, as far as is known."""
 
     def remaining(self) -> int:
-        """How many batches a loop has that begins now. Raises TypeError if nobody knows."""
+        """Return how many batches a loop would have now. Raises TypeError if nobody knows."""
 
     def begin(self, accumulate: int, ranks_before: int) -> int | None:
-        """Begin a loop of so many batches, of which None means that nobody knows.
+        """Begin a loop. Returns how many batches it has, None if nobody knows.
 
         accumulate: batches in a step. ranks_before: of the commit from which all go on, or 0.
         Raises UsageError, on all ranks, if some have more batches than others, or may have.
         """
 
     def take_each(self) -> Iterator[Any]:
-        """Each batch, which is in hand then; the one before is trained on."""
+        """Yield each batch, which is in hand then: the one before has been trained on.
+
+        Raises UsageError for a batch that can't be counted.
+        """
 
     def refuse_empty(self) -> None:
         """Raise UsageError if not even a whole epoch has a batch for this rank.
@@ -67,7 +70,7 @@ def source_of(
 
 
 def is_uneven(source: Source) -> bool:
-    """Whether one rank may take a step more than another."""
+    """True if one rank may take a step more than another."""
     return any(sampler.tail == "uneven" for sampler in source.counting)
 
 
@@ -96,7 +99,6 @@ class SampledLoader:
         return total
 
     def take_each(self) -> Iterator[Any]:
-        """Raises UsageError for a batch that can't be counted."""
         self._batches.begin(self._samplers)
         for sampler in self._found:
             sampler._varies |= not self._are_alike

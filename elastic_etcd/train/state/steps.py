@@ -237,7 +237,7 @@ class Steps:
             agreement.agree(0, 0)  # the training may end here, without another commit
 
     def _place_of(self, number: int) -> Place:
-        """The place of the loop's number-th batch, counted from 1."""
+        """Return the place of the loop's number-th batch, counted from 1."""
         if number % self._accumulate == 0:
             return Place.WHOLE
         return Place.CUT if number == self._total else Place.WITHIN
