@@ -121,35 +121,35 @@ class Story:
         return (snapshots - 0.1) * size < self.node.memory() <= (snapshots + 0.02) * size
 
 
-STORIES = {  # and how many snapshots the memory then holds
-    "ranks with the same values have one": ["commit 0123 " * 5 + "begin 0123", 2],
-    "words that changed places have memory of their own": ["commit 01 swap 2 commit 3 " * 3, 4],
-    "so has a word that differs": ["commit 01 alter 2 commit 3 " * 3 + "begin 0123", 4],
-    "it is given back when all are alike again": [
+STORIES: dict[str, tuple[str, int | None]] = {  # and how many snapshots the memory then holds
+    "ranks with the same values have one": ("commit 0123 " * 5 + "begin 0123", 2),
+    "words that changed places have memory of their own": ("commit 01 swap 2 commit 3 " * 3, 4),
+    "so has a word that differs": ("commit 01 alter 2 commit 3 " * 3 + "begin 0123", 4),
+    "it is given back when all are alike again": (
         "commit 01 alter 2 commit 3 " * 3 + "next-world 0123 " + "commit 0123 " * 2,
         2,
-    ],
-    "who is ahead clears nothing that others need": ["commit 1 commit 0000 commit 1", None],
-    "an older one that a rank goes back to is cleared by nobody": [
+    ),
+    "who is ahead clears nothing that others need": ("commit 1 commit 0000 commit 1", None),
+    "an older one that a rank goes back to is cleared by nobody": (
         "commit 01 commit 01 damage 0 commit 11",
         None,
-    ],
-    "a rank that comes later takes what others have": [
+    ),
+    "a rank that comes later takes what others have": (
         "commit 0 take 1 commit 00 take-again 1",
         None,
-    ],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STORIES)
 def test_each_rank_has_what_it_committed(name: str) -> None:
     told, snapshots = STORIES[name]
-    story, words = Story(4), str(told).split()
+    story, words = Story(4), told.split()
     for what, numbers in zip(words[::2], words[1::2], strict=True):
         for number in numbers:
             story.tell(what.replace("-", " "), int(number))
             story.check()
-    assert snapshots is None or story.takes(int(snapshots))
+    assert snapshots is None or story.takes(snapshots)
 
 
 def test_fewer_ranks_need_no_more_than_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -462,7 +462,7 @@ class Keeps:
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Observer())
     optimizer = Ordered(model[0].parameters())
-    values = {"other": OrderedDict(a=torch.zeros(3)), "keeps": Keeps()}
+    values: dict[str, Any] = {"other": OrderedDict(a=torch.zeros(3)), "keeps": Keeps()}
     state = ElasticState(model=model, optimizer=optimizer, **values)
     state.commit()
     for optimizer in (state.optimizer, Ordered(model[0].parameters())):

@@ -361,7 +361,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
 
 class StreamLoader:
-    """A DataLoader over an ElasticIterable, whose batches come with marks; a Source for a loop.
+    """A DataLoader over an ElasticIterable, whose batches come with marks; a BatchSource for a loop.
 
     `data` is the ElasticIterable, `loader` the DataLoader. `len()` is how many batches its iterator
     gives, and constant while that runs: until another one begins, or an epoch, a world. TypeError
@@ -394,7 +394,7 @@ class StreamLoader:
         down = self.loader.drop_last
         return sum(size // batch if down else -(-size // batch) for size in sizes)
 
-    def begin(self, accumulate: int, ranks_before: int) -> int | None:  # noqa: ARG002 - of a Source
+    def begin(self, accumulate: int, ranks_before: int) -> int | None:  # noqa: ARG002 - a BatchSource's
         """Begin a loop of state.steps. Returns how many batches it has, None without lengths."""
         self.data._settle()  # the batch in hand of the loop before is none of this one
         return None if self.data.lengths is None else self.remaining()

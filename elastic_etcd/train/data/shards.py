@@ -161,7 +161,7 @@ class Stage(Enum):
 
 
 class Counting(Enum):
-    """What says which of a cursor's indices were trained on."""
+    """The way in which a cursor's indices are counted as trained on."""
 
     BY_HAND = auto()  # the script's calls of record()
     IN_LOOP = auto()  # a loop of state.steps, which runs or was left before its end

@@ -1,4 +1,4 @@
-"""Where the batches of `state.steps` come from: a loader whose samplers count, or a stream's.
+"""The sources of the batches of `state.steps`: a loader whose samplers count, or a stream's.
 
 A loader may have read many batches ahead of the one that is trained on, and its batches don't say
 how many samples went into them. So its batch sampler is asked instead: each batch that comes out of
@@ -27,12 +27,12 @@ BY_HAND = "or call sampler.record(number), state.commit() and state.check() in a
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """The batches of a loop of state.steps, and what counts the positions that they use."""
 
     @property
     def counting(self) -> Sequence[ElasticSampler | ElasticIterable]:
-        """What gives this loader its samples, as far as is known."""
+        """The samplers, or the stream, of this loader, as far as is known."""
 
     def remaining(self) -> int:
         """Return how many batches a loop would have now. Raises TypeError if nobody knows."""
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 def source_of(
     loader: Iterable[Any], samplers: Iterable[ElasticSampler | ElasticIterable]
-) -> Source:
+) -> BatchSource:
     """The source of this loader's batches. Raises UsageError if they can't be counted.
 
     samplers: all that the state has, one of which a batch sampler of the user's may hide.
@@ -69,7 +69,7 @@ def source_of(
     return SampledLoader(loader, [s for s in samplers if isinstance(s, ElasticSampler)])
 
 
-def is_uneven(source: Source) -> bool:
+def is_uneven(source: BatchSource) -> bool:
     """True if one rank may take a step more than another."""
     return any(sampler.tail == "uneven" for sampler in source.counting)
 

@@ -145,7 +145,7 @@ class CommitInterval:
             )
 
 
-class Place(Enum):
+class PlaceInStep(Enum):
     """The place of the batch in hand in its step of the optimizer."""
 
     WITHIN = auto()  # more of this step follow
@@ -188,7 +188,7 @@ class Steps:
                     "this one, as ElasticState(sampler=...), or the loader the state's"
                 )
         self._total: int | None = None
-        self._place = Place.WITHIN
+        self._place = PlaceInStep.WITHIN
 
     @property
     def ends_step(self) -> bool:
@@ -196,7 +196,7 @@ class Steps:
 
         That is so with each `accumulate`-th batch, and with the last one of the epoch.
         """
-        return self._place is not Place.WITHIN
+        return self._place is not PlaceInStep.WITHIN
 
     def __len__(self) -> int:
         return self._source.remaining() if self._total is None else self._total
@@ -219,13 +219,13 @@ class Steps:
                 shared &= all(sampler._shares_step() for sampler in self._source.counting)
                 self._place = self._place_of(number)
                 self._loops.note_step(loop, 0 if self.ends_step else self._accumulate)
-                if self._place is Place.CUT and is_uneven(self._source):
+                if self._place is PlaceInStep.CUT and is_uneven(self._source):
                     for sampler in self._source.counting:
                         sampler._end_here()
                 yield batch
                 self._loops.note_step(loop, 0)
                 self._turn(loop, shared=shared)
-                shared |= self._place is Place.WHOLE  # the next one
+                shared |= self._place is PlaceInStep.WHOLE  # the next one
         finally:
             self._total = None
             self._loops.note_step(loop, 0)
@@ -236,11 +236,11 @@ class Steps:
         if self._check and not is_uneven(self._source):
             agreement.agree(0, 0)  # the training may end here, without another commit
 
-    def _place_of(self, number: int) -> Place:
+    def _place_of(self, number: int) -> PlaceInStep:
         """Return the place of the loop's number-th batch, counted from 1."""
         if number % self._accumulate == 0:
-            return Place.WHOLE
-        return Place.CUT if number == self._total else Place.WITHIN
+            return PlaceInStep.WHOLE
+        return PlaceInStep.CUT if number == self._total else PlaceInStep.WITHIN
 
     def _turn(self, loop: object, *, shared: bool) -> None:
         """Count the batch in hand as trained on, and commit and check where its step ends.
@@ -250,9 +250,9 @@ class Steps:
         for sampler in self._source.counting:
             sampler._settle()
         match self._place:
-            case Place.WITHIN:
+            case PlaceInStep.WITHIN:
                 return
-            case Place.CUT if is_uneven(
+            case PlaceInStep.CUT if is_uneven(
                 self._source
             ):  # one rank may have a batch of it, another none
                 return
