@@ -37,7 +37,7 @@ from elastic_etcd.protocol.messages import (
     Parked,
     TrainingDone,
 )
-from elastic_etcd.train import abort, agent_channel, process_group, sync_point
+from elastic_etcd.train import abort, agent_channel, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import ElasticDDP, make
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless

@@ -361,7 +361,7 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
 
 class StreamLoader:
-    """A DataLoader over an ElasticIterable, whose batches come with marks; a BatchSource for a loop.
+    """A DataLoader over an ElasticIterable, with marked batches; a BatchSource for a loop.
 
     `data` is the ElasticIterable, `loader` the DataLoader. `len()` is how many batches its iterator
     gives, and constant while that runs: until another one begins, or an epoch, a world. TypeError
