@@ -23,7 +23,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
 from elastic_etcd.agent.directories import LOOK, Directory
 from elastic_etcd.agent.environment import common_env, worker_env
-from elastic_etcd.agent.failures import failure_message, for_want_of_memory, lacks_device_memory
+from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
@@ -41,7 +41,7 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round, TrainingPlace
-from elastic_etcd.core.words import listed, signal_name
+from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
 from elastic_etcd.protocol.messages import (
@@ -127,7 +127,6 @@ class Workers:
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._launches = self._oom_kills = 0
-        self._lacked_memory = False  # of a device, at the start of this generation
         self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
@@ -148,11 +147,6 @@ class Workers:
     def pages(self) -> tuple[ActivityPage, ...]:
         """On which the workers of this generation write what they do, also if they have ended."""
         return self._pages.all()
-
-    def bytes_held(self) -> tuple[int, int, int]:
-        """Bytes of the last commits here: own, and copies; and how many nodes have each piece."""
-        copies = [now.copies for _, now in self.activities() if now.copies]
-        return *self._channels.bytes_held(), min(copies, default=0)
 
     @property
     def finished(self) -> bool:
@@ -375,11 +369,6 @@ class Workers:
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
         await self._renew_paths()
-        if self._lacked_memory:
-            from elastic_etcd.agent import device_memory  # noqa: PLC0415 - only after such a failure
-
-            self._lacked_memory = False
-            await device_memory.wait_until_free(self._running, lambda: self._termination.stopping)
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
         early, self._early = self._early, []
@@ -476,20 +465,8 @@ class Workers:
             if not known:
                 reading.cancel()
                 log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)
-            if lacks_device_memory(message) and not self._pages.read(spec.local_rank).steps:
-                message = await self._name_holders(message)
             by_peer = ends_with_lost_peer(message)
             self._report(spec, worker.pid, code, uptime, message, by_peer=by_peer)
-
-    async def _name_holders(self, message: str) -> str:
-        """Say who holds the memory that a worker lacked; the first one of several asks."""
-        from elastic_etcd.agent import device_memory  # noqa: PLC0415 - as above
-
-        first, self._lacked_memory = not self._lacked_memory, True
-        found = await device_memory.holders({*self._running, *self._parked}) if first else ()
-        if not found:
-            return message
-        return for_want_of_memory(listed(found), message)
 
     def _report(
         self,

@@ -32,7 +32,6 @@ _WHAT_AT = 64
 _COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when the last one ended
 _COMMITS_AT = 192
 _INIT_AT = 256  # when it began to do that
-_COPIES_AT = 264  # how many nodes have each piece of its last commit
 _IMPORT_AT = 272  # when the import of its script began that is under way; 0: none is, or is told
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
@@ -94,7 +93,6 @@ class Activity(NamedTuple):
     usual: float = 0.0  # for a step: a median, 0 if it is not known yet
     outside: float = 0.0  # of collectives in a step, likewise
     measured: int = 0  # times that this was measured
-    copies: int = 0  # nodes that have each piece of its last commit; 0 where nothing is sharded
     importing: float = 0.0  # since the import under way began, 0 if none is, or is told
 
 
@@ -193,10 +191,6 @@ class ActivityPage:
             tuple(min(index, _LARGEST) for index in indices),
         )
 
-    def keep_copies(self, nodes: int) -> None:
-        """So many nodes have each piece of the last commit."""
-        _ONE.pack_into(self._memory, _COPIES_AT, nodes)
-
     def done(self) -> None:
         """From here on nothing is a step, until one has ended."""
         _, *rest = _HEAD.unpack_from(self._memory)
@@ -237,7 +231,6 @@ class ActivityPage:
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
         (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
-        (copies,) = _ONE.unpack_from(self._memory, _COPIES_AT)
         (importing,) = _ONE.unpack_from(self._memory, _IMPORT_AT)
         _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
@@ -256,7 +249,6 @@ class ActivityPage:
             usual=_middle([took for took in recent if took]) * _NS,
             outside=_middle(outside) * _NS if measured >= MEASURED else 0.0,
             measured=measured,
-            copies=copies,
             importing=max(0, now - importing) * _NS if importing else 0.0,
         )
 
@@ -350,12 +342,6 @@ def importing(*, begins: bool) -> None:
     """An import of the script begins, or has ended."""
     if page := own_page():
         page.importing(begins=begins)
-
-
-def keep_copies(nodes: int) -> None:
-    """So many nodes have each piece of this worker's last commit."""
-    if page := own_page():
-        page.keep_copies(nodes)
 
 
 def done() -> None:
