@@ -167,14 +167,9 @@ async def _run_agent(
             workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
-            of_hangs = config.hang_timeout, membership.keys, workers, logs, tasks
-            hangs: Callable[..., HangWatch] = HangWatch
-            if config.start_timeout:
-                from elastic_etcd.agent.followers.start_watch import StartWatch  # noqa: PLC0415 - as for metrics
-
-                hangs = partial(StartWatch, config.node, config.start_timeout)
+            limits = config.hang_timeout, None if config.no_python else config.start_timeout
             looking: list[PeriodicFollower] = [
-                hangs(*of_hangs),
+                HangWatch(limits, membership.keys, workers, logs, tasks),
                 Throughput(membership.keys, workers, tasks),
                 DivergenceWatch(config.node, membership.keys, workers, tasks),
             ]

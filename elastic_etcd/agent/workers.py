@@ -28,7 +28,7 @@ from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
-from elastic_etcd.agent.prefork import Prefork, saved_by_preload
+from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, check_store
 from elastic_etcd.agent.termination import Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
@@ -53,7 +53,6 @@ from elastic_etcd.protocol.messages import (
     Diverged,
     Elastic,
     FromWorker,
-    Imported,
     Interrupt,
     Parked,
     TrainingDone,
@@ -127,7 +126,6 @@ class Workers:
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._launches = self._oom_kills = 0
-        self._times_imports = True  # of a restart, until a worker has told them
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
@@ -416,10 +414,7 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                times = self._times_imports and self._launches > 1 and spec.local_rank == 0
-                return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, self._stdin, time_imports=times
-                )
+                return await self._prefork.fork(spec.argv, spec.env, out, err, self._stdin)
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
@@ -549,10 +544,6 @@ class Workers:
             case Diverged(generation, line, named, alone) if generation == self.generation:
                 rank = worker.spec.rank
                 self._inbox.put(WorkersDiverged(generation, rank, line, named, alone))
-            case Imported(seconds) if self._times_imports:
-                self._times_imports = False
-                if line := saved_by_preload(seconds):
-                    log.info("%s", line)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""

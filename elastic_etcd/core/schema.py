@@ -610,9 +610,9 @@ class RankDoing(StrEnum):
     WAIT = "wait"  # in a step, and in a collective
     TRACED = "traced"  # by a debugger
     # Stages of a start that --start-timeout watches.
-    IMPORT = "import"
+    BEFORE = "before"  # its process group
     GROUP = "group"  # making its process group, synchronising its state
-    FIRST = "first"  # in ee.run, before the end of its first step
+    FIRST = "first"  # before the end of its first step
 
 
 class RankStep(Value, frozen=True):
