@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
-       elastic-etcd accelerate [options] script [arg ...]    the same, configured by accelerate
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
@@ -39,7 +38,6 @@ Each has --help, and those with a JOB take --all instead, but for scale and wait
 
 # Each command whose module has a `main` of its own.
 _MODULES = {
-    "accelerate": "frameworks.accelerate",
     "status": "cli.status",
     "top": "cli.live.top",
     "events": "cli.events",

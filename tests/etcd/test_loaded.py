@@ -21,7 +21,7 @@ NOT_BY_DEFAULT = ASKED_FOR | {
     *("agent.devices", "agent.goodput", "system.trampoline"),
     *("children.entry", "children.forkserver", "children.guardian_process"),
     *("children.run_script", "children.store_server", "children.variables"),
-    *("api", "cli.query", "cli.steer", "frameworks", "launcher", "plugin", "train"),
+    *("api", "cli.query", "cli.steer", "launcher", "plugin", "train"),
 }
 AGENT = """
 import os, sys
