@@ -71,7 +71,7 @@ from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ERROR_FILE, GOODBYE, KILLED, LEFTOVERS, PARKED_PATIENCE
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
+    from elastic_etcd.agent.file_timers import Expired, FileTimers
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 _ENDING = 1.0  # from the end of a worker's connection to its own, if it ends
@@ -157,11 +157,6 @@ class Workers:
 
     async def prestart(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises ElasticEtcdError."""
-        if self._config.timer_file is not None:
-            from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
-
-            path = self._config.timer_file or f"{self._directory.path}/timers"
-            self._timers = file_timers.FileTimers(path, self._timer_expired)
         if mode := self._config.numa_binding:
             from elastic_etcd.agent.devices import cpus_near_gpus  # noqa: PLC0415 - as above
 
@@ -170,6 +165,12 @@ class Workers:
             await self._prefork.imported()
             if self._prefork.lacks_torch:  # which the script may not need, but the store does
                 await check_store()
+        if self._config.timer_file is not None:
+            from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
+
+            path = self._config.timer_file or f"{self._directory.path}/timers"
+            self._timers = file_timers.FileTimers(path, self._timer_expired)
+            await self._timers.serve(self._prefork)
 
     def offer(self, generation: int, reached: Reached) -> Master:
         """Bind a socket for the store of `generation`; gives its endpoint. Raises OSError."""
@@ -258,13 +259,15 @@ class Workers:
                 worker.kill()
         self._inbox.put(WorkersHang(self.generation, failure))
 
-    def _timer_expired(self, session: int, timer: "FileTimerRequest", seconds: float) -> None:
+    def _timer_expired(self, timer: "Expired") -> None:
         """By its own timer a script hangs, and is to end by the timer's signal."""
-        worker = self._running.get(session)
+        worker = None
+        with contextlib.suppress(OSError):  # it has ended
+            worker = self._running.get(os.getsid(timer.pid))
         if worker is None or worker.killed:
             return
-        rank, scope = worker.spec.rank, timer.scope_id
-        why = f"rank {rank} on {self._config.node}: timer {scope!r} expired after {seconds:.1f} s"
+        rank = worker.spec.rank
+        why = f"rank {rank} on {self._config.node}: timer {timer.scope!r} expired"
         if timer.signal <= 0:
             log.warning("%s; it has no signal, so nothing is ended", why)
             return
@@ -380,7 +383,7 @@ class Workers:
             await in_thread(self._directory.renew, LOOK)
             await self._channels.renew()
             if self._timers:
-                await self._timers.renew()
+                await self._timers.serve(self._prefork)
             if self._memory:
                 await in_thread(self._memory.renew, LOOK)
         except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
@@ -428,8 +431,6 @@ class Workers:
     # --- the ends of workers --------------------------------------------------------------
 
     def _ended(self, worker: Worker, code: int) -> None:
-        if self._timers:
-            self._timers.forget(worker.pid)
         at_barrier = self._parked.pop(worker.pid, None)
         self._running.pop(worker.pid, None)
         self._termination.bury(worker)
