@@ -125,7 +125,7 @@ class Workers:
         self._channels.open(folder.path)
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
-        self._launches = self._oom_kills = 0
+        self._oom_kills = 0
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
@@ -204,7 +204,6 @@ class Workers:
         """Start every worker. A start that fails is reported as an exit, like any other."""
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
-        self._launches += 1
         self._oom_kills = oom_kills()
         self._ends.clear()
         self._elastic = self._finished = False

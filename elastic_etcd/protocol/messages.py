@@ -21,7 +21,6 @@ M = TypeVar("M")
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LocalRank: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
