@@ -1,8 +1,8 @@
 """torch's file timers: by when a worker will be done with something, or else is to be ended.
 
 torch's own server reads them, in a child (children/timer_server.py), since an agent loads no torch.
-It tells which timer has expired; the agent ends the worker. What it tells was written by workers,
-so nothing of it is trusted.
+It tells which timer has expired; the agent ends the worker. Nothing of that is trusted, because
+workers wrote it.
 """
 
 import asyncio

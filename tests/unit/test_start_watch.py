@@ -30,9 +30,9 @@ class Starting(Node):
         self.looks += 1
         return super().activities()
 
-    async def seen(self, at: Activity) -> None:
+    async def seen(self, at: Activity, generation: int = 1) -> None:
         """The agent has looked at a worker there, more than once."""
-        self.at = at
+        self.at, self.generation = at, generation
         later = self.looks + 10
         await self.until(lambda: self.looks > later)
 
@@ -90,9 +90,8 @@ async def test_a_world_without_a_step_for_so_long_is_asked_about(
 async def test_a_start_has_its_time_anew_in_each_world(quick: None) -> None:
     node = Starting(starting(5.0))
     task = asyncio.create_task(node.watch.run())
-    node.generation = 2
     node.see(state(None))
-    await node.seen(node.at)
+    await node.seen(node.at, generation=2)
     assert not node.published
     task.cancel()
 

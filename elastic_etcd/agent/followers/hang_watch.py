@@ -127,7 +127,7 @@ class HangWatch(PeriodicFollower):
     def _activities(self) -> list[tuple[Worker, Activity]]:
         """The workers, with what they do: a commit in which nothing moves counts as a step.
 
-        One that is watched before its first step is there since its world's start.
+        The seconds before a first step that is watched are those since the world's start.
         """
         found = []
         for worker, now in self._workers.activities():
