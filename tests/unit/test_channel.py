@@ -40,7 +40,6 @@ from elastic_etcd.protocol.messages import (
     FromWorker,
     Gone,
     Hello,
-    Imported,
     Interrupt,
     Keep,
     Leaving,
@@ -457,17 +456,6 @@ async def test_the_document_shows_what_is_sent(
 
         monkeypatch.setattr(module, "encode", record)
 
-    def record_plain(channel: socket.socket, kind: str, **fields: object) -> None:
-        packet = json.dumps({"type": kind, **fields}).encode()
-        sent["worker"].setdefault(kind, packet)
-        channel.send(packet)
-
-    monkeypatch.setattr(forkserver, "say", record_plain)
-    ours = {"SOCKET": agent.path, "LOCAL_RANK": "0", "GENERATION": "7"}
-    times = forkserver.ImportTimes()
-    await asyncio.to_thread(times.tell, {f"ELASTIC_ETCD_{n}": v for n, v in ours.items()})
-    await agent.hears(Imported)
-    await agent.hears(Disconnected)
     again = await asyncio.to_thread(Channel, agent.path)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
@@ -503,9 +491,7 @@ async def test_the_document_shows_what_is_sent(
 
 def test_what_a_forked_worker_becomes_is_described() -> None:
     (shown,) = re.findall(r"^{.*}$", DOCUMENT.read_text(), re.MULTILINE)
-    written = prefork._assignment(
-        ["python", "-u", "train.py"], {"RANK": "0"}, [1, 2], time_imports=False
-    )
+    written = prefork._assignment(["python", "-u", "train.py"], {"RANK": "0"}, [1, 2])
     with os.fdopen(written) as file:
         assert json.loads(shown) == json.load(file)
     read = re.findall(r'\border\["(\w+)"\]', inspect.getsource(forkserver))
