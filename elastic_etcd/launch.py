@@ -92,6 +92,7 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
+    kernel.raise_descriptor_limit()
     kernel.check()
     _import_asyncio()
     from elastic_etcd.system.signals import ending_the_start  # noqa: PLC0415 - it needs asyncio
